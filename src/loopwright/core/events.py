@@ -1,0 +1,218 @@
+"""The sixteen moments of a run and the callbacks that listen to them.
+
+    on_init_end
+    on_train_begin
+      on_epoch_begin
+        on_step_begin
+          (micro-batch; on_substep_end between two of them)
+        on_pre_optimizer_step, on_optimizer_step
+        on_step_end
+        [on_log] [on_prediction_step ... on_evaluate] [on_save] [on_push_begin]
+      on_epoch_end      (then again log, evaluate, save as asked)
+    on_train_end
+    on_predict
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .overrides import accepts, names_parameter
+from .state import TrainerControl, TrainerState
+
+EVENTS: dict[str, tuple[str, ...]] = {
+    "on_init_end": (),
+    "on_train_begin": ("should_training_stop",),
+    "on_train_end": (),
+    "on_epoch_begin": ("should_epoch_stop",),
+    "on_epoch_end": (),
+    "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_pre_optimizer_step": (),
+    "on_optimizer_step": (),
+    "on_substep_end": (),
+    "on_step_end": (),
+    "on_evaluate": ("should_evaluate",),
+    "on_predict": (),
+    "on_save": ("should_save",),
+    "on_log": ("should_log",),
+    "on_prediction_step": (),
+    "on_push_begin": (),
+}
+"""Each event and the wishes it fulfils: those flags are cleared before the callbacks are called."""
+
+
+class TrainerCallback:
+    """Base class of callbacks: override the events you care about.
+
+    Every event gets `args`, `state`, `control` and, by keyword, `model`, `processing_class`, `optimizer`,
+    `lr_scheduler`, `train_dataloader`, `eval_dataloader` (plus `metrics` or `logs` where they exist).
+    A callback may change `control` (or return another control) and nothing else.
+    """
+
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """The trainer was created."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Training starts."""
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Training is over."""
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An epoch starts."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An epoch is over."""
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An update starts."""
+
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Gradients are complete and clipped; the optimizer has not stepped."""
+
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """The optimizer has stepped; gradients still exist."""
+
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A micro-batch ended that was not the last of its update."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An update ended."""
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An evaluation ended; `metrics` holds its numbers."""
+
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A prediction ended; `metrics` holds its numbers."""
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A checkpoint was saved."""
+
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """Numbers were logged; `logs` holds them."""
+
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A batch of an evaluation or prediction ended."""
+
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """A push to a hub is about to start."""
+
+
+class CallbackHandler:
+    """The list of callbacks and the dispatch of events to those that listen."""
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any],
+        *,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        **context: Any,
+    ) -> None:
+        self.callbacks: list[Any] = []
+        self.args, self.state, self.control = args, state, control
+        self.context: dict[str, Any] = {
+            "model": None,
+            "processing_class": None,
+            "optimizer": None,
+            "lr_scheduler": None,
+            "train_dataloader": None,
+            "eval_dataloader": None,
+            **context,
+        }
+        self._listeners: dict[str, list[tuple[Any, Callable[..., Any]]]] = {}
+        self._known: list[Any] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+
+    @property
+    def callback_list(self) -> str:
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def add_callback(self, callback: Any) -> None:
+        instance = callback() if isinstance(callback, type) else callback
+        self.callbacks.append(instance)
+
+    def pop_callback(self, callback: Any) -> Any:
+        for index, each in enumerate(self.callbacks):
+            if each is callback or (isinstance(callback, type) and isinstance(each, callback)):
+                return self.callbacks.pop(index)
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        self.pop_callback(callback)
+
+    def listens(self, event: str) -> bool:
+        """Whether any callback overrides this event."""
+        return bool(self._listening_to(event))
+
+    def fire(self, event: str, **extra: Any) -> TrainerControl:
+        """Clear the wishes this event fulfils, then call its listeners in order."""
+        control = self.control
+        for flag in EVENTS[event]:
+            setattr(control, flag, False)
+        listeners = self._listeners.get(event) if self._known == self.callbacks else None
+        for callback, method in self._listening_to(event) if listeners is None else listeners:
+            try:
+                answer = method(self.args, self.state, control, **self.context, **extra)
+            except Exception as error:
+                where = f"{type(callback).__name__}.{event} at step {self.state.global_step}"
+                error.add_note(f"raised in the callback {where}")
+                raise
+            if answer is not None and answer is not control:
+                control.adopt(answer)
+        return control
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+        """`fire` in the calling style of other trainers' handlers."""
+        return self.fire(event, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> TrainerControl:
+        return self.fire("on_log", logs=logs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
+        return self.fire("on_evaluate", metrics=metrics)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
+        return self.fire("on_predict", metrics=metrics)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any) -> TrainerControl:
+        return self.fire("on_prediction_step")
+
+    def on_save(self, args: Any, state: Any, control: Any) -> TrainerControl:
+        return self.fire("on_save")
+
+    def _listening_to(self, event: str) -> list[tuple[Any, Callable[..., Any]]]:
+        if self._known != self.callbacks:
+            self._known = list(self.callbacks)
+            self._listeners = {}
+        if event not in self._listeners:
+            self._listeners[event] = [
+                (callback, self._prepared(getattr(callback, event)))
+                for callback in self.callbacks
+                if _overrides(callback, event)
+            ]
+        return self._listeners[event]
+
+    def _prepared(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, given what it names: `tokenizer` for old callbacks, no more than it takes for strict ones."""
+        wants_tokenizer = names_parameter(method, "tokenizer")
+        takes_anything = accepts(method, "an argument nobody would name")
+        if takes_anything and not wants_tokenizer:
+            return method
+
+        def call(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            if wants_tokenizer:
+                kwargs["tokenizer"] = kwargs["processing_class"]
+            return method(args, state, control, **{k: v for k, v in kwargs.items() if accepts(method, k)})
+
+        return call
+
+
+def _overrides(callback: Any, event: str) -> bool:
+    own = getattr(type(callback), event, None)
+    if event in vars(callback):
+        return True
+    return own is not None and own is not getattr(TrainerCallback, event)

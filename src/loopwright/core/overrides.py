@@ -1,0 +1,92 @@
+"""Calling a user's method with what its signature accepts, and refusing overrides nobody would call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OverrideError
+
+NEVER_CALLED = {
+    "_inner_training_loop": "training_step or compute_loss for what happens in a step, a callback for what happens between steps",
+    "_run_epoch": "training_step, compute_loss or a callback",
+    "_maybe_log_save_evaluate": "log, evaluate, or a callback that sets control.should_log / should_evaluate / should_save",
+    "_prepare_for_training": "create_optimizer_and_scheduler or _wrap_model",
+    "_init_training_state": "a callback's on_train_begin",
+    "_finalize_training": "a callback's on_train_end",
+    "prediction_loop": "evaluation_loop",
+    "_nested_gather": "prediction_step",
+    "_gather_and_numpify": "prediction_step",
+    "_rotate_checkpoints": "save_total_limit, or _save_checkpoint",
+    "_sorted_checkpoints": "save_total_limit, or _save_checkpoint",
+    "_build_accelerator_args": "_wrap_model",
+    "create_accelerator_and_postprocess": "_wrap_model",
+    "_save_tpu": "_save",
+    "_update_auto_batch_size": "auto_find_batch_size in the arguments",
+    "_prepare_context_parallel_inputs": "_prepare_inputs",
+    "_tune_save_checkpoint": "_save_checkpoint",
+    "_save_optimizer_and_scheduler": "_save_checkpoint",
+    "_load_optimizer_and_scheduler": "_load_from_checkpoint",
+    "_save_rng_state": "_save_checkpoint",
+    "_load_rng_state": "_load_from_checkpoint",
+    "_save_scaler": "_save_checkpoint",
+    "_load_scaler": "_load_from_checkpoint",
+    "_clip_grad_norm": "max_grad_norm in the arguments, or a callback's on_pre_optimizer_step",
+    "_get_grad_norm": "a callback's on_pre_optimizer_step",
+    "_track_num_input_tokens": "include_num_input_tokens_seen in the arguments",
+}
+"""Methods of other trainers that this one does not have, and what to override instead."""
+
+
+def refuse_dead_overrides(cls: type, base: type) -> None:
+    """Raise if a subclass defines a method this trainer would never call."""
+    for name, instead in NEVER_CALLED.items():
+        defined = getattr(cls, name, None)
+        if defined is not None and getattr(base, name, None) is not defined:
+            raise OverrideError(
+                f"{cls.__name__} overrides {name}, which loopwright never calls. Override instead: {instead}."
+            )
+
+
+def is_overridden(instance: Any, name: str, base: type) -> bool:
+    """Whether a subclass, or the instance itself, brings its own version of a method of `base`."""
+    if name in vars(instance):
+        return True
+    return getattr(type(instance), name, None) is not getattr(base, name, None)
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether a call may pass `name=` to the function."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return False
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def names_parameter(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function spells out a parameter of this name (`**kwargs` does not count)."""
+    parameters = _parameters(function)
+    return parameters is not None and name in parameters
+
+
+def adapt(function: Callable[..., Any], *optional: str) -> Callable[..., Any]:
+    """The function, called without those of the optional keyword arguments it does not accept.
+
+    Old overrides such as `compute_loss(self, model, inputs)` keep working although more is known today.
+    """
+    missing = frozenset(name for name in optional if not accepts(function, name))
+    if not missing:
+        return function
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in missing})
+
+    return call
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,175 @@
+"""Where a run stands (TrainerState, Progress) and what callbacks ask for next (TrainerControl)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class ExportableState:
+    """A callback (or control) whose state travels with the checkpoint.
+
+    `state()` returns {"args": constructor arguments, "attributes": values set afterwards}.
+    """
+
+    def state(self) -> dict[str, Any]:
+        raise NotImplementedError(f"{type(self).__name__} is exportable, so it must define state()")
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Any:
+        instance = cls(**state["args"])
+        for name, value in state["attributes"].items():
+            setattr(instance, name, value)
+        return instance
+
+
+@dataclass
+class TrainerState:
+    """The public progress of a run, saved in every checkpoint as trainer_state.json."""
+
+    epoch: float | None = 0
+    global_step: int = 0
+    max_steps: int = 0
+    logging_steps: float = 500
+    eval_steps: float = 500
+    save_steps: float = 500
+    train_batch_size: int | None = None
+    num_train_epochs: int = 0
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_global_step: int | None = None
+    best_model_checkpoint: str | None = None
+    is_local_process_zero: bool = True
+    is_world_process_zero: bool = True
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)
+
+    def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
+        with open(json_path, "w", encoding="utf-8") as file:
+            file.write(self.to_json_string())
+
+    def to_json_string(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def load_from_json(cls, json_path: str | os.PathLike[str]) -> TrainerState:
+        with open(json_path, encoding="utf-8") as file:
+            return cls.from_dict(json.load(file))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainerState:
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def compute_steps(self, args: Any, max_steps: int) -> None:
+        """Turn the intervals of `args` into updates; a value below 1 is a share of all updates."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            value = getattr(args, name)
+            if value is None:
+                continue
+            setattr(self, name, interval_in_updates(value, max_steps))
+
+
+def interval_in_updates(value: float, max_steps: int) -> int:
+    """An interval given in updates, or as a share of all updates when below 1."""
+    if value < 1:
+        return max(1, -int(-max_steps * value // 1))
+    return int(value)
+
+
+@dataclass
+class Progress:
+    """What resuming needs beyond TrainerState: the position in the data and the open sums of the log."""
+
+    epoch: int = 0
+    samples_in_epoch: int = 0
+    batches_in_epoch: int = 0
+    updates_in_epoch: int = 0
+    samples_seen: int = 0
+    schedule_step: int = 0
+    """Updates that moved the weights: a skipped update does not advance the schedule."""
+    loss_since_log: list[float] = field(default_factory=list)
+    last_logged_step: int = 0
+    loss_total: float = 0.0
+    loss_updates: int = 0
+    nonfinite_updates: int = 0
+
+    def start_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.samples_in_epoch = self.batches_in_epoch = self.updates_in_epoch = 0
+
+
+@dataclass
+class TrainerControl(ExportableState):
+    """Five wishes callbacks may set; the loop grants them and clears them."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False
+
+    def adopt(self, other: TrainerControl) -> None:
+        """Take over the wishes of a control object a callback returned."""
+        for each in dataclasses.fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
+    def state(self) -> dict[str, Any]:
+        return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+class Stateful(Protocol):
+    """Anything with a state to carry across a restart."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """The JSON-able states of all callbacks that have one, by class name (a list when a class occurs twice)."""
+    states: dict[str, Any] = {}
+    for callback in callbacks:
+        state = _state_of(callback)
+        if state is None:
+            continue
+        name = type(callback).__name__
+        if name in states:
+            previous = states[name] if isinstance(states[name], list) else [states[name]]
+            states[name] = [*previous, state]
+        else:
+            states[name] = state
+    return states
+
+
+def _state_of(callback: Any) -> dict[str, Any] | None:
+    if hasattr(callback, "state_dict"):
+        return {"state_dict": callback.state_dict()}
+    if hasattr(callback, "state") and hasattr(callback, "from_state"):
+        return dict(callback.state())
+    return None
+
+
+def restore_callback_states(callbacks: Iterable[Any], states: dict[str, Any]) -> list[str]:
+    """Give each callback its saved state back; returns the names of saved states nobody took."""
+    left = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
+    for callback in callbacks:
+        waiting = left.get(type(callback).__name__)
+        if waiting and _state_of(callback) is not None:
+            _give_back(callback, waiting.pop(0))
+    return [name for name, waiting in left.items() if waiting]
+
+
+def _give_back(callback: Any, state: dict[str, Any]) -> None:
+    if "state_dict" in state:
+        callback.load_state_dict(state["state_dict"])
+        return
+    for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
+        setattr(callback, name, value)
