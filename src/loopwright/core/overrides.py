@@ -49,11 +49,12 @@ def refuse_dead_overrides(cls: type, base: type) -> None:
             )
 
 
-def is_overridden(instance: Any, name: str, base: type) -> bool:
-    """Whether a subclass, or the instance itself, brings its own version of a method of `base`."""
+def is_overridden(instance: Any, name: str) -> bool:
+    """Whether a user's subclass, or the instance itself, brings its own version of a method."""
     if name in vars(instance):
         return True
-    return getattr(type(instance), name, None) is not getattr(base, name, None)
+    method = getattr(type(instance), name, None)
+    return not (getattr(method, "__module__", None) or "").startswith("loopwright.")
 
 
 def accepts(function: Callable[..., Any], name: str) -> bool:

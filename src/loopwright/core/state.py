@@ -52,6 +52,10 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = field(default_factory=dict)
 
+    # Not fields, so that the JSON stays what other tools read: kept for callbacks while the run lasts.
+    samples_seen = 0
+    last_save_seconds = 0.0
+
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
         with open(json_path, "w", encoding="utf-8") as file:
             file.write(self.to_json_string())
@@ -87,24 +91,23 @@ def interval_in_updates(value: float, max_steps: int) -> int:
 
 @dataclass
 class Progress:
-    """What resuming needs beyond TrainerState: the position in the data and the open sums of the log."""
+    """What resuming needs beyond TrainerState: the position in the data."""
 
     epoch: int = 0
     samples_in_epoch: int = 0
     batches_in_epoch: int = 0
-    updates_in_epoch: int = 0
     samples_seen: int = 0
-    schedule_step: int = 0
-    """Updates that moved the weights: a skipped update does not advance the schedule."""
-    loss_since_log: list[float] = field(default_factory=list)
     last_logged_step: int = 0
-    loss_total: float = 0.0
-    loss_updates: int = 0
-    nonfinite_updates: int = 0
 
-    def start_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.samples_in_epoch = self.batches_in_epoch = self.updates_in_epoch = 0
+    def finish_update(self, batches: int, samples: int) -> None:
+        self.batches_in_epoch += batches
+        self.samples_in_epoch += samples
+        self.samples_seen += samples
+
+    def close_epoch(self) -> None:
+        """From here on a resumed run starts with the next epoch."""
+        self.epoch += 1
+        self.samples_in_epoch = self.batches_in_epoch = 0
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Where numbers are sent, one file each, found by name through `registry.py`."""

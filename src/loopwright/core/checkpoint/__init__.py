@@ -1,0 +1,1 @@
+"""Checkpoints on disk: publish, find, verify, prune. Knows files, not tensors."""

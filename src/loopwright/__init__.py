@@ -1,0 +1,208 @@
+"""loopwright: a training library with the API of transformers' Trainer.
+
+Public names are imported on first use, so `import loopwright` is quick and brings no framework with it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Where every public name lives. A new one needs a row here and a line under TYPE_CHECKING below.
+_MODULES: dict[str, tuple[str, ...]] = {
+    "pt.trainer": ("Trainer",),
+    "pt.seq2seq": ("Seq2SeqTrainer",),
+    "pt.arguments": ("Seq2SeqTrainingArguments", "TrainingArguments"),
+    "args.names": ("HubStrategy", "IntervalStrategy", "OptimizerNames", "SaveStrategy", "SchedulerType"),
+    "core.events": ("CallbackHandler", "TrainerCallback"),
+    "core.state": ("ExportableState", "TrainerControl", "TrainerState"),
+    "core.outputs": (
+        "BestRun",
+        "EvalLoopOutput",
+        "EvalPrediction",
+        "PredictionOutput",
+        "TrainOutput",
+        "speed_metrics",
+    ),
+    "core.checkpoint.manager": ("get_last_checkpoint",),
+    "callbacks.early_stopping": ("EarlyStoppingCallback",),
+    "callbacks.flow": ("DefaultFlowCallback",),
+    "callbacks.notebook": ("NotebookProgressCallback",),
+    "callbacks.printer": ("PrinterCallback",),
+    "callbacks.progress": ("ProgressCallback",),
+    "reporters.tensorboard": ("TensorBoardCallback",),
+    "pt.checkpoint": ("load_model",),
+    "pt.seeding": ("enable_full_determinism", "set_seed"),
+    "pt.collators": (
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForMultipleChoice",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification",
+        "DataCollatorForWholeWordMask",
+        "DataCollatorWithFlattening",
+        "DataCollatorWithPadding",
+        "DefaultDataCollator",
+        "default_data_collator",
+    ),
+    "pt.schedulers": (
+        "get_constant_schedule",
+        "get_constant_schedule_with_warmup",
+        "get_cosine_schedule_with_warmup",
+        "get_cosine_with_hard_restarts_schedule_with_warmup",
+        "get_cosine_with_min_lr_schedule_with_warmup",
+        "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
+        "get_greedy_schedule",
+        "get_inverse_sqrt_schedule",
+        "get_linear_schedule_with_warmup",
+        "get_polynomial_decay_schedule_with_warmup",
+        "get_reduce_on_plateau_schedule",
+        "get_scheduler",
+        "get_wsd_schedule",
+    ),
+    "pt.optimizers.adafactor": ("Adafactor",),
+    "errors": (
+        "ArgumentsError",
+        "CheckpointError",
+        "DataError",
+        "LoopwrightError",
+        "MetricError",
+        "MissingPackage",
+        "ModelError",
+        "NonFiniteError",
+        "NotAvailable",
+        "OutputError",
+        "OverrideError",
+        "UnknownArgument",
+    ),
+}
+_HOME: dict[str, str] = {name: module for module, names in _MODULES.items() for name in names}
+
+# Handed on from transformers for the scripts that import them beside the Trainer; absent from __all__, because
+# `from loopwright import *` has to work without transformers.
+_FROM_TRANSFORMERS = ("DataCollatorForPermutationLanguageModeling", "HfArgumentParser")
+
+__all__ = [*sorted(_HOME), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name the first time it is used."""
+    if name in _HOME:
+        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    elif name in _FROM_TRANSFORMERS:
+        value = _take_from_transformers(name)
+    else:
+        raise AttributeError(_unknown(name))
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME, *_FROM_TRANSFORMERS})
+
+
+def _take_from_transformers(name: str) -> Any:
+    try:
+        return getattr(import_module("transformers"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        from .errors import MissingPackage
+
+        raise MissingPackage("transformers", needed_for=f"loopwright.{name}") from None
+
+
+def _unknown(name: str) -> str:
+    text = f"module 'loopwright' has no attribute {name!r}"
+    if name.startswith("_"):  # asked for by tools, not typed by people
+        return text
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, [*_HOME, *_FROM_TRANSFORMERS], n=1)
+    return f"{text}; did you mean {close[0]!r}?" if close else text
+
+
+if TYPE_CHECKING:
+    from transformers import (
+        DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+        HfArgumentParser as HfArgumentParser,
+    )
+
+    from .args.names import (
+        HubStrategy as HubStrategy,
+        IntervalStrategy as IntervalStrategy,
+        OptimizerNames as OptimizerNames,
+        SaveStrategy as SaveStrategy,
+        SchedulerType as SchedulerType,
+    )
+    from .callbacks.early_stopping import EarlyStoppingCallback as EarlyStoppingCallback
+    from .callbacks.flow import DefaultFlowCallback as DefaultFlowCallback
+    from .callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
+    from .callbacks.printer import PrinterCallback as PrinterCallback
+    from .callbacks.progress import ProgressCallback as ProgressCallback
+    from .core.checkpoint.manager import get_last_checkpoint as get_last_checkpoint
+    from .core.events import CallbackHandler as CallbackHandler, TrainerCallback as TrainerCallback
+    from .core.outputs import (
+        BestRun as BestRun,
+        EvalLoopOutput as EvalLoopOutput,
+        EvalPrediction as EvalPrediction,
+        PredictionOutput as PredictionOutput,
+        TrainOutput as TrainOutput,
+        speed_metrics as speed_metrics,
+    )
+    from .core.state import (
+        ExportableState as ExportableState,
+        TrainerControl as TrainerControl,
+        TrainerState as TrainerState,
+    )
+    from .errors import (
+        ArgumentsError as ArgumentsError,
+        CheckpointError as CheckpointError,
+        DataError as DataError,
+        LoopwrightError as LoopwrightError,
+        MetricError as MetricError,
+        MissingPackage as MissingPackage,
+        ModelError as ModelError,
+        NonFiniteError as NonFiniteError,
+        NotAvailable as NotAvailable,
+        OutputError as OutputError,
+        OverrideError as OverrideError,
+        UnknownArgument as UnknownArgument,
+    )
+    from .pt.arguments import (
+        Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
+        TrainingArguments as TrainingArguments,
+    )
+    from .pt.checkpoint import load_model as load_model
+    from .pt.collators import (
+        DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
+        DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
+        DataCollatorForSeq2Seq as DataCollatorForSeq2Seq,
+        DataCollatorForTokenClassification as DataCollatorForTokenClassification,
+        DataCollatorForWholeWordMask as DataCollatorForWholeWordMask,
+        DataCollatorWithFlattening as DataCollatorWithFlattening,
+        DataCollatorWithPadding as DataCollatorWithPadding,
+        DefaultDataCollator as DefaultDataCollator,
+        default_data_collator as default_data_collator,
+    )
+    from .pt.optimizers.adafactor import Adafactor as Adafactor
+    from .pt.schedulers import (
+        get_constant_schedule as get_constant_schedule,
+        get_constant_schedule_with_warmup as get_constant_schedule_with_warmup,
+        get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup,
+        get_cosine_with_hard_restarts_schedule_with_warmup as get_cosine_with_hard_restarts_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup as get_cosine_with_min_lr_schedule_with_warmup,
+        get_cosine_with_min_lr_schedule_with_warmup_lr_rate as get_cosine_with_min_lr_schedule_with_warmup_lr_rate,
+        get_greedy_schedule as get_greedy_schedule,
+        get_inverse_sqrt_schedule as get_inverse_sqrt_schedule,
+        get_linear_schedule_with_warmup as get_linear_schedule_with_warmup,
+        get_polynomial_decay_schedule_with_warmup as get_polynomial_decay_schedule_with_warmup,
+        get_reduce_on_plateau_schedule as get_reduce_on_plateau_schedule,
+        get_scheduler as get_scheduler,
+        get_wsd_schedule as get_wsd_schedule,
+    )
+    from .pt.seeding import enable_full_determinism as enable_full_determinism, set_seed as set_seed
+    from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
+    from .pt.trainer import Trainer as Trainer
+    from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback

@@ -1,0 +1,95 @@
+"""What is accepted by name and not available yet: the table, the check and the text for the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .distributed import AcceleratorConfig
+from .problems import Problems, shown
+from .tracking import SERVED, TRACKERS
+
+
+def _is_given(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A part that is still to come."""
+
+    part: str
+    asked: Callable[[Any], Any] = _is_given
+    """What of a field's value asks for it; something empty when nothing does."""
+    when: str = "set"
+
+
+def _other_than_default(*keys: str) -> Callable[[Any], Any]:
+    default = AcceleratorConfig()
+
+    def asked(config: Any) -> dict[str, Any]:
+        values = {key: getattr(config, key) for key in keys}
+        return {key: value for key, value in values.items() if value != getattr(default, key)}
+
+    return asked
+
+
+def _only(name: str) -> Callable[[Any], Any]:
+    return lambda value: value if value == name else None
+
+
+ACCELERATOR_KEYS = (
+    "split_batches",
+    "dispatch_batches",
+    "use_seedable_sampler",
+    "use_configured_state",
+    "gradient_accumulation_kwargs",
+)
+
+MISSING: dict[str, Missing] = {
+    "fsdp": Missing("sharding with FSDP"),
+    "fsdp_config": Missing("sharding with FSDP"),
+    "deepspeed": Missing("DeepSpeed"),
+    "parallelism_config": Missing("parallelism over several devices"),
+    "accelerator_config": Missing(
+        "spreading batches over processes",
+        _other_than_default(*ACCELERATOR_KEYS),
+        "one of " + ", ".join(ACCELERATOR_KEYS),
+    ),
+    "eval_use_gather_object": Missing("gathering objects from several processes"),
+    "push_to_hub": Missing("pushing to the Hub"),
+    "report_to": Missing(
+        "sending numbers to this tracker",
+        lambda names: [name for name in names if name in TRACKERS and name not in SERVED],
+        "a tracker other than " + ", ".join(SERVED),
+    ),
+    "use_liger_kernel": Missing("Liger's kernels"),
+    "liger_kernel_config": Missing("Liger's kernels"),
+    "packing": Missing("packing samples into rows"),
+    "per_device_train_batch_tokens": Missing("a token budget per micro-batch"),
+    "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
+    "speed": Missing("accelerations beyond those that are always on", _only("max"), "max"),
+    "on_spike": Missing("rolling back after a jump of the loss"),
+    "max_recompiles": Missing("counting recompilations", lambda value: value is not None and str(value)),
+    "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
+}
+"""Each field that can ask for a part that is not there yet."""
+
+
+def apply_availability(args: Any, problems: Problems) -> None:
+    """Note everything these arguments ask for that is not available yet."""
+    for name, missing in MISSING.items():
+        if name in problems.broken:
+            continue
+        value = getattr(args, name)
+        asked = missing.asked(value)
+        if asked:
+            part = value if isinstance(asked, str) else asked
+            problems.unavailable.append(f"{shown(name, part)}: not available yet, see docs/availability.md")
+
+
+def availability_table() -> str:
+    """The table of what is not available yet, as Markdown."""
+    rows = [f"| `{name}` | {missing.when} | {missing.part} |" for name, missing in MISSING.items()]
+    return "\n".join(["| argument | when it is | what is not available yet |", "|---|---|---|", *rows]) + "\n"

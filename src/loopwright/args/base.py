@@ -1,0 +1,200 @@
+"""BaseArguments: every argument, flat, settled and checked when it is made. Needs no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Self
+
+from ..errors import UnknownArgument
+from .availability import apply_availability
+from .data import DataArgs
+from .derive import derive
+from .distributed import DistributedArgs
+from .duration import DurationArgs
+from .effects import without_effect
+from .evaluation import EvaluationArgs
+from .field import UNSET, nearest, specs
+from .hardware import HardwareArgs
+from .hub import HubArgs
+from .legacy import LegacyArgs, apply_legacy
+from .logging import LEVELS, LoggingArgs
+from .loss import LossArgs
+from .memory import MemoryArgs
+from .optimizer import OptimizerArgs
+from .precision import PrecisionArgs
+from .problems import Problems, shown
+from .process import ProcessInfo
+from .reading import check, read
+from .rules import apply_rules
+from .saving import SavingArgs
+from .schedule import ScheduleArgs
+from .script import ScriptArgs
+from .setters import Setters
+from .speed import SpeedArgs
+from .tracking import TrackingArgs, tensorboard_folder
+
+
+# A dataclass lists the fields of its last base first: DurationArgs, with output_dir, has to stay at the end.
+@dataclass
+class BaseArguments(
+    Setters,
+    ProcessInfo,
+    LegacyArgs,
+    ScriptArgs,
+    SpeedArgs,
+    DistributedArgs,
+    HubArgs,
+    TrackingArgs,
+    LoggingArgs,
+    HardwareArgs,
+    MemoryArgs,
+    PrecisionArgs,
+    SavingArgs,
+    EvaluationArgs,
+    DataArgs,
+    LossArgs,
+    ScheduleArgs,
+    OptimizerArgs,
+    DurationArgs,
+):
+    """All arguments of a run. They are settled once, when made, and changed afterwards only by the set_* methods."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse names that do not exist, with the nearest one that does.
+
+        Done here because a dataclass made from this one writes its own __init__.
+        """
+        known = accepted_names(cls)
+        unknown = [name for name in kwargs if known is not None and name not in known]
+        if unknown:
+            raise UnknownArgument(
+                [f"{cls.__name__} has no argument {name!r}{nearest(name, known or ())}" for name in unknown]
+            )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        self.settle()
+
+    def settle(self) -> None:
+        """Translate old names, read values, fill in what follows from others, and raise all problems together."""
+        problems = Problems()
+        apply_legacy(self, problems)
+        self._read_fields(problems)
+        derive(self, problems)
+        self._check_fields(problems)
+        apply_rules(self, problems)
+        apply_availability(self, problems)
+        problems.raise_if_any()
+
+    def _read_fields(self, problems: Problems) -> None:
+        for name, spec in specs(type(self)).items():
+            if spec.row is None and name not in problems.broken:
+                try:
+                    setattr(self, name, read(spec, getattr(self, name)))
+                except ValueError as error:
+                    problems.add(f"{name}: {error}", name)
+
+    def _check_fields(self, problems: Problems) -> None:
+        for name, spec in specs(type(self)).items():
+            if spec.row is None and name not in problems.broken:
+                value = getattr(self, name)
+                complaint = check(spec, value)
+                if complaint:
+                    problems.add(f"{shown(name, value)}: {complaint}", name)
+
+    def without_effect(self) -> list[str]:
+        """Names of the arguments that were given and change nothing in this run."""
+        return without_effect(self)
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples per forward pass of training."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples per forward pass of evaluation."""
+        return self.per_device_eval_batch_size
+
+    @property
+    def mixed_precision(self) -> str:
+        """The format of mixed precision: fp16, bf16 or no."""
+        return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
+
+    def get_process_log_level(self) -> int:
+        """The log level of this process; a passive one is the level loopwright's logger has anyway."""
+        level = LEVELS[self.log_level if self.should_log else self.log_level_replica]
+        return level or logging.getLogger("loopwright").getEffectiveLevel()
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """Updates of warm-up in a run of that many updates."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil(num_training_steps * self.warmup_steps)
+
+    def get_tensorboard_dir(self) -> str:
+        """Where TensorBoard's files go; asked twice without logging_dir, it may name two folders."""
+        return tensorboard_folder(self.logging_dir, str(self.output_dir))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All arguments as plain values; tokens are masked, old names left out."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
+        given = {name: value for name, value in values.items() if value is not UNSET}
+        return {name: _masked(name, value) for name, value in given.items()}
+
+    def to_json_string(self) -> str:
+        """All arguments as JSON."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """All arguments as numbers, booleans and strings, for trackers that take nothing else."""
+        sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        values = {**self.to_dict(), **sizes}
+        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
+
+    def __str__(self) -> str:
+        lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+
+def accepted_names(cls: Any) -> frozenset[str] | None:
+    """The keywords a class's __init__ takes; None when it takes any."""
+    return _accepted_names(cls.__init__)
+
+
+@functools.cache
+def _accepted_names(init: Callable[..., None]) -> frozenset[str] | None:
+    parameters = inspect.signature(init).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def _masked(name: str, value: Any) -> Any:
+    if name.endswith("_token") and value is not None:
+        return f"<{name.upper()}>"
+    return plain(value)
+
+
+def plain(value: Any) -> Any:
+    """A value made of what JSON knows, as far as that is possible."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if not isinstance(value, type) and callable(getattr(value, "to_dict", None)):
+        return plain(value.to_dict())
+    return value

@@ -1,0 +1,144 @@
+"""Values that follow from other arguments, one function each, in the order they are applied."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from .distributed import read_accelerator_config
+from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from .problems import Problems
+from .tracking import named_trackers
+
+Derivation = Callable[[Any], None]
+
+DERIVATIONS: list[tuple[tuple[str, ...], Derivation]] = []
+"""Each derivation with the fields it reads and writes."""
+
+METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+"""Schedules that follow an evaluation metric."""
+
+
+def derivation(*names: str) -> Callable[[Derivation], Derivation]:
+    """Put a function into DERIVATIONS, with the fields it touches."""
+
+    def keep(function: Derivation) -> Derivation:
+        DERIVATIONS.append((names, function))
+        return function
+
+    return keep
+
+
+def derive(args: Any, problems: Problems) -> None:
+    """Apply all derivations whose fields are sound."""
+    for names, function in DERIVATIONS:
+        if problems.concern(names):
+            continue
+        try:
+            function(args)
+        except ValueError as error:
+            problems.add(f"{names[0]}: {error}", names[0])
+
+
+@derivation("output_dir")
+def output_folder(args: Any) -> None:
+    """A folder is always named, and ~ is the home folder."""
+    args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
+
+
+@derivation("include_num_input_tokens_seen")
+def token_count(args: Any) -> None:
+    """True means all tokens, False none."""
+    value = args.include_num_input_tokens_seen
+    words = {"true": "all", "false": "no", "none": "no"}
+    args.include_num_input_tokens_seen = words.get(str(value).lower(), value)
+
+
+@derivation("debug")
+def debug_options(args: Any) -> None:
+    """A list of options, from words in a string."""
+    words = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    args.debug = [DebugOption(word) for word in words]
+
+
+@derivation("report_to")
+def trackers(args: Any) -> None:
+    """A list of names, from a name, 'all' or 'none'."""
+    args.report_to = named_trackers(args.report_to)
+
+
+@derivation("accelerator_config")
+def accelerator(args: Any) -> None:
+    """An AcceleratorConfig, from a dict or an object of that shape."""
+    args.accelerator_config = read_accelerator_config(args.accelerator_config)
+
+
+@derivation("logging_steps", "eval_steps", "save_steps", "warmup_steps")
+def whole_steps(args: Any) -> None:
+    """Step counts are int; only shares stay float."""
+    for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
+        value = getattr(args, name)
+        if value is not None and value == int(value):
+            setattr(args, name, int(value))
+
+
+@derivation("eval_strategy", "do_eval")
+def script_evaluates(args: Any) -> None:
+    """A script evaluates when the trainer does."""
+    args.do_eval = args.do_eval or args.eval_strategy != IntervalStrategy.NO
+
+
+@derivation("eval_strategy", "eval_steps", "logging_steps")
+def evaluation_interval(args: Any) -> None:
+    """Evaluate as often as we log, unless told otherwise."""
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        args.eval_steps = args.logging_steps
+
+
+@derivation(
+    "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"
+)
+def best_metric(args: Any) -> None:
+    """Whatever needs a best evaluation takes the loss; a metric is better when larger unless it is a loss."""
+    needed = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
+    if args.metric_for_best_model is None and (needed or args.lr_scheduler_type in METRIC_SCHEDULES):
+        args.metric_for_best_model = "loss"
+    if args.greater_is_better is None and args.metric_for_best_model is not None:
+        args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+@derivation("torch_compile", "torch_compile_backend", "torch_compile_mode")
+def compilation(args: Any) -> None:
+    """A backend or a mode switches compilation on; inductor compiles unless told otherwise."""
+    args.torch_compile = args.torch_compile or bool(args.torch_compile_backend or args.torch_compile_mode)
+    if args.torch_compile:
+        args.torch_compile_backend = args.torch_compile_backend or "inductor"
+
+
+@derivation("use_cpu", "dataloader_pin_memory")
+def pinned_memory(args: Any) -> None:
+    """Nothing is copied to a device, so nothing is pinned for it."""
+    args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
+
+
+@derivation("disable_tqdm")
+def progress_bar(args: Any) -> None:
+    """No bar where not even warnings are shown."""
+    if args.disable_tqdm is None:
+        args.disable_tqdm = logging.getLogger("loopwright").getEffectiveLevel() > logging.WARNING
+
+
+@derivation("save_total_limit")
+def kept_checkpoints(args: Any) -> None:
+    """Zero or less means no limit."""
+    if args.save_total_limit is not None and args.save_total_limit <= 0:
+        args.save_total_limit = None
+
+
+@derivation("hub_token")
+def token(args: Any) -> None:
+    """The mask that to_dict puts in a token's place is no token."""
+    if args.hub_token == "<HUB_TOKEN>":
+        args.hub_token = None

@@ -1,0 +1,67 @@
+"""Many processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .field import Group, arg, nearest, positive
+
+
+@dataclass
+class DistributedArgs(Group):
+    """Many processes."""
+
+    title = "Many processes"
+
+    ddp_find_unused_parameters: bool | None = arg(None, "DDP: look for parameters without a gradient.")
+    ddp_bucket_cap_mb: int | None = arg(None, "DDP: size of a bucket of gradients in MiB.", check=positive)
+    ddp_broadcast_buffers: bool | None = arg(None, "DDP: send buffers from the first process to the others.")
+    ddp_static_graph: bool | None = arg(None, "DDP: promise that every step uses the same parameters.")
+    ddp_backend: str | None = arg(
+        None,
+        "The communication library between processes.",
+        choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl"),
+    )
+    ddp_timeout: int = arg(1800, "Seconds to wait for other processes.", check=positive)
+    fsdp: str | None = arg(None, "Shard parameters over processes with FSDP.", as_given=True, nargs="?", const=True)
+    fsdp_config: dict[str, Any] | str | None = arg(None, "Options of FSDP, as a dict, JSON or the path of a JSON file.")
+    deepspeed: dict[str, Any] | str | None = arg(
+        None, "DeepSpeed's configuration, as a dict, JSON or the path of a JSON file."
+    )
+    accelerator_config: dict[str, Any] | str | None = arg(
+        None, "How batches are spread and copied: a dict with the keys of AcceleratorConfig, JSON or a JSON file."
+    )
+    parallelism_config: dict[str, Any] | str | None = arg(None, "Sizes of the parallel dimensions.")
+
+
+@dataclass
+class AcceleratorConfig:
+    """How batches are spread over processes and copied to the device."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def read_accelerator_config(given: Any) -> AcceleratorConfig:
+    """The configuration from a mapping, from another library's object of the same shape, or the default for None."""
+    if given is None or isinstance(given, AcceleratorConfig):
+        return given or AcceleratorConfig()
+    values = given.to_dict() if hasattr(given, "to_dict") and not isinstance(given, type) else given
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{given!r} is not a dict with the keys of AcceleratorConfig")
+    known = [field.name for field in dataclasses.fields(AcceleratorConfig)]
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ValueError(f"has no key {unknown[0]!r}{nearest(unknown[0], known)} (keys: {', '.join(known)})")
+    return AcceleratorConfig(**values)

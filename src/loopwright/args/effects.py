@@ -1,0 +1,93 @@
+"""Arguments that were given and change nothing in this run: the table and the question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .field import specs
+from .names import IntervalStrategy, SaveStrategy, SchedulerType
+
+NO_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+NOT_ADAM = ("sgd", "adagrad", "adafactor", "rmsprop", "lomo", "adalomo", "schedule_free_sgd", "galore_adafactor")
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Fields that change nothing when a condition holds."""
+
+    names: tuple[str, ...]
+    when: Callable[[Any], bool]
+
+
+def _always(args: Any) -> bool:
+    return True
+
+
+def _one_process(args: Any) -> bool:
+    return bool(args.world_size == 1)
+
+
+def _no_tracker(*names: str) -> Callable[[Any], bool]:
+    return lambda args: not set(names) & set(args.report_to)
+
+
+IDLE = (
+    Idle(("do_train", "do_predict", "local_rank"), _always),
+    Idle(("do_eval",), lambda args: args.eval_strategy == IntervalStrategy.NO),
+    Idle(
+        (
+            "ddp_find_unused_parameters",
+            "ddp_bucket_cap_mb",
+            "ddp_broadcast_buffers",
+            "ddp_static_graph",
+            "ddp_backend",
+            "ddp_timeout",
+            "average_tokens_across_devices",
+            "log_on_each_node",
+            "log_level_replica",
+            "save_on_each_node",
+        ),
+        _one_process,
+    ),
+    Idle(
+        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        lambda args: not args.push_to_hub,
+    ),
+    Idle(
+        ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        _no_tracker("trackio"),
+    ),
+    Idle(("logging_dir",), _no_tracker("tensorboard")),
+    Idle(("run_name",), lambda args: not args.report_to),
+    Idle(("num_train_epochs",), lambda args: args.max_steps > 0),
+    Idle(("logging_steps",), lambda args: args.logging_strategy != IntervalStrategy.STEPS and args.eval_steps is None),
+    Idle(("eval_steps",), lambda args: args.eval_strategy != IntervalStrategy.STEPS),
+    Idle(("save_steps",), lambda args: args.save_strategy != SaveStrategy.STEPS),
+    Idle(
+        ("warmup_steps",),
+        lambda args: args.lr_scheduler_type in NO_WARMUP and not args.optim.startswith("schedule_free"),
+    ),
+    Idle(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda args: args.optim.startswith(NOT_ADAM)),
+    Idle(("optim_target_modules",), lambda args: not args.optim.startswith(("galore_", "apollo_"))),
+    Idle(("gradient_checkpointing_kwargs",), lambda args: not args.gradient_checkpointing),
+    Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
+    Idle(("length_column_name",), lambda args: args.train_sampling_strategy != "group_by_length"),
+    Idle(("dataloader_multiprocessing_context", "dataloader_in_order"), lambda args: args.dataloader_num_workers == 0),
+    Idle(
+        ("generation_max_length", "generation_num_beams", "generation_config"),
+        lambda args: not getattr(args, "predict_with_generate", True),
+    ),
+)
+"""Which fields change nothing, and when."""
+
+
+def without_effect(args: Any) -> list[str]:
+    """Names of the arguments that differ from their default and change nothing in this run."""
+    known = specs(type(args))
+    idle = [name for row in IDLE if row.when(args) for name in row.names]
+    changed = [name for name in idle if name in known and getattr(args, name) != known[name].default]
+    if _one_process(args) and not args.accelerator_config.even_batches:
+        changed.append("accelerator_config.even_batches")
+    return changed

@@ -1,0 +1,194 @@
+"""How an argument is declared: default, help and check on one line, read back by everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, ClassVar, get_type_hints
+
+Check = Callable[[Any], "str | None"]
+"""Looks at a value and returns what is wrong with it, or None."""
+
+
+class Unset:
+    """The type of UNSET, the value of an argument nobody gave; there is only one of it."""
+
+    _only: ClassVar[Unset | None] = None
+
+    def __new__(cls) -> Unset:
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[Unset], tuple[()]]:
+        return Unset, ()
+
+
+UNSET: Any = Unset()
+
+
+class Help(str):
+    """The help text of a field, with what only loopwright reads riding on it.
+
+    Parsers built on argparse hand every key of a field's metadata on to `add_argument`, so a check cannot be a key of
+    its own.
+    """
+
+    check: Check | None = None
+    as_given: bool = False
+    row: Any = None
+
+
+def arg(
+    default: Any,
+    help: str,
+    *,
+    check: Check | None = None,
+    choices: Sequence[str] | None = None,
+    as_given: bool = False,
+    nargs: str | None = None,
+    const: Any = None,
+    repr: bool = True,
+    row: Any = None,
+) -> Any:
+    """A dataclass field. `as_given`: the value is not read as its declared type. `row`: what the legacy table says."""
+    text = Help(help.replace("%", "%%"))
+    text.check, text.as_given, text.row = check, as_given, row
+    metadata: dict[str, Any] = {"help": text}
+    for key, value in (("choices", choices), ("nargs", nargs), ("const", const)):
+        if value is not None:
+            metadata[key] = value
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata, repr=repr)
+    return dataclasses.field(default=default, metadata=metadata, repr=repr)
+
+
+class Group:
+    """Base of the dataclasses that hold the arguments of one theme."""
+
+    title: ClassVar[str] = ""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a group says about one of its fields."""
+
+    name: str
+    title: str
+    hint: Any
+    default: Any
+    help: str
+    check: Check | None
+    choices: Sequence[str] | None
+    as_given: bool
+    row: Any
+
+
+def specs(cls: Any) -> dict[str, Spec]:
+    """Every argument the groups of a class declare, by name, also where a subclass gave it another default."""
+    return _specs(cls)
+
+
+@functools.cache
+def _specs(cls: type) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for group in reversed(cls.__mro__):
+        if issubclass(group, Group) and group.__dict__.get("title"):
+            hints = get_type_hints(group)
+            found.update((name, _spec(field, group.title, hints)) for name, field in _fields_of(group).items())
+    return found
+
+
+def _fields_of(group: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(group)}
+
+
+def _spec(field: dataclasses.Field[Any], title: str, hints: dict[str, Any]) -> Spec:
+    text = field.metadata["help"]
+    return Spec(
+        name=field.name,
+        title=title,
+        hint=hints[field.name],
+        default=default_of(field),
+        help=text.replace("%%", "%"),
+        check=text.check,
+        choices=field.metadata.get("choices"),
+        as_given=text.as_given,
+        row=text.row,
+    )
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """A field's default value, made anew where it is a list or a dict."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """'; did you mean ...?' when one of the names is close, else nothing."""
+    close = get_close_matches(str(name), list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+# Checks. Each returns the end of the sentence "<name>=<value>: ...".
+
+
+def is_number(value: Any) -> bool:
+    """A finite real number, and not True or False."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def positive(value: Any) -> str | None:
+    """Above zero."""
+    return None if is_number(value) and value > 0 else "must be a number above 0"
+
+
+def non_negative(value: Any) -> str | None:
+    """Zero or more."""
+    return None if is_number(value) and value >= 0 else "must be a number, 0 or more"
+
+
+def between(low: float, high: float, *, below: bool = False) -> Check:
+    """From low to high; `below` leaves high itself out."""
+
+    def check(value: Any) -> str | None:
+        if is_number(value) and low <= value and (value < high if below else value <= high):
+            return None
+        return f"must be a number from {low:g} to {'just below ' if below else ''}{high:g}"
+
+    return check
+
+
+def steps_or_share(value: Any) -> str | None:
+    """A whole number of steps, or a share of all steps below 1."""
+    if is_number(value) and value >= 0 and (value < 1 or value == int(value)):
+        return None
+    return "must be a whole number of steps, or a share of all steps between 0 and 1"
+
+
+def list_of_names(value: Any) -> str | None:
+    """A list of strings."""
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    return None if is_list else "must be a list of names"
+
+
+def names_in(*allowed: str) -> Check:
+    """A list made of the allowed names."""
+
+    def check(value: Any) -> str | None:
+        unknown = [name for name in value if name not in allowed] if isinstance(value, list | tuple) else [value]
+        if not unknown:
+            return None
+        return f"must be a list of names out of {', '.join(allowed)}{nearest(unknown[0], allowed)}"
+
+    return check

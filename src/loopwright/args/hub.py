@@ -1,0 +1,25 @@
+"""Sharing on the Hub."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .field import Group, arg
+from .names import HubStrategy
+
+
+@dataclass
+class HubArgs(Group):
+    """Sharing on the Hub."""
+
+    title = "Hub"
+
+    push_to_hub: bool = arg(False, "Push the model to the Hub when it is saved.")
+    hub_token: str | None = arg(None, "The token to push with.", repr=False)
+    hub_private_repo: bool | None = arg(None, "Make a new repository private.")
+    hub_model_id: str | None = arg(None, "The repository to push to.")
+    hub_strategy: HubStrategy | str = arg(
+        "every_save", "What to push and when: end, every_save, checkpoint or all_checkpoints."
+    )
+    hub_always_push: bool = arg(False, "Push even while an earlier push is under way.")
+    hub_revision: str | None = arg(None, "The branch to push to.")

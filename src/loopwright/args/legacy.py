@@ -1,0 +1,243 @@
+"""Names of transformers 3.x and 4.x: what each became, or why it is gone.
+
+Every old name is a real field, so that it also works in a user's dataclass and on a command line. It is UNSET when
+not given and UNSET again once its meaning has moved to the new name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .distributed import read_accelerator_config
+from .field import UNSET, Group, arg, default_of, specs
+from .problems import Problems, shown
+from .reading import read, read_dict
+
+logger = logging.getLogger("loopwright")
+
+Translation = Callable[[Any, Any], dict[str, Any]]
+"""From the old value and the arguments to the new names and their values."""
+
+SEE = "not available yet, see docs/availability.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of an old name."""
+
+    word: str
+    """One sentence for the user."""
+    translate: Translation | None = None
+    refused: bool = False
+    """Nothing can be done for its sake; asking for it is a problem."""
+    harmless: tuple[Any, ...] = (None,)
+    """Values that ask for nothing (mostly the old default)."""
+    adds: bool = False
+    """The translation adds to the new argument instead of replacing it, so both may be given."""
+
+    def asks_nothing(self, given: Any) -> bool:
+        """Whether a value is one of the harmless ones; 0 is not False here."""
+        return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in self.harmless)
+
+
+def _old(row: Row) -> Any:
+    return arg(UNSET, f"Old name: {row.word}.", row=row, repr=False)
+
+
+def renamed(new: str, *, harmless: tuple[Any, ...] = (None,), to: Callable[[Any], Any] = lambda value: value) -> Any:
+    """An old name whose value, perhaps translated, goes to a new one."""
+    return _old(Row(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
+
+
+def flag(new: str, meaning: Any) -> Any:
+    """An old switch that now is one value of a new argument."""
+    row = Row(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
+    return _old(row)
+
+
+def added(word: str, translate: Translation, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
+    """An old name that became part of a new argument."""
+    return _old(Row(word, translate, harmless=harmless, adds=True))
+
+
+def gone(why: str) -> Any:
+    """An old name for which nothing needs to be done."""
+    return _old(Row(why))
+
+
+def refused(why: str, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
+    """An old name whose effect cannot be had any more."""
+    return _old(Row(why, refused=True, harmless=harmless))
+
+
+def _ratio(value: float) -> float:
+    """A share of all steps that stays below 1, where counting steps begins."""
+    return math.nextafter(1.0, 0.0) if value == 1 else value
+
+
+def _with_key(name: str, key: str) -> Translation:
+    def translate(value: Any, args: Any) -> dict[str, Any]:
+        return {name: {**(read_dict(getattr(args, name)) or {}), key: value}}
+
+    return translate
+
+
+def _with_accelerator_key(key: str) -> Translation:
+    def translate(value: Any, args: Any) -> dict[str, Any]:
+        config = read_accelerator_config(read_dict(args.accelerator_config))
+        return {"accelerator_config": dataclasses.replace(config, **{key: value})}
+
+    return translate
+
+
+def _with_name(name: str, extra: str) -> Translation:
+    def translate(value: Any, args: Any) -> dict[str, Any]:
+        current = getattr(args, name) or []
+        names = current.split() if isinstance(current, str) else list(current)
+        return {name: [*names, *([] if extra in names else [extra])]}
+
+    return translate
+
+
+def _in_organization(organization: str, args: Any) -> dict[str, Any]:
+    repository = args.hub_model_id or os.path.basename(os.fspath(args.output_dir or "trainer_output"))
+    return {"hub_model_id": f"{organization}/{repository.rpartition('/')[2]}"}
+
+
+@dataclass
+class LegacyArgs(Group):
+    """The table: one line per old name."""
+
+    title = "Old names"
+
+    # Evaluation
+    evaluation_strategy: str | None = renamed("eval_strategy")
+    evaluate_during_training: bool | None = flag("eval_strategy", "steps")
+    per_gpu_train_batch_size: int | None = renamed("per_device_train_batch_size")
+    per_gpu_eval_batch_size: int | None = renamed("per_device_eval_batch_size")
+    include_inputs_for_metrics: bool | None = added(
+        "it became include_for_metrics=['inputs']", _with_name("include_for_metrics", "inputs")
+    )
+    use_legacy_prediction_loop: bool | None = gone("there is one evaluation loop, nothing is needed")
+    jit_mode_eval: bool | None = refused("evaluation is not traced any more; torch_compile=True compiles the model")
+    past_index: int | None = refused(
+        "hidden states are not carried from batch to batch; do it in an override of compute_loss", harmless=(None, -1)
+    )
+
+    # Device and precision
+    no_cuda: bool | None = flag("use_cpu", True)
+    use_mps_device: bool | None = gone("the device is found by itself, nothing is needed")
+    use_ipex: bool | None = gone("Intel's optimisations are part of PyTorch now, nothing is needed")
+    fp16_backend: str | None = renamed("half_precision_backend", harmless=(None, "auto"))
+    torchdynamo: str | None = renamed("torch_compile_backend")
+    tpu_num_cores: int | None = refused(f"TPUs are {SEE}")
+    tpu_metrics_debug: bool | None = added(
+        "it became debug='tpu_metrics_debug'", _with_name("debug", "tpu_metrics_debug")
+    )
+
+    # Optimizer and data
+    adafactor: bool | None = flag("optim", "adafactor")
+    warmup_ratio: float | None = renamed("warmup_steps", harmless=(None, 0), to=_ratio)
+    group_by_length: bool | None = flag("train_sampling_strategy", "group_by_length")
+    include_tokens_per_second: bool | None = flag("include_num_input_tokens_seen", "all")
+
+    # Saving and the Hub
+    overwrite_output_dir: bool | None = gone(
+        "a run starts anew in any folder unless it is asked to resume, nothing is needed"
+    )
+    save_safetensors: bool | None = refused(
+        "weights are always saved as safetensors; for a .bin file call torch.save(model.state_dict(), path)",
+        harmless=(None, True),
+    )
+    push_to_hub_model_id: str | None = renamed("hub_model_id")
+    push_to_hub_organization: str | None = added("it became the first part of hub_model_id", _in_organization)
+    push_to_hub_token: str | None = renamed("hub_token")
+
+    # Many processes
+    fsdp_min_num_params: int | None = added(
+        "it became the key min_num_params of fsdp_config",
+        _with_key("fsdp_config", "min_num_params"),
+        harmless=(None, 0),
+    )
+    fsdp_transformer_layer_cls_to_wrap: str | None = added(
+        "it became the key transformer_layer_cls_to_wrap of fsdp_config",
+        _with_key("fsdp_config", "transformer_layer_cls_to_wrap"),
+    )
+    dispatch_batches: bool | None = added(
+        "it became the key dispatch_batches of accelerator_config",
+        _with_accelerator_key("dispatch_batches"),
+        harmless=(None,),
+    )
+    split_batches: bool | None = added(
+        "it became the key split_batches of accelerator_config", _with_accelerator_key("split_batches")
+    )
+    xpu_backend: str | None = renamed("ddp_backend")
+    sharded_ddp: str | None = refused("FairScale is no more; fsdp takes its place", harmless=(None, False, "", []))
+    mp_parameters: str | None = refused("SageMaker's model parallelism is not supported", harmless=(None, ""))
+    ray_scope: str | None = refused(f"hyper-parameter search is {SEE}", harmless=(None, "last"))
+
+
+OLD_VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
+    ("optim", "adamw_hf"): ("adamw_torch", "transformers' own AdamW is no more, torch's is the same algorithm"),
+    ("half_precision_backend", "amp"): ("torch", "the names of torch's own mixed precision were joined"),
+    ("ddp_backend", "ccl"): ("xccl", "Intel's library goes by that name in PyTorch"),
+    ("debug", True): ("tpu_metrics_debug", "debug names what to debug"),
+    ("debug", False): ("", "debug names what to debug"),
+}
+"""Values that were renamed, and why."""
+
+
+def apply_legacy(args: Any, problems: Problems) -> None:
+    """Move everything given under an old name or with an old value to where it belongs now, and say so."""
+    for spec in specs(type(args)).values():
+        if spec.row is not None and getattr(args, spec.name) is not UNSET:
+            _move(args, spec.name, problems)
+    for (name, old), (new, why) in OLD_VALUES.items():
+        value = getattr(args, name)
+        if type(value) is type(old) and value == old:
+            setattr(args, name, new)
+            _tell(args, f"{shown(name, old)} is an old value: {why}. It became {new!r}.", problems)
+
+
+def _move(args: Any, name: str, problems: Problems) -> None:
+    """Translate one old name; its field is UNSET afterwards."""
+    spec, given = specs(type(args))[name], getattr(args, name)
+    setattr(args, name, UNSET)
+    row: Row = spec.row
+    try:
+        value = given if row.asks_nothing(given) else read(spec, given)
+        if row.refused and not row.asks_nothing(value):
+            raise ValueError(row.word)
+        news = {} if row.translate is None or row.asks_nothing(value) else row.translate(value, args)
+    except ValueError as error:
+        problems.add(f"{shown(name, given)}: {error}", name)
+        return
+    idle = " that asks for nothing here" if row.asks_nothing(value) else ""
+    _tell(args, f"{shown(name, given)} is an old argument{idle}: {row.word}.", problems)
+    for new, translated in news.items():
+        _set(args, (name, given), (new, translated), problems)
+
+
+def _set(args: Any, old: tuple[str, Any], new: tuple[str, Any], problems: Problems) -> None:
+    """Give the new argument its value, unless it was given another one itself."""
+    name, value = new
+    fields = type(args).__dataclass_fields__
+    current, row = getattr(args, name), specs(type(args))[old[0]].row
+    if row.adds or current == value or current == default_of(fields[name]):
+        setattr(args, name, value)
+    elif old[1] != default_of(fields[old[0]]):  # a default of the user's own class gives way to what was passed
+        text = f"{shown(*old)} is the old way to say {shown(name, value)}, but {shown(name, current)} was given too"
+        problems.add(f"{text}; keep only {name}", name)
+
+
+def _tell(args: Any, text: str, problems: Problems) -> None:
+    if args.strict:
+        problems.add(f"{text} (an error because strict=True)")
+    elif args.process_index == 0:
+        logger.warning(text)

@@ -1,0 +1,49 @@
+"""What is printed, and when."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from .field import Group, arg, steps_or_share
+from .names import IntervalStrategy
+
+LEVELS = {
+    "detail": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+    "passive": logging.NOTSET,
+}
+"""Names of log levels; passive leaves the level as it is."""
+
+
+@dataclass
+class LoggingArgs(Group):
+    """What is printed, and when."""
+
+    title = "Logging"
+
+    logging_strategy: IntervalStrategy | str = arg("steps", "When to log: no, steps or epoch.")
+    logging_steps: float = arg(500, "Updates between two logs; below 1, a share of all updates.", check=steps_or_share)
+    logging_first_step: bool = arg(False, "Log the first update too.")
+    log_on_each_node: bool = arg(True, "Log on the first process of each machine instead of only the first of all.")
+    logging_nan_inf_filter: bool = arg(
+        True, "Leave NaN and infinite losses out of the printed mean; they are counted either way."
+    )
+    include_num_input_tokens_seen: str = arg(
+        "no",
+        "Count input tokens: all, non_padding or no; True means all and False no.",
+        choices=("all", "non_padding", "no"),
+        as_given=True,
+        nargs="?",
+        const="all",
+    )
+    log_level: str = arg("passive", "Log level of the main process.", choices=tuple(LEVELS))
+    log_level_replica: str = arg("warning", "Log level of the other processes.", choices=tuple(LEVELS))
+    disable_tqdm: bool | None = arg(
+        None, "Plain lines instead of a progress bar; by default only where warnings are not shown."
+    )
+    skip_memory_metrics: bool = arg(True, "Leave memory figures out of the metrics.")

@@ -1,0 +1,74 @@
+"""Which process this is, read from the environment a launcher sets; no process group is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from ..errors import ArgumentsError, NotAvailable
+from .names import ParallelMode
+
+
+class ProcessInfo:
+    """Properties about this process and the others."""
+
+    log_on_each_node: bool
+    save_on_each_node: bool
+    ddp_timeout: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return _from_environment("WORLD_SIZE", 1)
+
+    @property
+    def process_index(self) -> int:
+        """This process among all."""
+        return _from_environment("RANK", 0)
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its machine."""
+        return _from_environment("LOCAL_RANK", 0)
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """Whether a launcher started several processes."""
+        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
+
+    @property
+    def ddp_timeout_delta(self) -> timedelta:
+        """How long to wait for other processes."""
+        return timedelta(seconds=self.ddp_timeout)
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process prints."""
+        return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process writes checkpoints."""
+        return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the main process do something before the others; with one process there is nothing to wait for."""
+        if self.world_size > 1:
+            raise NotAvailable(
+                f"main_process_first({desc!r}) with {self.world_size} processes: not available yet, "
+                "see docs/availability.md"
+            )
+        yield
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ArgumentsError(
+            f"the environment variable {name}={text!r} is not a number; a launcher such as torchrun sets it"
+        ) from None

@@ -1,0 +1,136 @@
+"""Reading a value as its field's declared type: numbers and names written as text, JSON, paths."""
+
+from __future__ import annotations
+
+import functools
+import json
+import numbers
+import os
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Union, get_args, get_origin
+
+from .field import Spec, nearest
+from .names import Name
+
+Reader = Callable[[Any], Any]
+"""Turns what was given into the declared type; raises ValueError with the complaint."""
+
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def read(spec: Spec, value: Any) -> Any:
+    """The value as the field's type; a ValueError says what it must be."""
+    reader = None if spec.as_given else reader_for(spec.hint)
+    allows_none = spec.default is None or type(None) in get_args(spec.hint)
+    if reader is None or (value is None and allows_none):
+        return value
+    return reader(value)
+
+
+def check(spec: Spec, value: Any) -> str | None:
+    """What is wrong with a value that was read, or None."""
+    if value is None and spec.default is None:
+        return None
+    if spec.choices is not None and value not in spec.choices:
+        return f"must be one of {', '.join(spec.choices)}{nearest(value, spec.choices)}"
+    return spec.check(value) if spec.check else None
+
+
+@functools.cache
+def reader_for(hint: Any) -> Reader | None:
+    """How values of this type are read; None where they are taken as they are."""
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    members = [member for member in (get_args(hint) if is_union else (hint,)) if member is not type(None)]
+    for member in members:
+        if isinstance(member, type) and issubclass(member, Name):
+            return member
+    if any(get_origin(member) is dict for member in members):
+        return read_dict
+    return _READERS.get(members[0]) if len(members) == 1 else None
+
+
+def read_bool(value: Any) -> bool:
+    """True or False, also written as a word or as 0 and 1."""
+    word = str(value).strip().lower()
+    if word not in _WORDS:
+        raise ValueError(f"{value!r} is not True or False")
+    return _WORDS[word]
+
+
+def read_int(value: Any) -> int:
+    """A whole number, also written as text or as a float without a fraction."""
+    number = read_float(value)
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(number)
+
+
+def read_float(value: Any) -> float:
+    """A finite number, also written as text (YAML reads 5e-5 as text); whole numbers keep their type."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    try:
+        number = value if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or isinstance(number, bool) or number - number != 0:  # infinities and NaN fail the last
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+def read_str(value: Any) -> str:
+    """Text, or a path as text."""
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, str | os.PathLike):
+        return str(os.fspath(value))
+    raise ValueError(f"{value!r} is not text")
+
+
+def read_dict(value: Any) -> Any:
+    """A dict, also as JSON text or the path of a JSON file; other objects are left alone."""
+    if not isinstance(value, str | os.PathLike):
+        return value
+    text = str(os.fspath(value))
+    if not text.lstrip().startswith("{"):
+        text = _text_of(text)
+    try:
+        return {key: _plain(item) for key, item in json.loads(text).items()}
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"{value!r} does not hold a JSON object: {error}") from None
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ValueError(
+            f"{path!r} is neither JSON text starting with '{{' nor a readable JSON file: {error}"
+        ) from None
+
+
+def _plain(item: Any) -> Any:
+    """Numbers and booleans that a shell turned into text, at any depth."""
+    if isinstance(item, dict):
+        return {key: _plain(value) for key, value in item.items()}
+    if not isinstance(item, str):
+        return item
+    if item.lower() in ("true", "false"):
+        return item.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(item)
+        except ValueError:
+            continue
+    return item
+
+
+_READERS: dict[Any, Reader] = {
+    bool: read_bool,
+    int: read_int,
+    float: read_float,
+    str: read_str,
+}

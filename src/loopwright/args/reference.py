@@ -1,0 +1,37 @@
+"""The reference of all arguments as Markdown, from the fields alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, get_args
+
+from .field import UNSET, Spec, specs
+
+
+def markdown_reference(cls: type) -> str:
+    """A table per theme: every argument with its type, default and help."""
+    tables = [
+        _table(title, list(group)) for title, group in itertools.groupby(specs(cls).values(), lambda spec: spec.title)
+    ]
+    return f"# {cls.__name__}\n\n" + "\n".join(tables)
+
+
+def _table(title: str, group: list[Spec]) -> str:
+    rows = "".join(_row(spec) for spec in group)
+    return f"## {title}\n\n| argument | type | default | |\n|---|---|---|---|\n{rows}"
+
+
+def _row(spec: Spec) -> str:
+    default = "" if spec.default is UNSET else f"`{spec.default!r}`"
+    cells = (f"`{spec.name}`", f"`{_type_text(spec.hint)}`", default, spec.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _type_text(hint: Any) -> str:
+    if hint is type(None):
+        return "None"
+    if isinstance(hint, type) and not get_args(hint):
+        return hint.__name__
+    if get_args(hint) and not hasattr(hint, "__name__"):
+        return " | ".join(_type_text(part) for part in get_args(hint))
+    return str(hint).replace("typing.", "")

@@ -1,0 +1,160 @@
+"""Rules that span fields, one function each; a rule returns what is wrong, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .derive import METRIC_SCHEDULES
+from .field import nearest
+from .names import IntervalStrategy, SaveStrategy
+from .problems import Problems, shown
+from .tracking import SERVED, TRACKERS, third_party
+
+Rule = Callable[[Any], "str | None"]
+
+RULES: list[tuple[tuple[str, ...], Rule]] = []
+"""Each rule with the fields it reads."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Put a function into RULES, with the fields it reads."""
+
+    def keep(function: Rule) -> Rule:
+        RULES.append((names, function))
+        return function
+
+    return keep
+
+
+def apply_rules(args: Any, problems: Problems) -> None:
+    """Note what every rule complains about; rules about broken fields are not asked."""
+    for names, function in RULES:
+        complaint = None if problems.concern(names) else function(args)
+        if complaint:
+            problems.add(complaint)
+
+
+@rule("fp16", "bf16")
+def one_half_precision(args: Any) -> str | None:
+    """Mixed precision has one format."""
+    return "fp16 and bf16 are both True; keep one of them" if args.fp16 and args.bf16 else None
+
+
+@rule("fp16_full_eval", "bf16_full_eval")
+def one_evaluation_precision(args: Any) -> str | None:
+    """Evaluation has one format."""
+    both = args.fp16_full_eval and args.bf16_full_eval
+    return "fp16_full_eval and bf16_full_eval are both True; keep one of them" if both else None
+
+
+@rule("half_precision_backend", "fp16")
+def apex_needs_fp16(args: Any) -> str | None:
+    """Apex does float16 only."""
+    if args.half_precision_backend == "apex" and not args.fp16:
+        return "half_precision_backend='apex' needs fp16=True; Apex knows no other mixed precision"
+    return None
+
+
+@rule("max_steps", "num_train_epochs")
+def some_duration(args: Any) -> str | None:
+    """A run has a length."""
+    if args.max_steps > 0 or args.num_train_epochs > 0:
+        return None
+    both = f"{shown('num_train_epochs', args.num_train_epochs)} and {shown('max_steps', args.max_steps)}"
+    return f"{both} leave nothing to train; one of them must be above 0"
+
+
+@rule("logging_strategy", "logging_steps")
+def logging_interval(args: Any) -> str | None:
+    """Logging by steps needs an interval."""
+    if args.logging_strategy == IntervalStrategy.STEPS and args.logging_steps == 0:
+        return "logging_steps=0 with logging_strategy='steps'; give an interval, or logging_strategy='no'"
+    return None
+
+
+@rule("save_strategy", "save_steps")
+def saving_interval(args: Any) -> str | None:
+    """Saving by steps needs an interval."""
+    if args.save_strategy == SaveStrategy.STEPS and args.save_steps == 0:
+        return "save_steps=0 with save_strategy='steps'; give an interval, or save_strategy='no'"
+    return None
+
+
+@rule("eval_strategy", "eval_steps", "logging_steps")
+def evaluation_interval(args: Any) -> str | None:
+    """Evaluating by steps needs an interval."""
+    if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
+        return "eval_strategy='steps' needs an interval; give eval_steps or logging_steps above 0"
+    return None
+
+
+@rule("load_best_model_at_end", "eval_strategy")
+def best_model_needs_evaluation(args: Any) -> str | None:
+    """Only evaluations can be compared."""
+    if args.load_best_model_at_end and args.eval_strategy == IntervalStrategy.NO:
+        return "load_best_model_at_end=True needs evaluations; give eval_strategy='steps' or 'epoch'"
+    return None
+
+
+@rule("save_strategy", "eval_strategy")
+def saving_best_needs_evaluation(args: Any) -> str | None:
+    """Only evaluations can be compared."""
+    if args.save_strategy == SaveStrategy.BEST and args.eval_strategy == IntervalStrategy.NO:
+        return "save_strategy='best' needs evaluations; give eval_strategy='steps' or 'epoch'"
+    return None
+
+
+@rule("lr_scheduler_type", "eval_strategy")
+def metric_schedule_needs_evaluation(args: Any) -> str | None:
+    """A schedule that follows a metric needs one."""
+    if args.lr_scheduler_type in METRIC_SCHEDULES and args.eval_strategy == IntervalStrategy.NO:
+        name = shown("lr_scheduler_type", args.lr_scheduler_type)
+        return f"{name} follows an evaluation metric; give eval_strategy='steps' or 'epoch'"
+    return None
+
+
+@rule("dataloader_prefetch_factor", "dataloader_num_workers")
+def prefetching_needs_workers(args: Any) -> str | None:
+    """Only loading processes prefetch."""
+    if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
+        name = shown("dataloader_prefetch_factor", args.dataloader_prefetch_factor)
+        return f"{name} needs dataloader_num_workers above 0"
+    return None
+
+
+@rule("dataloader_persistent_workers", "dataloader_num_workers")
+def persistence_needs_workers(args: Any) -> str | None:
+    """Only loading processes can be kept."""
+    if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
+        return "dataloader_persistent_workers=True needs dataloader_num_workers above 0"
+    return None
+
+
+@rule("optim", "gradient_accumulation_steps")
+def layerwise_optimizers_do_not_accumulate(args: Any) -> str | None:
+    """A layer-wise optimizer steps in the backward pass of every micro-batch."""
+    if args.optim.endswith("_layerwise") and args.gradient_accumulation_steps > 1:
+        steps = shown("gradient_accumulation_steps", args.gradient_accumulation_steps)
+        return f"{shown('optim', args.optim)} updates in every backward pass and cannot accumulate; {steps} must be 1"
+    return None
+
+
+@rule("optim", "optim_target_modules")
+def low_rank_optimizers_need_targets(args: Any) -> str | None:
+    """GaLore and APOLLO have to know which modules to project."""
+    if args.optim.startswith(("galore_", "apollo_")) and not args.optim_target_modules:
+        return f"{shown('optim', args.optim)} needs optim_target_modules, for example 'all-linear'"
+    return None
+
+
+@rule("report_to")
+def trackers_exist(args: Any) -> str | None:
+    """Trackers go by known names."""
+    known = {*SERVED, *TRACKERS}
+    unknown = [name for name in args.report_to if name not in known]
+    unknown = [name for name in unknown if name not in third_party()] if unknown else []
+    if unknown:
+        names = ", ".join(sorted(known))
+        return f"report_to: {unknown[0]!r} is not a tracker{nearest(unknown[0], known)} (known: {names})"
+    return None

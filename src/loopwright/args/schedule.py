@@ -1,0 +1,22 @@
+"""How the learning rate changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .field import Group, arg, steps_or_share
+from .names import SchedulerType
+
+
+@dataclass
+class ScheduleArgs(Group):
+    """How the learning rate changes."""
+
+    title = "Learning-rate schedule"
+
+    lr_scheduler_type: SchedulerType | str = arg("linear", "The schedule, by name; see SchedulerType.")
+    lr_scheduler_kwargs: dict[str, Any] | str | None = arg(None, "Options of the schedule, as a dict or as JSON.")
+    warmup_steps: float = arg(
+        0, "Updates until the full learning rate is reached; below 1, a share of all updates.", check=steps_or_share
+    )

@@ -1,0 +1,22 @@
+"""Kept for scripts and launchers; training does not read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .field import Group, arg
+from .names import DebugOption
+
+
+@dataclass
+class ScriptArgs(Group):
+    """Kept for scripts and launchers; training does not read them."""
+
+    title = "Scripts and debugging"
+
+    do_train: bool = arg(False, "For the script: whether to train.")
+    do_eval: bool = arg(False, "For the script: whether to evaluate; True when eval_strategy is not 'no'.")
+    do_predict: bool = arg(False, "For the script: whether to predict.")
+    local_rank: int = arg(-1, "For old launchers that pass it; local_process_index tells the real one.")
+    debug: str | list[DebugOption] = arg("", "Debugging aids: underflow_overflow, tpu_metrics_debug.", as_given=True)
+    strict: bool = arg(False, "Raise an error wherever something would be dropped, guessed or changed with a notice.")

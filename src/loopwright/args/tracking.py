@@ -1,0 +1,75 @@
+"""Where numbers are sent."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from .field import Group, arg
+
+SERVED = ("tensorboard",)
+"""Trackers loopwright sends numbers to."""
+
+TRACKERS: dict[str, tuple[str, ...]] = {
+    "azure_ml": ("azureml",),
+    "clearml": ("clearml",),
+    "codecarbon": ("codecarbon",),
+    "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",),
+    "dvclive": ("dvclive",),
+    "flyte": ("flytekit",),
+    "kubeflow": (),
+    "mlflow": ("mlflow",),
+    "neptune": ("neptune",),
+    "swanlab": ("swanlab",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",),
+    "wandb": ("wandb",),
+}
+"""Names users know, and the packages of which one has to be installed."""
+
+ENTRY_POINTS = "loopwright.reporters"
+"""The group under which other packages announce reporters of their own."""
+
+
+@dataclass
+class TrackingArgs(Group):
+    """Where numbers are sent."""
+
+    title = "Tracking"
+
+    report_to: None | str | list[str] = arg("none", "Trackers to send numbers to: names, 'all' installed, or 'none'.")
+    run_name: str | None = arg(None, "The name of this run in trackers.")
+    logging_dir: str | None = arg(
+        None, "TensorBoard's folder; TENSORBOARD_LOGGING_DIR or runs/<date>_<host> in output_dir when not given."
+    )
+    project: str = arg("huggingface", "The project's name in Trackio.")
+    trackio_space_id: str | None = arg(None, "The Space that shows Trackio's numbers live.")
+    trackio_bucket_id: str | None = arg(None, "The bucket behind a Trackio Space.")
+    trackio_static_space_id: str | None | Literal[False] = arg(None, "A read-only Trackio Space; False for none.")
+
+
+def named_trackers(report_to: Any) -> list[str]:
+    """`report_to` as a list of names: none of them, all that are served and installed, or those given."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if names == ["all"]:
+        return [name for name in SERVED if any(map(find_spec, TRACKERS[name]))] + third_party()
+    return [] if names == ["none"] else names
+
+
+def third_party() -> list[str]:
+    """Reporters that other installed packages announce."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+
+
+def tensorboard_folder(logging_dir: str | None, output_dir: str) -> str:
+    """Where TensorBoard's files go; named after the moment of asking when nothing says otherwise."""
+    given = logging_dir or os.environ.get("TENSORBOARD_LOGGING_DIR")
+    if given:
+        return os.path.expanduser(given)
+    return os.path.join(output_dir, "runs", f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}")

@@ -1,0 +1,30 @@
+"""The callbacks every trainer starts with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.events import TrainerCallback
+from ..reporters.registry import reporter_callbacks
+from .flow import DefaultFlowCallback
+from .metrics_file import MetricsFileCallback
+from .notebook import NotebookProgressCallback, in_notebook
+from .printer import PrinterCallback
+from .progress import ProgressCallback
+
+
+def default_callbacks(args: Any) -> list[TrainerCallback]:
+    """Flow, something on the screen, metrics.jsonl and the reporters named in `report_to`."""
+    return [
+        DefaultFlowCallback(),
+        progress_class(args)(),
+        MetricsFileCallback(),
+        *reporter_callbacks(getattr(args, "report_to", None)),
+    ]
+
+
+def progress_class(args: Any) -> type[TrainerCallback]:
+    """What shows progress here: a printer when bars are not wanted, a table in a notebook, else the live line."""
+    if getattr(args, "disable_tqdm", False):
+        return PrinterCallback
+    return NotebookProgressCallback if in_notebook() else ProgressCallback

@@ -1,0 +1,133 @@
+"""Stopping when a metric no longer gets better."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from ..core.events import TrainerCallback
+from ..core.state import ExportableState
+from ..errors import ArgumentsError, MetricError
+
+logger = logging.getLogger("loopwright")
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stops after `early_stopping_patience` evaluations without improvement of `metric_for_best_model`.
+
+    An improvement must exceed `early_stopping_threshold`. The callback keeps its own best value, so it needs neither
+    `load_best_model_at_end` nor a checkpoint at each evaluation; counter and best value travel with the checkpoint, so
+    a resumed run stops at the step at which an uninterrupted one does. Evaluations outside training do not count.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        if early_stopping_patience < 1:
+            raise ArgumentsError(f"early_stopping_patience={early_stopping_patience} must be 1 or more.")
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold or 0.0
+        self.early_stopping_patience_counter = 0
+        self.best_value: float | None = None
+        self._is_training = False
+        self._missed_at: int | None = None
+        self._names_seen: set[str] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _check_arguments(args)
+        self._is_training, self._missed_at, self._names_seen = True, None, set()
+        if state.global_step == 0:
+            self.early_stopping_patience_counter, self.best_value = 0, None
+        elif self.best_value is None:
+            # A checkpoint that did not carry our best value, such as one written by another trainer.
+            self.best_value = state.best_metric
+        if self._is_exhausted():
+            logger.warning(f"Early stopping had ended this run at step {state.global_step}; it stays ended.")
+            control.should_training_stop = True
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if not self._is_training:
+            return
+        name = _full_name(args.metric_for_best_model)
+        metrics = metrics or {}
+        if name not in metrics:
+            self._miss(name, metrics, state.global_step)
+            return
+        self._missed_at = None
+        self.count(float(metrics[name]), greater_is_better=_greater_is_better(args))
+        if self._is_exhausted():
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_training = False
+
+    def count(self, value: float, *, greater_is_better: bool) -> None:
+        """Take in one more evaluation. NaN is never an improvement."""
+        gain = _gain(value, self.best_value, greater_is_better)
+        if gain > 0:
+            self.best_value = value
+        improved = gain > self.early_stopping_threshold
+        self.early_stopping_patience_counter = 0 if improved else self.early_stopping_patience_counter + 1
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {
+                "early_stopping_patience_counter": self.early_stopping_patience_counter,
+                "best_value": self.best_value,
+            },
+        }
+
+    def _is_exhausted(self) -> bool:
+        return self.early_stopping_patience_counter >= self.early_stopping_patience
+
+    def _miss(self, name: str, metrics: dict[str, Any], step: int) -> None:
+        """Raise when the metric cannot come any more.
+
+        With several evaluation datasets each brings its own metrics, so the metric may be in a later one of this step.
+        """
+        self._names_seen.update(metrics)
+        is_whole_evaluation = "eval_runtime" in metrics
+        if is_whole_evaluation or (self._missed_at is not None and step > self._missed_at):
+            raise _missing(name, self._names_seen)
+        self._missed_at = step
+
+
+def _check_arguments(args: Any) -> None:
+    problems = []
+    if args.metric_for_best_model is None:
+        problems.append("EarlyStoppingCallback needs metric_for_best_model, for example metric_for_best_model='loss'.")
+    if args.eval_strategy == "no":
+        problems.append("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
+    if problems:
+        raise ArgumentsError(problems)
+
+
+def _full_name(metric: str) -> str:
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def _greater_is_better(args: Any) -> bool:
+    chosen = getattr(args, "greater_is_better", None)
+    return not args.metric_for_best_model.endswith("loss") if chosen is None else bool(chosen)
+
+
+def _gain(value: float, best: float | None, greater_is_better: bool) -> float:
+    """By how much the value is better than the best one: negative when worse, infinite for the first."""
+    if math.isnan(value):
+        return -math.inf
+    if best is None:
+        return math.inf
+    return value - best if greater_is_better else best - value
+
+
+def _missing(name: str, available: set[str]) -> MetricError:
+    names = ", ".join(sorted(available)) or "none"
+    return MetricError(
+        f"Early stopping watches {name}, which evaluation does not produce. Available: {names}. "
+        "Set metric_for_best_model to one of them, or return the metric from compute_metrics."
+    )

@@ -1,0 +1,222 @@
+"""metrics.jsonl: everything that was logged, each step exactly once through any number of crashes and resumes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ..core.events import TrainerCallback
+from ..errors import OutputError
+
+logger = logging.getLogger("loopwright")
+
+FILE_NAME = "metrics.jsonl"
+NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""JSON has no such numbers; they are written as these strings and read back as floats."""
+_POSITION = frozenset({"step", "epoch", "time"})
+
+
+class MetricsFileCallback(TrainerCallback):
+    """Appends each log to metrics.jsonl in the output folder as {"step", "epoch", "time", **logs}.
+
+    A resumed run first drops the rows after the step it resumes from, and a row it logs a second time for that step
+    takes the place of the old one. A run that starts anew keeps the file of the previous run as metrics.<n>.jsonl.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._is_training = False
+        self._is_off = False
+        self._has_begun = False
+        self._mended: Path | None = None
+        self._own_from = 0
+        self._inherited: set[tuple[int, str]] = set()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._is_training, self._is_off = True, False
+        path = _path(args)
+        try:
+            if state.global_step:
+                self._resume(path, state.global_step)
+            else:
+                self._start_anew(path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        self._has_begun = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs and not self._is_off:
+            self._keep(_path(args), state, logs)
+
+    def on_predict(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        # Predictions are not logged, so their numbers come only with this event.
+        self.on_log(args, state, control, logs=metrics)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The rows before a checkpoint are never logged again, so they must survive what the checkpoint survives.
+        path = _path(args)
+        if state.is_world_process_zero and path.exists():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_training = False
+
+    def _keep(self, path: Path, state: Any, logs: dict[str, Any]) -> None:
+        row = {"step": state.global_step, "epoch": state.epoch, "time": self._clock(), **logs}
+        row["step"] = state.global_step
+        try:
+            self._write(path, row)
+        except OSError as error:
+            if self._is_training:
+                raise _cannot_write(path, error) from error
+            # An evaluation alone must not fail because its numbers cannot also be kept.
+            self._is_off = True
+            logger.warning(f"{path} cannot be written ({error}); the numbers of this evaluation are not kept there.")
+
+    def _resume(self, path: Path, step: int) -> None:
+        rows = _rows_of(path) if path.exists() else []
+        kept = [row for row in rows if row["step"] <= step]
+        if path.exists():
+            _replace(path, kept)
+        self._inherited = {(step, kind_of(row)) for row in kept if row["step"] == step}
+
+    def _start_anew(self, path: Path) -> None:
+        """Begin with the rows this process wrote before training; what was there before goes to metrics.<n>.jsonl."""
+        is_own = self._mended == path and not self._has_begun
+        foreign = self._own_from if is_own else _size(path)
+        if foreign:
+            own = path.read_bytes()[foreign:]
+            temporary = _temporary(path)
+            temporary.write_bytes(own)
+            os.truncate(path, foreign)
+            os.replace(path, _free_name(path))
+            os.replace(temporary, path)
+        self._inherited = set()
+
+    def _write(self, path: Path, row: dict[str, Any]) -> None:
+        if self._mended != path:
+            self._mend(path)
+        place = (row["step"], kind_of(row))
+        if place in self._inherited:
+            self._inherited.discard(place)
+            _replace(path, [each for each in _rows_of(path) if (each["step"], kind_of(each)) != place])
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+    def _mend(self, path: Path) -> None:
+        """Make the file one that can be appended to: a last line cut off by a crash would swallow the next row."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _size(path):
+            content = path.read_bytes()
+            if not content.endswith(b"\n"):
+                _replace(path, _rows_of(path))
+        self._mended, self._own_from = path, _size(path)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl (or of the one in a folder), with NaN and infinities as floats."""
+    path = Path(path)
+    return [_restored(row) for row in _rows_of(path / FILE_NAME if path.is_dir() else path)]
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """What sort of row this is: two rows of one step and one kind say the same thing twice."""
+    if "loss" in row:
+        return "training"
+    for name in row:
+        if name.endswith("_runtime"):
+            return name.removesuffix("_runtime")
+    return " ".join(sorted(row.keys() - _POSITION))
+
+
+def _rows_of(path: Path) -> list[dict[str, Any]]:
+    """All complete rows; a line that is not one (cut off by a crash) is left out and reported."""
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        row = _parsed(line)
+        if row is None:
+            logger.warning(f"{path}, line {number} is not a complete row and is left out.")
+        else:
+            rows.append(row)
+    return rows
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(_plain(row), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value in JSON's own types."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    # Arrays, tensors and their scalars say what they hold in Python's types.
+    tolist = getattr(value, "tolist", None)
+    return _plain(tolist()) if tolist is not None else str(value)
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _restored(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_restored(each) for each in value]
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Give the file these rows and no others, or leave it as it is."""
+    temporary = _temporary(path)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(map(_line, rows))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _path(args: Any) -> Path:
+    return Path(args.output_dir) / FILE_NAME
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return free
+
+
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"{path} cannot be written ({error}). Choose an output_dir that this process may write to.")

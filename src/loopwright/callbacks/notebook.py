@@ -1,0 +1,167 @@
+"""A table of step and loss that grows in a notebook cell."""
+
+from __future__ import annotations
+
+import html
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..core.events import TrainerCallback
+from .progress import Pace, evaluation_pace
+from .text import NOT_SHOWN, short
+
+REFRESH_SECONDS = 0.5
+_NOT_A_COLUMN = ("_runtime", "_per_second", "_model_preparation_time")
+
+
+def in_notebook() -> bool:
+    """Whether this code runs in a notebook that can show HTML."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
+
+
+class NotebookProgressCallback(TrainerCallback):
+    """Shows a progress bar and a table of step, training loss, validation loss and metrics.
+
+    Without evaluations the table has a row per log, otherwise a row per evaluation.
+    """
+
+    def __init__(
+        self, *, show: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.training: Pace | None = None
+        self.evaluation: Pace | None = None
+        self._given_show, self._clock = show, clock
+        self._show: Callable[[str], None] | None = None
+        self._due = -math.inf
+        self._loss: Any = None
+        self._is_active = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._is_active = state.is_world_process_zero
+        if not self._is_active:
+            return
+        self.rows, self._loss, self.evaluation = [], None, None
+        self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
+        self._show = self._given_show or _display()
+        self._draw()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self._is_active or self.training is None:
+            return
+        now = self._clock()
+        if not self.training.has_started:
+            self.training.start(state.global_step, now)
+        if now >= self._due:
+            self.training.advance(state.global_step, now)
+            self._draw()
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        now = self._clock()
+        if self.evaluation is None:
+            self._show = self._show or self._given_show or _display()
+            self.evaluation = evaluation_pace(eval_dataloader, now)
+        else:
+            self.evaluation.done += 1
+        if now >= self._due:
+            self.evaluation.advance(self.evaluation.done, now)
+            self._draw()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not self._is_active or not logs or "loss" not in logs:
+            return
+        self._loss = logs["loss"]
+        if args.eval_strategy == "no":
+            self.rows.append({"Step": state.global_step, "Training Loss": self._loss})
+            self._draw()
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self.evaluation = None
+        if not state.is_world_process_zero:
+            return
+        self._add_evaluation(state.global_step, metrics or {})
+        if self.training is not None:
+            self.training.skip_to(self._clock())
+        self._draw()
+        self._forget_display_outside_training()
+
+    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluation = None
+        self._draw()
+        self._forget_display_outside_training()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training is not None:
+            self.training.advance(state.global_step, self._clock())
+        self._draw()
+        self.training, self._show, self._is_active, self.rows = None, None, False, []
+
+    def _add_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        values = table_values(metrics)
+        last = self.rows[-1] if self.rows else None
+        # Several evaluation datasets of one step share a row.
+        if last is not None and last["Step"] == step and not values.keys() & last.keys():
+            last.update(values)
+        else:
+            loss = "No log" if self._loss is None else self._loss
+            self.rows.append({"Step": step, "Training Loss": loss, **values})
+
+    def _forget_display_outside_training(self) -> None:
+        if self.training is None:
+            self._show, self.rows = None, []
+
+    def _draw(self) -> None:
+        if self._show is not None:
+            self._due = self._clock() + REFRESH_SECONDS
+            self._show(render_html(self.rows, [pace for pace in (self.training, self.evaluation) if pace]))
+
+
+def table_values(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The columns and values of one evaluation: eval_loss is Validation Loss, eval_f1 is F1."""
+    columns = {}
+    for name, value in metrics.items():
+        if name == "epoch" or name in NOT_SHOWN or name.endswith(_NOT_A_COLUMN):
+            continue
+        columns["Validation Loss" if name == "eval_loss" else _title(name)] = value
+    return columns
+
+
+def render_html(rows: list[dict[str, Any]], paces: list[Pace] | tuple[Pace, ...] = ()) -> str:
+    """Progress bars and the table, as HTML."""
+    bars = "".join(
+        f'<div><progress value="{pace.done}" max="{pace.total or pace.done or 1}" style="width:300px"></progress> '
+        f"[{html.escape(pace.position())}, {html.escape(pace.speed())}]</div>"
+        for pace in paces
+    )
+    if not rows:
+        return bars
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(str(short(row.get(name, ''))))}</td>" for name in columns) + "</tr>"
+        for row in rows
+    )
+    return f'{bars}<table border="1"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _title(name: str) -> str:
+    return name.removeprefix("eval_").replace("_", " ").title()
+
+
+def _display() -> Callable[[str], None]:
+    """A function that shows HTML in this cell and, called again, replaces it."""
+    from IPython.display import HTML, display
+
+    handle = display(HTML(""), display_id=True)
+    return lambda text: handle.update(HTML(text))

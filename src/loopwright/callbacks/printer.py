@@ -1,0 +1,16 @@
+"""Logs as printed dictionaries, one line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.events import TrainerCallback
+from .text import shown
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints every log; floats with four significant digits."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_local_process_zero and logs is not None:
+            print(shown(logs), flush=True)

@@ -1,0 +1,242 @@
+"""One live line while training, a second one while evaluating, plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.live import Live
+from rich.text import Text
+
+from ..core.events import TrainerCallback
+from .text import clock_time, log_line, rate, short
+
+REFRESH_SECONDS = 0.1
+RATE_WINDOW_SECONDS = 30.0
+BAR_WIDTH = 24
+TEXT_WIDTH = 70
+"""What the words and numbers of a line may need; the bar gets what is left of a narrow terminal."""
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows step and total, the latest loss, updates per second and the time left; prints each log as one line.
+
+    Drawing happens in the training thread at most ten times a second: a drawing thread would be copied into data
+    workers, and an update that is not drawn costs one look at the clock.
+    """
+
+    _drawing: ProgressCallback | None = None
+
+    def __init__(
+        self,
+        max_str_len: int = 100,
+        *,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_str_len = max_str_len
+        self.training: Pace | None = None
+        self.evaluation: Pace | None = None
+        self._console, self._clock = console, clock
+        self._live: Live | None = None
+        self._due = -math.inf
+        self._loss: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        self._close()
+        self._loss = None
+        self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
+        self._open()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        training = self.training
+        if training is None:
+            return
+        if not training.has_started:
+            training.start(state.global_step, self._clock())
+        if self._live is None:
+            return
+        now = self._clock()
+        if now >= self._due:
+            training.advance(state.global_step, now)
+            self._draw(now)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        if self.evaluation is None:
+            self.evaluation = evaluation_pace(eval_dataloader, self._clock())
+            self._open()
+        else:
+            self.evaluation.done += 1
+        if self._live is None:
+            return
+        now = self._clock()
+        if now >= self._due:
+            self.evaluation.advance(self.evaluation.done, now)
+            self._draw(now)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_evaluation()
+
+    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end_evaluation()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        self._loss = logs.get("loss", self._loss)
+        self._print(self._log_line(state, logs))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training is not None:
+            self.training.advance(state.global_step, self._clock())
+            self._draw(self._clock())
+        self.training = None
+        self._close()
+
+    def _end_evaluation(self) -> None:
+        if self.evaluation is None:
+            return
+        self.evaluation = None
+        if self.training is None:
+            self._close()
+        else:
+            # The time of an evaluation says nothing about the speed of updates.
+            self.training.skip_to(self._clock())
+            self._draw(self._clock())
+
+    def _log_line(self, state: Any, logs: dict[str, Any]) -> str:
+        line = log_line(logs, self.max_str_len)
+        if self.training is None:
+            return line
+        self.training.advance(state.global_step, self._clock())
+        return f"step {self.training.position()}  {line}" + ("" if self._live else f"  ({self.training.speed()})")
+
+    def _print(self, line: str) -> None:
+        # soft_wrap: a log is one line in a file, however long.
+        self._output.print(Text(line), soft_wrap=True)
+
+    @property
+    def _output(self) -> Console:
+        # Looked up late: sys.stdout may have been replaced since the trainer was created.
+        if self._console is None:
+            self._console = Console()
+        return self._console
+
+    def _open(self) -> None:
+        if not self._output.is_terminal or self._output.is_dumb_terminal or self._live is not None:
+            return
+        if ProgressCallback._drawing is not None:
+            # A run that ended with an exception left its line behind.
+            ProgressCallback._drawing._close()
+        live = Live(console=self._output, auto_refresh=False, get_renderable=self._lines)
+        try:
+            live.start()
+        except LiveError:
+            # Somebody else's display owns the terminal: plain lines then.
+            return
+        # Visible again at once, so that a crash does not leave a terminal without a cursor.
+        self._output.show_cursor(True)
+        self._live, self._due = live, -math.inf
+        ProgressCallback._drawing = self
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self.evaluation = None
+        if self._live is None:
+            return
+        live, self._live = self._live, None
+        ProgressCallback._drawing = None
+        atexit.unregister(self._close)
+        live.stop()
+
+    def _draw(self, now: float) -> None:
+        if self._live is not None:
+            self._due = now + REFRESH_SECONDS
+            self._live.refresh()
+
+    def _lines(self) -> Text:
+        lines, width = [], min(max(self._output.width - TEXT_WIDTH, 0), BAR_WIDTH)
+        if self.training is not None:
+            loss = "" if self._loss is None else f"  loss {short(self._loss)}"
+            lines.append(_bar(self.training, "training", loss, width))
+        if self.evaluation is not None:
+            lines.append(_bar(self.evaluation, "evaluation", "", width))
+        return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+
+
+class Pace:
+    """How far something is, how fast it goes and how long it will take."""
+
+    def __init__(self, unit: str, done: int, total: int | None, now: float) -> None:
+        self.unit, self.done, self.total = unit, done, total
+        self.per_second = 0.0
+        self.has_started = False
+        self._start_done, self._start_time = done, now
+        self._last_done, self._last_time = done, now
+
+    def start(self, done: int, now: float) -> None:
+        """Count from here: the first update, which compiles and fills caches, says little about the rest."""
+        self.has_started = True
+        self.done = self._start_done = self._last_done = done
+        self._start_time = self._last_time = now
+
+    def advance(self, done: int, now: float) -> None:
+        """Note where things stand; the speed is a mean that forgets what is older than half a minute or so."""
+        elapsed = now - self._last_time
+        self.done = done
+        if done <= self._last_done or elapsed <= 0:
+            return
+        latest = (done - self._last_done) / elapsed
+        weight = 1.0 if self.per_second == 0 else 1 - math.exp(-elapsed / RATE_WINDOW_SECONDS)
+        self.per_second += weight * (latest - self.per_second)
+        self._last_done, self._last_time = done, now
+
+    def skip_to(self, now: float) -> None:
+        """Leave the time since the last note out of the speed."""
+        self._last_done, self._last_time = self.done, now
+
+    def seconds_left(self) -> float | None:
+        """The mean time of one since the start, with all that happened in between, times those that remain."""
+        finished = self._last_done - self._start_done
+        if not self.total or finished <= 0:
+            return None
+        return (self._last_time - self._start_time) / finished * max(self.total - self.done, 0)
+
+    def position(self) -> str:
+        return f"{self.done}/{self.total}" if self.total else str(self.done)
+
+    def speed(self) -> str:
+        left = self.seconds_left()
+        return rate(self.per_second, self.unit) + ("" if left is None else f", {clock_time(left)} left")
+
+
+def _bar(pace: Pace, title: str, extra: str, width: int) -> Text:
+    share = min(pace.done / pace.total, 1.0) if pace.total else 0.0
+    full = round(share * width)
+    text = Text(f"{title:<10} ")
+    text.append("━" * full, style="green")
+    text.append("─" * (width - full), style="dim")
+    text.append(f" {pace.position()}{extra}  {pace.speed()}")
+    return text
+
+
+def evaluation_pace(loader: Any, now: float) -> Pace:
+    """The pace of an evaluation whose first batch has just ended; its length is known if the loader has one."""
+    try:
+        total = len(loader)
+    except (TypeError, NotImplementedError):
+        total = None
+    pace = Pace("batches", 0, total, now)
+    pace.start(1, now)
+    return pace

@@ -1,0 +1,46 @@
+"""Numbers and times as people read them."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+NOT_SHOWN = frozenset({"total_flos"})
+"""Logged values nobody reads on a screen; they stay in the log history and in files."""
+
+
+def short(value: Any, max_len: int | None = None) -> Any:
+    """A float with four significant digits, a long string cut, anything else as it is."""
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return f"{float(value):.4g}"
+    if max_len is not None and isinstance(value, str) and len(value) > max_len:
+        return f"{value[:max_len]}... ({len(value)} characters, max_str_len={max_len})"
+    return value
+
+
+def shown(logs: Mapping[str, Any], max_len: int | None = None) -> dict[str, Any]:
+    """A copy of the logs for a screen."""
+    return {name: short(value, max_len) for name, value in logs.items() if name not in NOT_SHOWN}
+
+
+def log_line(logs: Mapping[str, Any], max_len: int | None = None) -> str:
+    """The logs as one line of `name value` pairs."""
+    return "  ".join(f"{name} {value}" for name, value in shown(logs, max_len).items())
+
+
+def clock_time(seconds: float) -> str:
+    """Seconds as H:MM:SS, with days in front when there are any."""
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
+
+
+def rate(updates_per_second: float, unit: str = "updates") -> str:
+    """A speed, in the direction that gives a readable number."""
+    if updates_per_second <= 0:
+        return f"- {unit}/s"
+    if updates_per_second < 0.1:
+        return f"{1 / updates_per_second:.1f} s/{unit.removesuffix('s')}"
+    return f"{updates_per_second:.3g} {unit}/s" if updates_per_second < 1000 else f"{updates_per_second:.0f} {unit}/s"

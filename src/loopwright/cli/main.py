@@ -1,0 +1,88 @@
+"""The `loopwright` command: a table of subcommands.
+
+Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (start
+again to go on); 130 interrupted by the user.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
+
+
+class Command(NamedTuple):
+    """A subcommand: `module:function` takes the words after its name and returns an exit code."""
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
+    "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
+    "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
+}
+_FLAGS = {"--version": "version", "-V": "version"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the subcommand that the words name."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return DONE if words else BAD_INPUT
+    name = _FLAGS.get(words[0], words[0])
+    if name not in COMMANDS:
+        print(_unknown(words[0]), file=sys.stderr)
+        return BAD_INPUT
+    return _run(_load(COMMANDS[name]), words[1:])
+
+
+def usage() -> str:
+    """The help page, made from the table."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in sorted(COMMANDS.items())]
+    head = ["usage: loopwright <command> [options]", "", "commands:"]
+    tail = [
+        "",
+        "`loopwright <command> --help` says more.",
+        "exit codes: 0 done, 1 failed, 2 bad input, 75 stopped after saving (start again to go on), 130 interrupted",
+    ]
+    return "\n".join([*head, *lines, *tail])
+
+
+def _load(command: Command) -> Callable[[list[str]], int]:
+    module, _, function = command.target.partition(":")
+    run: Callable[[list[str]], int] = getattr(import_module(module), function)
+    return run
+
+
+def _run(run: Callable[[list[str]], int], words: list[str]) -> int:
+    from ..errors import ArgumentsError, LoopwrightError
+
+    try:
+        return run(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone (`loopwright args | head`)
+        sys.stderr.close()
+        return DONE
+    except LoopwrightError as error:
+        print(f"loopwright: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ArgumentsError) else FAILED
+
+
+def _unknown(word: str) -> str:
+    close = get_close_matches(word, COMMANDS, n=1)
+    advice = f"Did you mean '{close[0]}'?" if close else f"There are: {', '.join(sorted(COMMANDS))}."
+    return f"loopwright: '{word}' is not a command. {advice}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

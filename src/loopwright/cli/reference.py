@@ -1,0 +1,15 @@
+"""`loopwright args`: the reference of TrainingArguments, made from the fields themselves."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def run(words: list[str]) -> int:
+    """Print every argument with its default and meaning, as Markdown."""
+    description = "List every training argument with its default and meaning, as Markdown."
+    argparse.ArgumentParser("loopwright args", description=description).parse_args(words)
+    from ..args.reference import markdown_reference
+
+    print(markdown_reference())
+    return 0

@@ -1,0 +1,35 @@
+"""The micro-batches of one update and how many targets each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+
+@dataclass
+class Update:
+    """The micro-batches that end in one optimizer step."""
+
+    batches: list[Any]
+    items: list[Any] = field(default_factory=list)
+    """Targets per micro-batch: whole numbers, or device scalars when the labels already live there."""
+    total_items: Any = None
+    samples: int = 0
+    counted: bool = False
+    """Whether the items are targets found in the labels; otherwise they are samples."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def share(self, index: int) -> Any:
+        """The part of the update's targets that this micro-batch holds."""
+        if len(self.batches) == 1:
+            return 1
+        return self.items[index] / self.total_items
+
+
+def gather_update(batches: Iterator[Any], accumulation: int) -> list[Any]:
+    """The next micro-batches of one update; fewer at the end of the data, none when it is over."""
+    return list(islice(batches, accumulation))

@@ -1,0 +1,39 @@
+"""Names of folders and files of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PREFIX = "checkpoint"
+MANIFEST = "manifest.json"
+STATE = "trainer_state.json"
+PROGRESS = "progress.json"
+ARGUMENTS = "arguments.json"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler.json"
+SCALER = "scaler.json"
+RNG = "rng.json"
+MODEL = "model.safetensors"
+ALIASES = "aliases.json"
+
+_NAME = re.compile(rf"^{PREFIX}-(\d+)$")
+_STAGING = re.compile(rf"^\.{PREFIX}-\d+\.partial-.*$")
+
+
+def folder_name(step: int) -> str:
+    return f"{PREFIX}-{step}"
+
+
+def staging_name(step: int, tag: str) -> str:
+    return f".{PREFIX}-{step}.partial-{tag}"
+
+
+def step_in_name(path: Path) -> int | None:
+    """The step a folder's name claims, or None if it is no checkpoint's name."""
+    match = _NAME.match(path.name)
+    return int(match.group(1)) if match else None
+
+
+def is_staging(path: Path) -> bool:
+    return bool(_STAGING.match(path.name))

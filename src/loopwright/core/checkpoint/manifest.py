@@ -1,0 +1,97 @@
+"""The manifest: which files a checkpoint consists of, with sizes and hashes; written last, so that it vouches for all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .layout import MANIFEST
+
+VERSION = 1
+CHUNK = 1 << 20
+
+
+@dataclass
+class Manifest:
+    """What a complete checkpoint holds."""
+
+    step: int
+    files: dict[str, dict[str, Any]]
+    """Relative path -> size and sha256."""
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """File/key -> dtype, global shape and the boxes it is stored in."""
+    format: str = "native"
+    version: int = VERSION
+
+    def write(self, folder: Path) -> None:
+        path = folder / MANIFEST
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def describe(folder: Path, step: int, *, format: str) -> Manifest:
+    """The manifest of the files now in the folder, each of them flushed to the disk."""
+    files, tensors = {}, {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"size": path.stat().st_size, "sha256": _hash(path, sync=True)}
+        if path.suffix == ".safetensors":
+            tensors.update(_boxes(path, name))
+    return Manifest(step, files, tensors, format=format)
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The folder's manifest, or None if there is none that can be read."""
+    try:
+        with open(folder / MANIFEST, encoding="utf-8") as file:
+            values = json.load(file)
+        return Manifest(**values)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
+    """What is wrong with the folder's files, naming the first one, or None when all are as they were written."""
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        size = path.stat().st_size
+        if size != expected["size"]:
+            return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
+        if hashes and _hash(path) != expected["sha256"]:
+            return f"{name} has other contents than when it was written; it was damaged after saving"
+    return None
+
+
+def _hash(path: Path, *, sync: bool = False) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(CHUNK):
+            digest.update(block)
+        if sync:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _boxes(path: Path, name: str) -> dict[str, dict[str, Any]]:
+    """Every tensor of a safetensors file as one box that covers its whole shape."""
+    with open(path, "rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    return {
+        f"{name}/{key}": {
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "boxes": [{"file": name, "key": key, "offset": [0] * len(entry["shape"]), "size": entry["shape"]}],
+        }
+        for key, entry in header.items()
+    }

@@ -1,0 +1,51 @@
+"""Training, read top to bottom.
+
+    for every epoch, for every update:
+        forward and backward of its micro-batches, clip, optimizer step, schedule      update_step
+        callbacks say what they want                                                   control
+        log, evaluate, save: whatever was asked for, always in this order              act
+
+What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run goes on (order.py and the
+trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .base import BaseTrainer
+
+
+def run_training(trainer: BaseTrainer) -> None:
+    """Train from where the trainer's progress stands to the end of its plan."""
+    control, events, progress = trainer.control, trainer.callback_handler, trainer.progress
+
+    events.fire("on_train_begin")
+    if trainer.args.eval_on_start and trainer.state.global_step == 0:
+        trainer.evaluate_now()
+
+    while progress.epoch < trainer.plan.epochs and not control.should_training_stop:
+        events.fire("on_epoch_begin")
+        for update in trainer.updates(progress.epoch):
+            events.fire("on_step_begin")
+            trainer.update_step(update)
+            trainer.finish_update(update)
+            events.fire("on_step_end")
+            act(trainer)
+            if control.should_epoch_stop or control.should_training_stop:
+                break
+        events.fire("on_epoch_end")
+        trainer.finish_epoch()
+        act(trainer)
+
+
+def act(trainer: BaseTrainer) -> None:
+    """Do what control asks for: log, then evaluate, then save."""
+    control = trainer.control
+    if control.should_log:
+        trainer.log_now()
+    if control.should_evaluate:
+        trainer.evaluate_now()
+    if control.should_save:
+        trainer.save_now()

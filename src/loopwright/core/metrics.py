@@ -1,0 +1,80 @@
+"""Names and forms of metrics: prefixes, plain numbers, readable tables, result files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The metrics with `prefix_` before every name that does not have it."""
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def plain_numbers(value: Any) -> Any:
+    """numpy (and other one-element) numbers as Python ones, so that they can be printed and written as JSON."""
+    if isinstance(value, Mapping):
+        return {name: plain_numbers(each) for name, each in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [plain_numbers(each) for each in value]
+    if isinstance(value, (str, bytes, int, float, bool)) or value is None:
+        return value
+    if getattr(value, "size", None) == 1 or (callable(getattr(value, "numel", None)) and value.numel() == 1):
+        return value.item()
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def readable(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics with times as clock times, memory in MB, operations in GF and floats rounded."""
+    return {name: _readable(name, value) for name, value in metrics.items()}
+
+
+def _readable(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{int(value) >> 20}MB"
+    if "_runtime" in name:
+        return str(datetime.timedelta(seconds=round(float(value), 2))).rstrip("0").rstrip(".")
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def table(split: str, metrics: Mapping[str, Any]) -> str:
+    """The metrics as lines of aligned names and values under a heading."""
+    shown = readable(metrics)
+    names = max((len(name) for name in shown), default=0)
+    values = max((len(str(value)) for value in shown.values()), default=0)
+    lines = [f"  {name: <{names}} = {str(shown[name]):>{values}}" for name in sorted(shown)]
+    return "\n".join([f"***** {split} metrics *****", *lines])
+
+
+def write_results(folder: str | os.PathLike[str], split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:
+    """Write {split}_results.json and, when combined, add the metrics to all_results.json."""
+    _write_json(os.path.join(folder, f"{split}_results.json"), dict(metrics))
+    if not combined:
+        return
+    path = os.path.join(folder, "all_results.json")
+    known: dict[str, Any] = {}
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            known = json.load(file)
+    _write_json(path, {**known, **metrics})
+
+
+def _write_json(path: str, values: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=4, sort_keys=True)
+
+
+def better(new: float, best: float | None, *, greater_is_better: bool) -> bool:
+    """Whether a metric improves on the best one so far."""
+    if best is None:
+        return True
+    return new > best if greater_is_better else new < best

@@ -1,0 +1,70 @@
+"""The arithmetic of a run: how many updates, epochs and samples; computed once, then frozen."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of this run."""
+
+    batch_size: int
+    """Samples of one micro-batch on one process."""
+    accumulation: int
+    world_size: int
+    batches_per_epoch: int | None
+    """Micro-batches of one process in an epoch; None when the data has no length."""
+    examples: int | None
+    updates_per_epoch: int
+    max_steps: int
+    epochs: int
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one update over all processes."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    @property
+    def train_samples(self) -> int:
+        """Samples seen by the whole run."""
+        if self.examples is None or self.batches_per_epoch is None:
+            return self.max_steps * self.total_batch_size
+        whole_epochs, rest = divmod(self.max_steps, self.updates_per_epoch)
+        return whole_epochs * self.examples + min(rest * self.total_batch_size, self.examples)
+
+    def epoch_after(self, epoch: int, batches: int) -> float:
+        """The fractional epoch once `batches` micro-batches of epoch `epoch` are done."""
+        return epoch + batches / (self.batches_per_epoch or self.max_steps * self.accumulation)
+
+
+def make_plan(
+    *,
+    batch_size: int,
+    accumulation: int,
+    batches_per_epoch: int | None,
+    examples: int | None,
+    max_steps: int,
+    num_train_epochs: float,
+    world_size: int = 1,
+) -> Plan:
+    """The plan for data of this size; a positive `max_steps` wins over the number of epochs."""
+    if batches_per_epoch is None:
+        updates, epochs = max_steps, sys.maxsize
+    else:
+        # The last window of an epoch may be short and still makes an update.
+        updates = max(math.ceil(batches_per_epoch / accumulation), 1)
+        max_steps = max_steps if max_steps > 0 else math.ceil(num_train_epochs * updates)
+        epochs = math.ceil(max_steps / updates)
+    return Plan(
+        batch_size=batch_size,
+        accumulation=accumulation,
+        world_size=world_size,
+        batches_per_epoch=batches_per_epoch,
+        examples=examples,
+        updates_per_epoch=updates,
+        max_steps=max_steps,
+        epochs=epochs,
+    )

@@ -1,0 +1,59 @@
+"""The few things overrides ask of `self.accelerator`, answered by the strategy."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoint import plain_module
+
+
+class AcceleratorFace:
+    """`trainer.accelerator` for code written against other trainers."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def device(self) -> torch.device:
+        return self._strategy.device
+
+    @property
+    def num_processes(self) -> int:
+        return self._strategy.world_size
+
+    @property
+    def process_index(self) -> int:
+        return self._strategy.rank
+
+    @property
+    def is_main_process(self) -> bool:
+        return self._strategy.rank == 0
+
+    is_local_main_process = is_main_process
+
+    def backward(self, loss: Tensor, **ignored: Any) -> None:
+        self._strategy.backward(loss)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return plain_module(model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._strategy.forward_context()
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def gather(self, values: Any) -> Any:
+        return self._strategy.gather(values)
+
+    gather_for_metrics = gather
+
+    def wait_for_everyone(self) -> None:
+        self._strategy.barrier()

@@ -1,0 +1,107 @@
+"""The denominator of an update: how many targets it has, and what each micro-batch's loss is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..core.batches import Update
+from .loss import LossKind, LossProbe, check_loss, count_samples, count_targets
+
+
+class LossAccounting:
+    """Knows, or finds out, how a loss is scaled, and weighs micro-batches by their targets."""
+
+    def __init__(
+        self, label_names: list[str], *, guessed_shift: bool, kind: LossKind | None = None, wants_items: bool = False
+    ) -> None:
+        self.label_names = label_names
+        self.kind = kind
+        self.wants_items = wants_items
+        """Whether somebody is told the number of items even when an update is one micro-batch."""
+        self._guessed_shift = guessed_shift
+        self._shift: bool | None = None
+        self._share: Any = None
+        self._summed: Any = None
+
+    # ---- finding out ------------------------------------------------------------------------------------------------
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the loss leaves out the first target of each row."""
+        return self._guessed_shift if self._shift is None else self._shift
+
+    def needs_to_learn(self, micro_batches: int) -> bool:
+        return self.kind is None and (micro_batches > 1 or self.wants_items)
+
+    def learn(self, inputs: Any, probe: LossProbe) -> None:
+        """Compute the loss of one batch a few times to see which targets it counts and how it is scaled."""
+        self.learn_shift(inputs, probe)
+        if self.kind is None:
+            items = self.items_in(inputs)
+            self.kind = probe.kind(inputs, int(items if items is not None else count_samples(inputs)) or 1)
+
+    def learn_shift(self, inputs: Any, probe: LossProbe) -> None:
+        """See which targets the loss counts, unless that is known."""
+        if self._shift is None and isinstance(inputs, Mapping):
+            self._shift = probe.shifted(dict(inputs), self.label_names)
+
+    # ---- counting ---------------------------------------------------------------------------------------------------
+
+    def items_in(self, batch: Any) -> Any:
+        """The targets of a batch, or None if it has no labels."""
+        return count_targets(batch, self.label_names, shifted=self.shifts)
+
+    def total(self, batches: list[Any]) -> Any:
+        """The targets of several micro-batches, or None if any of them has no labels."""
+        counts = [self.items_in(batch) for batch in batches]
+        return None if not counts or any(count is None for count in counts) else sum(counts[1:], counts[0])
+
+    def count(self, update: Update) -> None:
+        """Count the targets of an update; where there are no labels, samples are counted instead."""
+        if len(update.batches) == 1 and not self.wants_items:
+            return
+        counts = [self.items_in(batch) for batch in update.batches]
+        update.counted = all(count is not None for count in counts)
+        update.items = counts if update.counted else [count_samples(batch) for batch in update.batches]
+        if self.kind in (LossKind.MEAN, LossKind.MIXED):
+            _drop_empty(update)
+        update.total_items = sum(update.items[1:], update.items[0])
+
+    # ---- weighing ---------------------------------------------------------------------------------------------------
+
+    def begin(self, update: Update, index: int) -> Any:
+        """Note the share of a micro-batch; returns the num_items_in_batch its loss is told."""
+        if index == 0:
+            self._summed = None
+        weighed = len(update.batches) > 1 and self.kind in (LossKind.MEAN, LossKind.MIXED, None)
+        self._share = update.share(index) if weighed else None
+        if not update.counted:
+            return None
+        return update.items[index] if self.kind is LossKind.MIXED else update.total_items
+
+    def weigh(self, loss: Any) -> Tensor:
+        """The loss times the micro-batch's share of the update's targets; a (sum, count) pair is noted."""
+        if isinstance(loss, (tuple, list)):
+            loss, count = loss
+            self.kind, self._share = LossKind.SUM, None
+            self._summed = count if self._summed is None else self._summed + count
+        loss = check_loss(loss)
+        return loss if self._share is None else loss * self._share
+
+    def settle(self, loss: Any, strategy: Any) -> Any:
+        """The update's loss; gradients of summed losses are divided by all their counts, once."""
+        if self._summed is None:
+            return loss
+        strategy.scale_gradients(1 / self._summed)
+        return loss / self._summed
+
+
+def _drop_empty(update: Update) -> None:
+    """Leave out micro-batches without any target: their mean does not exist."""
+    full = [i for i, count in enumerate(update.items) if not (isinstance(count, int) and count == 0)]
+    if full and len(full) < len(update.items):
+        update.batches = [update.batches[i] for i in full]
+        update.items = [update.items[i] for i in full]

@@ -1,0 +1,43 @@
+"""TrainingArguments and Seq2SeqTrainingArguments: all arguments, plus what PyTorch makes of them.
+
+torch is imported when a device is asked for, not before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..args.base import BaseArguments
+from ..args.generation import GenerationArgs
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class TrainingArguments(BaseArguments):
+    """All arguments of a run with PyTorch."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device this process computes on."""
+        from .devices import choose_device
+
+        return choose_device(self.use_cpu, self.local_process_index)
+
+    @property
+    def n_gpu(self) -> int:
+        """Accelerators this process uses: one, or none on the CPU. There is no DataParallel."""
+        return 0 if self.device.type == "cpu" else 1
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """Whether the trainer moves the model to the device; a subclass may say no."""
+        return True
+
+
+# GenerationArgs comes first so that output_dir stays the first positional argument.
+@dataclass
+class Seq2SeqTrainingArguments(GenerationArgs, TrainingArguments):
+    """All arguments of a run that generates text in evaluation."""

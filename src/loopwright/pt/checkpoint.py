@@ -1,0 +1,258 @@
+"""Tensors to and from checkpoint files: safetensors and JSON, nothing that could run code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..core.checkpoint.layout import MODEL, OPTIMIZER
+from ..errors import CheckpointError
+from .columns import innermost
+
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+
+
+# ---- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory that share memory among themselves as the originals do."""
+    copies: dict[tuple[int, str], Tensor] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), str(tensor.device))
+        if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
+            result[name] = tensor.to("cpu", copy=True)  # a view of something larger: copy what it shows
+            continue
+        if place not in copies:
+            copies[place] = tensor.to("cpu", copy=True)
+        same = copies[place]
+        alike = same.shape == tensor.shape and same.dtype == tensor.dtype and same.stride() == tensor.stride()
+        result[name] = same if alike else tensor.to("cpu", copy=True)
+    return result
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to a safetensors file; one that is another one under a second name is written once."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_at: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and place in first_at:
+            aliases[name] = first_at[place]
+            continue
+        first_at[place] = name
+        stored[name] = tensor.cpu().contiguous()
+    # Different views of one memory are written as tensors of their own, so none may share it in the file.
+    owners: set[int] = set()
+    for name, tensor in stored.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in owners:
+            stored[name] = tensor.clone()
+        owners.add(pointer)
+    save_file(stored, str(path), metadata={"format": "pt", "aliases": json.dumps(aliases)})
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, second names included."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
+
+
+# ---- model ------------------------------------------------------------------------------------------------------------
+
+
+def model_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
+    """A function that writes the model into a folder: its own `save_pretrained` if it has one, else safetensors."""
+    if hasattr(model, "save_pretrained"):
+        return lambda folder: model.save_pretrained(str(folder), state_dict=dict(tensors))
+    return lambda folder: write_tensors(folder / MODEL, tensors)
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
+    """Load the weights saved in a checkpoint or by `save_model` into the model, in place; returns the model."""
+    folder = Path(folder)
+    if (folder / ADAPTER).is_file() and hasattr(model, "load_adapter"):
+        _load_adapter(model, folder)
+        return model
+    copy_into(model, _read_model(folder), strict=strict, source=str(folder))
+    return model
+
+
+def _read_model(folder: Path) -> dict[str, Tensor]:
+    if (folder / INDEX).is_file():
+        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
+    if (folder / MODEL).is_file():
+        return read_tensors(folder / MODEL)
+    raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    adapter = next(iter(getattr(model, "active_adapters", []) or ["default"]))
+    set_peft_model_state_dict(model, read_tensors(folder / ADAPTER), adapter_name=adapter)
+
+
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
+    """Copy tensors into the model's own memory; a tied weight may come under any of its names."""
+    own = model.state_dict(keep_vars=True)
+    unexpected = [name for name in tensors if name not in own]
+    given = {_place(own[name]) for name in tensors if name in own}
+    missing = [name for name, value in own.items() if name not in tensors and _place(value) not in given]
+    wrong = [
+        f"{name}: {tuple(tensors[name].shape)} saved, {tuple(own[name].shape)} in the model"
+        for name in tensors
+        if name in own and tensors[name].shape != own[name].shape
+    ]
+    if wrong or (strict and (missing or unexpected)):
+        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
+        listed = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
+        raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in own:
+                own[name].copy_(tensor)
+
+
+def _place(tensor: Tensor) -> Any:
+    return (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else object()
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+# ---- optimizer --------------------------------------------------------------------------------------------------------
+
+
+def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The optimizer's state by parameter name: a JSON description and the tensors it mentions."""
+    names = _parameter_names(optimizer, model)
+    saved = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    state = {}
+    for index, slots in saved["state"].items():
+        name = names[index] if isinstance(index, int) else str(index)
+        state[name] = {slot: _encode(value, f"{name}/{slot}", tensors) for slot, value in slots.items()}
+    groups = []
+    for number, group in enumerate(saved["param_groups"]):
+        options = {
+            key: _encode(value, f"group {number}/{key}", tensors)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        groups.append({"params": [names[index] for index in group["params"]], "options": options})
+    extra = {key: _encode(value, key, tensors) for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"groups": groups, "state": state, "extra": extra}, tensors
+
+
+def decode_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module) -> None:
+    """Load a described state into the optimizer, parameter by parameter name."""
+    names = _parameter_names(optimizer, model)
+    current = optimizer.state_dict()
+    options = [
+        {key: _decode(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
+    ]
+    if len(options) != len(current["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(options)} parameter groups, this one has {len(current['param_groups'])}"
+        )
+    groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
+    state = {
+        index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
+        for index, name in names.items()
+        if name in described["state"]
+    }
+    extra = {key: _decode(value, tensors) for key, value in described.get("extra", {}).items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
+
+
+def write_optimizer(folder: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    write_tensors(folder / f"{OPTIMIZER}.safetensors", tensors)
+    write_json(folder / f"{OPTIMIZER}.json", described)
+
+
+def read_optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return read_json(folder / f"{OPTIMIZER}.json"), read_tensors(folder / f"{OPTIMIZER}.safetensors")
+
+
+def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+    """The name of each parameter by its index in the optimizer's state dict."""
+    known = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names[len(names)] = known.get(id(parameter), f"parameter {len(names)}")
+    return names
+
+
+def _encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {"tensor": key}
+    if isinstance(value, (list, tuple)):
+        parts = [_encode(each, f"{key}/{i}", tensors) for i, each in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if isinstance(value, Mapping):
+        return {"dict": [[name, _encode(each, f"{key}/{name}", tensors)] for name, each in value.items()]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which cannot be saved without pickle")
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "tuple" in value:
+        return tuple(_decode(each, tensors) for each in value["tuple"])
+    return {name: _decode(each, tensors) for name, each in value["dict"]}
+
+
+# ---- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, values: Any) -> None:
+    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose state dict is saved: wrappers that add prefixes to names are left out, PEFT stays."""
+    while hasattr(model, "_orig_mod") or type(model).__name__ == "DistributedDataParallel":
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+__all__ = ["innermost", "load_model"]

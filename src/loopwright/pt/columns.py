@@ -1,0 +1,107 @@
+"""Which columns of the data a model takes; the others are withheld, never deleted from the dataset."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import DataError
+from ..notices import Notices
+
+LABEL_COLUMNS = ("label", "label_ids", "labels")
+"""Names labels go by in datasets: always kept, so that losses and metrics find them."""
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The user's own module, without the wrappers of compile, parallelism or PEFT."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+            model = model.module
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def forward_parameters(model: nn.Module) -> list[str] | None:
+    """The names the model's forward takes, or None if it takes anything and names nothing."""
+    parameters = inspect.signature(innermost(model).forward).parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return named or (None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [])
+
+
+def find_labels(model: nn.Module) -> list[str]:
+    """The parameters of the forward that are labels."""
+    names = forward_parameters(model) or []
+    labels = [name for name in names if "label" in name]
+    if "QuestionAnswering" in type(innermost(model)).__name__:
+        labels += [name for name in names if name in ("start_positions", "end_positions")]
+    return labels
+
+
+def takes_loss_flag(model: nn.Module) -> bool:
+    """Whether the model computes a loss when asked by `return_loss`, without labels."""
+    parameter = inspect.signature(innermost(model).forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
+class ColumnFilter:
+    """A collator that withholds the columns the model does not take.
+
+    A collator known to choke on extra columns never sees them; after a user's own collator they are taken out of the
+    batch.
+    """
+
+    def __init__(
+        self, collator: Callable[[Any], Any], accepted: set[str], *, notices: Notices | None, description: str = "training"
+    ) -> None:
+        self.collator = collator
+        self.accepted = accepted
+        self.description = description
+        self._notices = notices
+        self._before = _chokes_on_extras(collator)
+
+    def __call__(self, features: list[Any]) -> Any:
+        if not self._before:
+            return self._of_batch(self.collator(features))
+        first = features[0] if features else None
+        if isinstance(first, Mapping):
+            keep = self._kept(first)
+            if len(keep) < len(first):
+                features = [{name: each[name] for name in keep} for each in features]
+        return self.collator(features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_notices": None}
+
+    def _of_batch(self, batch: Any) -> Any:
+        if not isinstance(batch, Mapping):
+            return batch
+        keep = self._kept(batch)
+        return batch if len(keep) == len(batch) else {name: batch[name] for name in keep}
+
+    def _kept(self, columns: Mapping[str, Any]) -> list[str]:
+        keep = [name for name in columns if name in self.accepted]
+        if not any(name not in LABEL_COLUMNS for name in keep):
+            raise DataError(
+                f"no column of the {self.description} data is an argument of the model's forward. "
+                f"Columns: {', '.join(columns) or 'none'}. The model takes: {', '.join(sorted(self.accepted))}. "
+                "Rename the columns, or set remove_unused_columns=False to pass everything on"
+            )
+        if len(keep) < len(columns) and self._notices is not None:
+            withheld = ", ".join(name for name in columns if name not in self.accepted)
+            self._notices.tell_once(
+                f"columns of the {self.description} data withheld because the model's forward does not take them: {withheld}"
+            )
+        return keep
+
+
+def _chokes_on_extras(collator: Any) -> bool:
+    """Collators that stack or pad every column they see."""
+    home = getattr(collator, "__module__", None) or type(collator).__module__
+    return home.startswith("transformers.data") or home.startswith("loopwright.pt.collators") or home.startswith("torch.utils.data")

@@ -1,0 +1,75 @@
+"""What the constructor of a trainer checks and fills in."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..errors import ArgumentsError, DataError, UnknownArgument
+from ..notices import logger
+from .collators import DataCollatorWithPadding, default_data_collator
+from .loaders import has_length
+
+
+def old_tokenizer(processing_class: Any, old_names: dict[str, Any]) -> Any:
+    """`tokenizer=` is what `processing_class=` was called before."""
+    tokenizer = old_names.pop("tokenizer", None)
+    if old_names:
+        raise UnknownArgument(f"Trainer has no argument {', '.join(repr(name) for name in old_names)}")
+    if tokenizer is None:
+        return processing_class
+    if processing_class is not None:
+        raise ArgumentsError("tokenizer= and processing_class= are the same thing; give one of them")
+    logger.warning("Trainer(tokenizer=...) is now Trainer(processing_class=...)")
+    return tokenizer
+
+
+def check_constructor(
+    model: nn.Module | None,
+    model_init: Callable[..., Any] | None,
+    optimizers: tuple[Any, Any],
+    optimizer_cls_and_kwargs: Any,
+    args: Any,
+    datasets: tuple[Any, Any],
+) -> None:
+    """Everything that is wrong with the constructor's arguments, at once."""
+    train, evaluation = datasets
+    problems = []
+    if (model is None) == (model_init is None):
+        problems.append("give exactly one of model and model_init")
+    elif model is not None and not isinstance(model, nn.Module):
+        problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if model_init is not None and any(part is not None for part in optimizers):
+        problems.append("optimizers= holds parameters of one model, so it cannot go with model_init; override create_optimizer")
+    if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+        problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
+    if args.eval_strategy != "no" and evaluation is None:
+        problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'")
+    if train is not None and not has_length(train) and args.max_steps <= 0:
+        problems.append("the train_dataset has no length, so max_steps must say how long to train")
+    if problems:
+        raise ArgumentsError(problems)
+
+
+def check_samples_exist(dataset: Any) -> None:
+    """Refuse an empty training set before anything is set up."""
+    if dataset is not None and has_length(dataset) and len(dataset) == 0:
+        raise DataError("the training dataset is empty: there is nothing to learn from")
+
+
+def default_collator(processing_class: Any) -> Callable[[Any], Any]:
+    """Padding for tokenizers and sequence feature extractors, stacking for everything else."""
+    if callable(getattr(processing_class, "pad", None)):
+        return DataCollatorWithPadding(processing_class)
+    return default_data_collator
+
+
+def takes_trial(model_init: Callable[..., Any]) -> bool:
+    """Whether a model factory takes the trial of a hyper-parameter search."""
+    parameters = inspect.signature(model_init).parameters
+    if len(parameters) > 1:
+        raise ArgumentsError("model_init takes no argument, or one (the trial)")
+    return len(parameters) == 1

@@ -1,0 +1,234 @@
+"""The trainer's methods that turn datasets into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ..core.base import BaseTrainer
+from ..core.overrides import adapt, is_overridden
+from ..core.plan import Plan, make_plan
+from ..errors import ArgumentsError, DataError
+from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
+from .devices import can_pin_memory
+from .loaders import (
+    announce_epoch,
+    build_loader,
+    check_not_empty,
+    has_length,
+    ordered_sampler,
+    training_sampler,
+)
+from .loss import count_samples
+from .seeding import restore_rng
+
+
+class DataMethods(BaseTrainer):
+    """Loaders, samplers, columns; every method may be overridden."""
+
+    args: Any
+    device: Any
+    data_collator: Callable[[Any], Any]
+    train_dataset: Any
+    eval_dataset: Any
+    label_names: list[str]
+    train_dataloader: Any = None
+    _signature_columns: list[str] | None = None
+    _resume_rng: dict[str, Any] | None = None
+
+    # ---- loaders ----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of the training data."""
+        if self.train_dataset is None:
+            raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
+        check_not_empty(self.train_dataset, "training")
+        dataset = self._remove_unused_columns(self.train_dataset, description="training")
+        stream = isinstance(dataset, IterableDataset)
+        return self._get_dataloader(
+            dataset,
+            description="training",
+            batch_size=self.args.train_batch_size,
+            sampler=None if stream else self._call_train_sampler(dataset),
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """The loader of the evaluation data, or of one of its named sets."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._evaluation_loader(dataset, "evaluation")
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of the data to predict."""
+        return self._evaluation_loader(test_dataset, "test")
+
+    def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader[Any]:
+        check_not_empty(dataset, description)
+        dataset = self._remove_unused_columns(dataset, description=description)
+        sampler = None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset)
+        return self._get_dataloader(
+            dataset, description=description, batch_size=self.args.eval_batch_size, sampler=sampler
+        )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler: Any = None,
+        drop_last: bool = False,
+        **ignored: Any,
+    ) -> DataLoader[Any]:
+        return build_loader(
+            dataset,
+            args=self.args,
+            batch_size=batch_size,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description=description),
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The samples behind a loader; an estimate when the dataset has no length."""
+        dataset = getattr(dataloader, "dataset", None)
+        return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
+
+    # ---- order ------------------------------------------------------------------------------------------------------
+
+    def _call_train_sampler(self, dataset: Any) -> Any:
+        return adapt(self._get_train_sampler, "train_dataset")(train_dataset=dataset)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        """The sampler of the training data: seed, epoch and position decide the order."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
+        """The sampler of evaluation data; None goes through it in its own order."""
+        return None
+
+    def _input_name(self) -> str:
+        names = getattr(self.processing_class, "model_input_names", None)  # type: ignore[attr-defined]
+        return names[0] if names else getattr(self.model, "main_input_name", "input_ids")
+
+    # ---- columns ----------------------------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Look up what the model's forward takes; a subclass may set `_signature_columns` itself."""
+        if self._signature_columns is None:
+            names = forward_parameters(self.model)
+            if names is not None:
+                self._signature_columns = [*names, *LABEL_COLUMNS, *self.label_names]
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset as given: columns are withheld after loading, so that lazy transforms see all of them."""
+        return dataset
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[Any], Any], description: str | None = None
+    ) -> Callable[[Any], Any]:
+        """The collator, without the columns the model does not take."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        if self._signature_columns is None:
+            return data_collator
+        return ColumnFilter(
+            data_collator,
+            set(self._signature_columns),
+            notices=self.notices,
+            description=description or "training",
+        )
+
+    # ---- plan and position ------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates."""
+        plan = self._make_plan(dataloader)
+        examples = plan.examples if plan.examples is not None else plan.train_samples
+        return (
+            plan.epochs,
+            plan.updates_per_epoch,
+            examples,
+            plan.train_samples,
+            plan.total_batch_size,
+            plan.batches_per_epoch,
+            plan.max_steps,
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one update over all processes."""
+        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+    def _make_plan(self, loader: Any) -> Plan:
+        sized = has_length(loader)
+        if not sized and self.args.max_steps <= 0:
+            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+        return make_plan(
+            batch_size=self.args.train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            batches_per_epoch=len(loader) if sized else None,
+            examples=self.num_examples(loader) if sized else None,
+            max_steps=self.args.max_steps,
+            num_train_epochs=self.args.num_train_epochs,
+            world_size=self.strategy.world_size,
+        )
+
+    def epoch_batches(self, epoch: int) -> Iterator[Any]:
+        """The micro-batches of an epoch, from where progress stands.
+
+        Random states of a checkpoint are put back after the loader has drawn its seed for the epoch, as it had in the
+        run that saved them.
+        """
+        loader, progress = self.train_dataloader, self.progress
+        announce_epoch(loader, epoch)
+        skip = 0 if self.args.ignore_data_skip else progress.batches_in_epoch
+        sampler = ordered_sampler(loader)
+        if sampler is not None:
+            sampler.go_to(epoch, progress.samples_in_epoch if skip else 0)
+            skip = 0
+        batches = iter(loader)
+        if skip:
+            self._skip(batches, skip)
+        if self._resume_rng is not None:
+            restore_rng(self._resume_rng)
+            self._resume_rng = None
+        return batches
+
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
+        self.notices.tell_once(
+            f"this data cannot be positioned: {count} batches already trained on are read again and left out"
+        )
+        for _ in range(count):
+            next(batches, None)
+
+    def _samples_in(self, batches: list[Any]) -> int:
+        """The samples of an update: from the order where it is ours, else as counted in the batches."""
+        sampler = ordered_sampler(self.train_dataloader)
+        if sampler is None:
+            return sum(map(count_samples, batches))
+        left = sampler.order.n - self.progress.samples_in_epoch
+        return min(len(batches) * self.plan.batch_size, left)
+
+    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        if is_overridden(self, "get_batch_samples"):
+            return self.get_batch_samples(batches, self.plan.accumulation, self.args.device)[0]
+        return super()._next_batches(batches)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The next micro-batches of one update and the number of targets in them."""
+        batches = super()._next_batches(epoch_iterator)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,254 @@
+"""The trainer's methods that evaluate and predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.base import BaseTrainer
+from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
+from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..core.overrides import adapt, names_parameter
+from ..core.predictions import map_nested
+from ..errors import DataError
+from .columns import LABEL_COLUMNS
+from .loaders import has_length
+from .loss import check_loss, count_samples
+from .precision import full_eval_dtype
+from .seeding import untouched_rng
+
+
+class EvaluationMethods(BaseTrainer):
+    """evaluate, predict and what they are made of."""
+
+    args: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Any
+    eval_dataset: Any
+    label_names: list[str]
+    can_return_loss: bool
+
+    # ---- what users call --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Mapping):
+            return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)
+        output = self._go_through(
+            lambda: self.get_eval_dataloader(eval_dataset),  # type: ignore[attr-defined]
+            "Evaluation",
+            loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            prefix=metric_key_prefix,
+        )
+        self._log(output.metrics)
+        self.callback_handler.fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for name, dataset in datasets.items():
+            own = self.eval_dataset
+            known = isinstance(own, Mapping) and own.get(name) is dataset
+            metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions in the dataset's order, its labels if it has any, and metrics."""
+        output = self._go_through(
+            lambda: self.get_test_dataloader(test_dataset),  # type: ignore[attr-defined]
+            "Prediction",
+            loss_only=None,
+            ignore_keys=ignore_keys,
+            prefix=metric_key_prefix,
+        )
+        self.callback_handler.fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _go_through(
+        self, make_loader: Any, description: str, *, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> EvalLoopOutput:
+        """Run the evaluation loop with every random stream left as it was found, and time it."""
+        started = time.time()
+        with untouched_rng():
+            loader = make_loader()
+            output: EvalLoopOutput = self.evaluation_loop(
+                loader,
+                description=description,
+                prediction_loss_only=loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )
+        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
+        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        return output
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        dataset = getattr(dataloader, "dataset", None)
+        plan = EvalPlan(
+            compute_metrics=self.compute_metrics,
+            loss_only=loss_only,
+            per_batch_metrics=self.args.batch_eval_metrics,
+            concat=self.args.eval_do_concat_batches,
+            include=list(self.args.include_for_metrics),
+            weight_by_items=self.args.eval_loss_reduction == "item_mean",
+            host_every=self.args.eval_accumulation_steps or 1,
+            expected_rows=len(dataset) if has_length(dataset) else None,  # type: ignore[arg-type]
+        )
+        self.callback_handler.context["eval_dataloader"] = dataloader
+        strategy, was_training = self.strategy, self.model.training
+        self._bind_overrides()  # type: ignore[attr-defined]
+        strategy.evaluating()
+        casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
+        try:
+            with casts:
+                steps = self._eval_steps(dataloader, loss_only, ignore_keys)
+                output = run_evaluation(
+                    steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix
+                )
+        finally:
+            if was_training:
+                strategy.training()
+        if output.num_samples == 0:
+            raise DataError(f"{description}: the data gave no batch")
+        return output
+
+    def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+        predict = adapt(self.prediction_step, "ignore_keys")
+        for inputs in loader:
+            items = self._eval_items(inputs, learn=True)
+            loss, logits, labels = predict(self.model_wrapped, inputs, loss_only, ignore_keys=ignore_keys)
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            self.callback_handler.fire("on_prediction_step")
+            samples = count_samples(inputs)
+            kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
+            yield EvalStep(loss, logits, labels, kept, samples if items is None else items, samples)
+
+    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
+        """The targets of an evaluation batch; with `learn`, the first batch shows which ones the loss counts."""
+        raise NotImplementedError
+
+    def _metric_inputs(self, inputs: Any) -> Any:
+        name = getattr(self.model, "main_input_name", "input_ids")
+        return inputs.get(name) if isinstance(inputs, Mapping) else inputs
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of one batch."""
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        names = self._labels_in(inputs)
+        labels = _detached(tuple(inputs[name] for name in names)) if names else None
+        with torch.no_grad():
+            loss, outputs = self._loss_and_outputs(model, inputs, bool(names))
+        if prediction_loss_only:
+            return loss, None, None
+        logits = _logits_of(outputs, self._ignored_outputs(ignore_keys))
+        return loss, _single(_detached(logits)), _single(labels)
+
+    def _labels_in(self, inputs: Any) -> list[str]:
+        """The labels a batch carries: all that the model names, or what labels are usually called."""
+        if not isinstance(inputs, Mapping):
+            return []
+        wanted = self.label_names or [name for name in LABEL_COLUMNS if name in inputs]
+        present = [name for name in wanted if inputs.get(name) is not None]
+        return present if len(present) == len(wanted) else []
+
+    def _loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], has_labels: bool) -> tuple[Any, Any]:
+        if not has_labels and not (not self.label_names and inputs.get("return_loss", self.can_return_loss)):
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                outputs = model(**self._for_model(inputs))  # type: ignore[attr-defined]
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
+        items = self._eval_items(inputs)
+        seen: list[Any] = []
+        # An override may return the loss alone: the outputs are then taken as they leave the model.
+        handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                result = self._compute_loss(  # type: ignore[attr-defined]
+                    model, inputs, return_outputs=True, num_items_in_batch=items
+                )
+        finally:
+            handle.remove()
+        loss, outputs = self._split_result(result, seen)
+        return check_loss(loss).detach(), outputs
+
+    def _split_result(self, result: Any, seen: list[Any]) -> tuple[Any, Any]:
+        """(loss, outputs), whatever the loss computation returned."""
+        takes_flag = names_parameter(self.compute_loss, "return_outputs")  # type: ignore[attr-defined]
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            loss, outputs = result
+            if isinstance(loss, (tuple, list)):  # ((sum, count), outputs)
+                loss = loss[0] / loss[1]
+            elif not takes_flag and isinstance(outputs, (Tensor, int, float)):  # (sum, count)
+                return loss / outputs, seen[-1] if seen else None
+            return loss, outputs
+        return result, seen[-1] if seen else None
+
+    def _ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
+        if ignore_keys is not None:
+            return ignore_keys
+        config = getattr(self.model, "config", None)
+        return list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
+
+
+def _logits_of(outputs: Any, ignored: list[str]) -> Any:
+    """The outputs without the loss and without what is to be ignored."""
+    if isinstance(outputs, Mapping):
+        return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
+    if hasattr(outputs, "__dataclass_fields__"):
+        return _logits_of({name: getattr(outputs, name) for name in outputs.__dataclass_fields__}, ignored)
+    if isinstance(outputs, (tuple, list)):
+        has_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
+        return tuple(outputs[1:] if has_loss else outputs)
+    return (outputs,)
+
+
+def _single(values: Any) -> Any:
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values
+
+
+def _detached(value: Any) -> Any:
+    return map_nested(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def to_numpy(value: Any) -> Any:
+    """Nested tensors as nested numpy arrays; number formats numpy does not know become float32."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach()
+        return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).cpu().numpy()
+
+    return map_nested(convert, value)

@@ -1,0 +1,180 @@
+"""DataLoaders whose order and randomness depend on seed, epoch and position alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+
+from ..core.order import Order
+from ..errors import ArgumentsError, DataError
+
+
+def torch_permutation(n: int, seed: int) -> Any:
+    """torch's own permutation: the fast way to the order that core/order.py defines."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+def has_length(data: Any) -> bool:
+    """Whether len() works on it."""
+    try:
+        len(data)
+        return True
+    except (TypeError, NotImplementedError, AttributeError):
+        return False
+
+
+class OrderedSampler(Sampler[Any]):
+    """Indices in the order of core/order.py, from any epoch and position on."""
+
+    def __init__(self, order: Order, *, with_position: bool = False) -> None:
+        self.order = order
+        self.epoch = self.start = 0
+        self.with_position = with_position
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.start = epoch, 0
+
+    def go_to(self, epoch: int, start: int) -> None:
+        """The next iteration begins at this sample of this epoch."""
+        self.epoch, self.start = epoch, start
+
+    def __len__(self) -> int:
+        return self.order.n
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = self.order.epoch(self.epoch)[self.start :].tolist()
+        if not self.with_position:
+            return iter(indices)
+        return iter([(index, self.epoch, self.start + k) for k, index in enumerate(indices)])
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset whose random draws depend on the sample's place in the run, not on the worker that loads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            seed_all(self.seed, *places[0][1:])
+            return self.dataset.__getitems__([index for index, _, _ in places])
+        return [self[place] for place in places]
+
+    def __getitem__(self, place: tuple[int, int, int]) -> Any:
+        index, epoch, position = place
+        seed_all(self.seed, epoch, position)
+        return self.dataset[index]
+
+
+def seed_all(seed: int, epoch: int, position: int) -> None:
+    """Seed Python, numpy and torch for one sample."""
+    mixed = int(np.random.SeedSequence((seed, epoch, position)).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.default_generator.manual_seed(mixed)
+
+
+def sample_lengths(dataset: Any, column: str, input_name: str) -> list[int]:
+    """The length of every sample: from the length column if there is one, else measured."""
+    names = getattr(dataset, "column_names", None) or []
+    if column in names:
+        return list(dataset[column])
+    if input_name in names:
+        return [len(each) for each in dataset[input_name]]
+    first = dataset[0]
+    if not isinstance(first, Mapping) or input_name not in first:
+        raise DataError(
+            f"grouping by length needs a column {column!r} or {input_name!r}; the samples have "
+            f"{', '.join(first) if isinstance(first, Mapping) else type(first).__name__}"
+        )
+    return [int(sample[column]) if column in sample else len(sample[input_name]) for sample in _each(dataset)]
+
+
+def _each(dataset: Any) -> Iterator[Any]:
+    return (dataset[i] for i in range(len(dataset)))
+
+
+def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: str) -> OrderedSampler | None:
+    """The sampler of the training data, or None for data that comes in its own order."""
+    strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+        if strategy == "group_by_length":
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
+        return None
+    lengths = sample_lengths(dataset, args.length_column_name, input_name) if strategy == "group_by_length" else None
+    order = Order(
+        n=len(dataset),
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        strategy=strategy,
+        lengths=lengths,
+        group_size=group_size,
+        permute=torch_permutation,
+    )
+    return OrderedSampler(order)
+
+
+def build_loader(
+    dataset: Any,
+    *,
+    args: Any,
+    batch_size: int,
+    collate_fn: Callable[[Any], Any],
+    sampler: Any = None,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours."""
+    workers = args.dataloader_num_workers
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "collate_fn": collate_fn,
+        "num_workers": workers,
+        "pin_memory": pin_memory,
+        "persistent_workers": args.dataloader_persistent_workers,
+    }
+    if workers:
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+        options["in_order"] = args.dataloader_in_order
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(dataset, drop_last=drop_last, **options)
+    if workers and isinstance(sampler, OrderedSampler):
+        sampler.with_position = True
+        dataset = SeededSamples(dataset, sampler.order.seed)
+    return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Tell everything that shuffles by epoch which epoch begins."""
+    seen: set[int] = set()
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for part in (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        if part is not None and id(part) not in seen and callable(getattr(part, "set_epoch", None)):
+            seen.add(id(part))
+            part.set_epoch(epoch)
+
+
+def ordered_sampler(loader: Any) -> OrderedSampler | None:
+    """Our own sampler inside a loader, if it is what decides the order."""
+    sampler = getattr(loader, "sampler", None)
+    return sampler if isinstance(sampler, OrderedSampler) else None
+
+
+def check_not_empty(dataset: Any, what: str) -> None:
+    """Refuse a dataset without samples."""
+    if isinstance(dataset, Sized) and has_length(dataset) and len(dataset) == 0:
+        raise DataError(f"the {what} dataset is empty: there is nothing to go through")

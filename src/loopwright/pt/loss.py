@@ -1,0 +1,173 @@
+"""Who divides the loss by what: counting targets, finding out how a loss is scaled, label smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ModelError
+from .columns import innermost
+from .seeding import untouched_rng
+
+IGNORED = -100
+
+
+class LossKind(Enum):
+    """What a loss function returns for a micro-batch."""
+
+    MEAN = "the mean over the micro-batch's own targets"
+    SCALED = "a sum already divided by num_items_in_batch"
+    MIXED = "one part divided by num_items_in_batch and another that is not"
+    SUM = "a (sum, count) pair"
+
+
+def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
+    """The tensor of targets the loss will use, if the batch names one."""
+    if not isinstance(batch, Mapping):
+        return None
+    for name in ("shift_labels", "labels", *label_names, "label", "label_ids"):
+        value = batch.get(name)
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def count_targets(batch: Any, label_names: list[str], *, shifted: bool) -> Any:
+    """How many targets the loss of this batch counts; None when the batch has no labels.
+
+    A whole number when the labels are in host memory; a device scalar otherwise, since reading it would wait.
+    """
+    targets = find_targets(batch, label_names)
+    if targets is None:
+        return None
+    if targets.is_floating_point() or targets.dtype is torch.bool:
+        return targets.numel()
+    if shifted and targets.dim() > 1 and batch.get("shift_labels") is None:
+        targets = targets[..., 1:]
+    count = (targets != IGNORED).sum()
+    return int(count) if targets.device.type == "cpu" else count
+
+
+def count_samples(batch: Any) -> int:
+    """The size of a batch: the first dimension of its first tensor."""
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    return 1
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether the model's own loss leaves out the first target: causal language models of transformers do."""
+    model = innermost(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    name = type(model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        return True
+    return getattr(model, "loss_type", None) == "ForCausalLM"
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss as a scalar, or an error that says what it is instead."""
+    if not isinstance(loss, Tensor):
+        raise ModelError(f"the loss must be a scalar tensor, but it is {type(loss).__name__}: {str(loss)[:80]}")
+    if loss.dim() == 0:
+        return loss
+    if loss.numel() == 1:
+        return loss.reshape(())
+    raise ModelError(
+        f"the loss must be a scalar, but its shape is {tuple(loss.shape)}; reduce it with .mean(), "
+        "or return (loss.sum(), number_of_targets)"
+    )
+
+
+ComputeLoss = Callable[[dict[str, Any], Any], Any]
+"""The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
+
+
+class LossProbe:
+    """Finds out how a loss is scaled by computing it again; leaves random states and buffers as they were."""
+
+    def __init__(self, compute: ComputeLoss, model: nn.Module, *, tolerance: float = 1e-3) -> None:
+        self._compute = compute
+        self._model = model
+        self._tolerance = tolerance
+
+    def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
+        """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
+        once = self._value(inputs, items)
+        if once is LossKind.SUM:
+            return LossKind.SUM
+        twice = self._value(inputs, 2 * items)
+        if not abs(once) > 0 or once != once or twice != twice:
+            return None
+        if self._close(once, twice):
+            return LossKind.MEAN
+        return LossKind.SCALED if self._close(once, 2 * twice) else LossKind.MIXED
+
+    def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
+        """Whether the loss ignores the first target of each row: computed with and without them."""
+        targets = find_targets(inputs, label_names)
+        if targets is None or targets.is_floating_point() or targets.dim() < 2 or targets.shape[1] < 2:
+            return False
+        if "shift_labels" in inputs or bool((targets[:, 0] == IGNORED).all()):
+            return None if "shift_labels" not in inputs else False
+        masked = targets.clone()
+        masked[:, 0] = IGNORED
+        name = next(name for name, value in inputs.items() if value is targets)
+        plain, without = self._value(inputs, None), self._value({**inputs, name: masked}, None)
+        if plain is LossKind.SUM or plain != plain or without != without:
+            return None
+        return bool(plain == without)
+
+    def _close(self, a: float, b: float) -> bool:
+        return abs(a - b) <= self._tolerance * max(abs(a), abs(b))
+
+    def _value(self, inputs: dict[str, Any], items: Any) -> Any:
+        with torch.no_grad(), untouched_rng(), untouched_buffers(self._model):
+            loss = self._compute(dict(inputs), items)
+        return LossKind.SUM if isinstance(loss, (tuple, list)) else check_loss(loss).double().item()
+
+
+@contextmanager
+def untouched_buffers(model: nn.Module) -> Iterator[None]:
+    """Put every buffer (running statistics, counters) back as it was."""
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)
+
+
+class LabelSmoother:
+    """Cross entropy with smoothed labels over the targets that count.
+
+    `(1 - epsilon) * nll + epsilon * mean over classes`; divided by `num_items_in_batch` if given, else by the targets.
+    """
+
+    def __init__(self, epsilon: float = 0.1, ignore_index: int = IGNORED) -> None:
+        self.epsilon, self.ignore_index = epsilon, ignore_index
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if logits.dim() == 0:  # (loss, logits)
+            logits = model_output[1]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        total = torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=self.ignore_index, label_smoothing=self.epsilon, reduction="sum"
+        )
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != self.ignore_index).sum()
+        return total / num_items_in_batch

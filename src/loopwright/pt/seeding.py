@@ -1,0 +1,165 @@
+"""Random numbers: seeding them, and keeping and putting back where every stream stands."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+# cuBLAS reads this when it starts; without it some matrix products differ from run to run.
+_DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed Python, numpy and torch on every device; `deterministic` also refuses nondeterministic operations."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # covers all accelerators, also those that start later
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
+    """Seed everything and make torch use only operations that give the same result every time."""
+    set_seed(seed)
+    for name, value in _DETERMINISTIC_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def snapshot_rng() -> dict[str, Any]:
+    """Where the streams of Python, numpy, torch and the accelerator stand now."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
+    accelerator = _started_accelerator()
+    if accelerator is not None:
+        states["accelerator"] = _accelerator_states(accelerator)
+    return states
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    """Put every stream back to where `snapshot_rng` found it.
+
+    Devices that are no longer there are left out, and streams that the snapshot does not have stay as they are.
+    """
+    if "python" in states:
+        random.setstate(states["python"])
+    if "numpy" in states:
+        np.random.set_state(states["numpy"])
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if states.get("accelerator"):
+        _set_accelerator_states(states["accelerator"])
+
+
+@contextmanager
+def untouched_rng() -> Iterator[None]:
+    """Whatever happens inside draws no number from anybody's stream."""
+    states = snapshot_rng()
+    try:
+        yield
+    finally:
+        restore_rng(states)
+
+
+def rng_to_json(states: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot as JSON values that hold only integers, so that nothing is lost to decimal rounding."""
+    return {name: _ENCODERS[name](state) for name, state in states.items()}
+
+
+def rng_from_json(encoded: dict[str, Any]) -> dict[str, Any]:
+    """The snapshot that `rng_to_json` wrote."""
+    return {name: _DECODERS[name](state) for name, state in encoded.items() if name in _DECODERS}
+
+
+def _started_accelerator() -> Any | None:
+    """The module of the accelerator in use (`torch.cuda`, `torch.mps` ...), or None; never starts one."""
+    if not torch.accelerator.is_available():
+        return None
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    # Asking a device for its stream starts it, and a run on the CPU should not take memory on a GPU.
+    started = getattr(module, "is_initialized", None)
+    return module if started is None or started() else None
+
+
+def _accelerator_states(module: Any) -> list[torch.Tensor]:
+    if hasattr(module, "get_rng_state_all"):
+        return list(module.get_rng_state_all())
+    return [module.get_rng_state()]
+
+
+def _set_accelerator_states(states: list[torch.Tensor]) -> None:
+    if not torch.accelerator.is_available():
+        return
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not hasattr(module, "get_rng_state_all"):
+        module.set_rng_state(states[0])
+        return
+    for index, state in enumerate(states[: module.device_count()]):
+        module.set_rng_state(state, index)
+
+
+def _bits(value: float) -> int:
+    return int.from_bytes(struct.pack("<d", value), "little")
+
+
+def _unbits(value: int) -> float:
+    return float(struct.unpack("<d", value.to_bytes(8, "little"))[0])
+
+
+def _encode_python(state: Any) -> dict[str, Any]:
+    version, words, gauss = state
+    return {"version": version, "words": list(words), "gauss": None if gauss is None else _bits(gauss)}
+
+
+def _decode_python(encoded: dict[str, Any]) -> Any:
+    gauss = encoded["gauss"]
+    return (encoded["version"], tuple(encoded["words"]), None if gauss is None else _unbits(gauss))
+
+
+def _encode_numpy(state: Any) -> dict[str, Any]:
+    _, words, position, has_gauss, gauss = state
+    return {
+        "words": words.tolist(),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": _bits(gauss),
+    }
+
+
+def _decode_numpy(encoded: dict[str, Any]) -> Any:
+    words = np.array(encoded["words"], dtype=np.uint32)
+    return ("MT19937", words, encoded["position"], encoded["has_gauss"], _unbits(encoded["gauss"]))
+
+
+def _encode_tensor(state: torch.Tensor) -> list[int]:
+    return state.tolist()
+
+
+def _decode_tensor(encoded: list[int]) -> torch.Tensor:
+    return torch.tensor(encoded, dtype=torch.uint8)
+
+
+_ENCODERS: dict[str, Any] = {
+    "python": _encode_python,
+    "numpy": _encode_numpy,
+    "torch": _encode_tensor,
+    "accelerator": lambda states: [_encode_tensor(state) for state in states],
+}
+_DECODERS: dict[str, Any] = {
+    "python": _decode_python,
+    "numpy": _decode_numpy,
+    "torch": _decode_tensor,
+    "accelerator": lambda states: [_decode_tensor(state) for state in states],
+}

@@ -1,0 +1,176 @@
+"""One process, one device: CPU, CUDA or ROCm GPU, MPS, XPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.batches import Update
+from ...core.strategy import MicroStep
+from ..devices import empty_cache
+from ..precision import Precision
+from ..seeding import restore_rng, snapshot_rng
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose fused form can leave out a step when a device flag says so."""
+
+
+class SingleDevice:
+    """Carries out an update on one device."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        *,
+        non_blocking: bool = False,
+        empty_cache_every: int | None = None,
+    ) -> None:
+        self.device, self.precision = device, precision
+        self._non_blocking = non_blocking
+        self._empty_cache_every = empty_cache_every
+        self.model: nn.Module = nn.Module()
+        self.optimizer: Any = None
+        self._parameters: list[nn.Parameter] = []
+        self._clipped: list[Any] = []
+
+    # ---- setting up -------------------------------------------------------------------------------------------------
+
+    def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        """Move the model to the device, unless it is already spread over several."""
+        if place and self.device.type != "meta":
+            model.to(self.device)
+        self.model = model
+        return model
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Take the optimizer and remember its parameters: no update walks the model again."""
+        self.model, self.optimizer = self.precision.prepare(self.model, optimizer)
+        self.refresh_parameters()
+        return self.optimizer
+
+    def refresh_parameters(self) -> None:
+        """Look up the trainable parameters again, after the user changed them."""
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._clipped = self.precision.parameters(self._parameters, self.optimizer)
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def put(self, batch: Any) -> Any:
+        """The batch on the device, in containers of its own."""
+        if isinstance(batch, Tensor):
+            return batch if batch.device == self.device else batch.to(self.device, non_blocking=self._non_blocking)
+        if isinstance(batch, Mapping):
+            return {name: self.put(value) for name, value in batch.items()}
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.put(value) for value in batch))
+        if isinstance(batch, (list, tuple)):
+            return type(batch)(self.put(value) for value in batch)
+        return batch
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        total = micro_step(update, 0)
+        for index in range(1, len(update.batches)):
+            total = total + micro_step(update, index)
+        return total
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.precision.context()
+
+    def backward(self, loss: Tensor) -> None:
+        self.precision.backward(loss)
+
+    def scale_gradients(self, factor: Any) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
+        """Clip to the norm and return the norm before clipping; without a limit only when it is wanted."""
+        self.precision.unscale(self.optimizer)
+        if max_norm:
+            return nn.utils.clip_grad_norm_(self._clipped, max_norm)
+        if want_norm:
+            return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
+        return None
+
+    def optimizer_step(self, veto: Tensor | None = None) -> bool:
+        """Step, unless the veto (a device flag) is set; returns whether the schedule may advance."""
+        if veto is None:
+            return self.precision.step(self.optimizer)
+        if self._can_skip_on_device():
+            self.optimizer.found_inf = veto.to(torch.float32)
+            self.precision.step(self.optimizer)
+            self.optimizer.found_inf = None
+        elif not bool(veto):
+            return self.precision.step(self.optimizer)
+        return True
+
+    def _can_skip_on_device(self) -> bool:
+        if self.device.type == "cpu" or not isinstance(self.optimizer, FUSED):
+            return False
+        return all(group.get("fused") for group in self.optimizer.param_groups)
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def end_update(self, step: int) -> None:
+        if self._empty_cache_every and step % self._empty_cache_every == 0:
+            empty_cache(self.device)
+
+    # ---- modes ------------------------------------------------------------------------------------------------------
+
+    def training(self) -> None:
+        """Model (and an optimizer that has modes) ready to train."""
+        self.model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+
+    def evaluating(self) -> None:
+        """Model (and an optimizer that has modes) ready to be evaluated or saved."""
+        self.model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+
+    # ---- numbers and agreement --------------------------------------------------------------------------------------
+
+    def read(self, scalars: list[Any]) -> list[float]:
+        """Device scalars as host numbers, in one wait."""
+        if not scalars:
+            return []
+        try:
+            return list(torch.stack(scalars).tolist())
+        except (TypeError, RuntimeError):  # plain numbers among them, or tensors of another device or shape
+            alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
+            return list(torch.stack(alike).tolist())
+
+    def reduce(self, values: list[float]) -> list[float]:
+        return values
+
+    def gather(self, values: Any) -> Any:
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def agree(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self) -> None:
+        """One process is always where it is."""
+
+    # ---- randomness -------------------------------------------------------------------------------------------------
+
+    def rng_state(self) -> dict[str, Any]:
+        return snapshot_rng()
+
+    def load_rng_state(self, state: dict[str, Any]) -> None:
+        restore_rng(state)

@@ -1,0 +1,445 @@
+"""Trainer: the override points of training with PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..callbacks.defaults import default_callbacks
+from ..core.batches import Update
+from ..core.meter import Meter
+from ..core.overrides import accepts, adapt, is_overridden
+from ..core.state import Progress, TrainerState
+from ..errors import ModelError
+from .accelerator import AcceleratorFace
+from .accounting import LossAccounting
+from .arguments import TrainingArguments
+from .columns import LABEL_COLUMNS, find_labels, forward_parameters, innermost, takes_loss_flag
+from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
+from .data import DataMethods
+from .devices import empty_cache
+from .evaluating import EvaluationMethods
+from .loss import LabelSmoother, LossKind, LossProbe, count_samples, predicts_next_token
+from .neftune import add_embedding_noise
+from .oom import run_or_halve, split_all
+from .optimizers.decay import decay_parameter_names
+from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
+from .outputs import decodes_from_labels, loss_in
+from .precision import check_fp16_weights, choose_precision, set_tf32
+from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
+from .saving import SavingMethods
+from .schedulers import build_scheduler, steps_on_metric
+from .seeding import enable_full_determinism, set_seed
+from .strategies.single import SingleDevice
+from .work import WorkCounter, operations_per_token, tokens_in
+
+
+class Trainer(DataMethods, EvaluationMethods, SavingMethods):
+    """Trains, evaluates and saves any PyTorch model."""
+
+    loss_is_scaled_for_ga: bool | None = None
+    """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        **old_names: Any,
+    ) -> None:
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        processing_class = old_tokenizer(processing_class, old_names)
+        check_constructor(
+            model, model_init, optimizers, optimizer_cls_and_kwargs, args, (train_dataset, eval_dataset)
+        )
+        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
+        set_tf32(args.tf32)
+        self.device = args.device
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.processing_class = processing_class
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.data_collator = data_collator or default_collator(processing_class)
+        self.strategy = SingleDevice(
+            self.device,
+            choose_precision(args, self.device),
+            non_blocking=bool(args.accelerator_config.non_blocking) or args.dataloader_pin_memory,
+            empty_cache_every=args.torch_empty_cache_steps,
+        )
+        self.accelerator = AcceleratorFace(self.strategy)
+        self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        if args.should_save:
+            self._check_output_dir()
+        self._adopt_model(self.call_model_init() if model is None else model)
+        self.callback_handler.fire("on_init_end")
+
+    def _adopt_model(self, model: nn.Module) -> None:
+        """Place the model and find out what its forward takes."""
+        self.model = model
+        self.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
+        if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
+            model.config.use_cache = self.args.use_cache
+        place = self.args.place_model_on_device is not False and not self.is_model_parallel
+        if place:
+            self._move_model_to_device(model, self.device)
+        self.model_wrapped = self.strategy.setup_model(model, place=False)
+        self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
+        self.can_return_loss = takes_loss_flag(model)
+        self._forward_takes = forward_parameters(model)
+        self.model_accepts_loss_kwargs = bool(
+            getattr(innermost(model), "accepts_loss_kwargs", accepts(innermost(model).forward, "num_items_in_batch"))
+        )
+        self.label_smoother = None
+        if self.args.label_smoothing_factor:
+            self.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
+        self.callback_handler.context["model"] = model
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        model.to(device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from `model_init`."""
+        assert self.model_init is not None
+        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        if model is None:
+            raise ModelError("model_init() returned None; it must return the model")
+        return model
+
+    # ---- getting ready ----------------------------------------------------------------------------------------------
+
+    def prepare_training(self, checkpoint: str | None) -> None:
+        args = self.args
+        if self.model_init is not None:
+            set_seed(args.seed)
+            self._adopt_model(self.call_model_init())
+            self.optimizer = self.lr_scheduler = None
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        self._switch_on_model_options()
+        self.train_dataloader = self.get_train_dataloader()
+        self.plan = self._make_plan(self.train_dataloader)
+        self._start_state()
+        self._prepare_optimizer()
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self.strategy.training()
+        self.strategy.zero_grad()
+
+    def _switch_on_model_options(self) -> None:
+        args = self.args
+        if args.gradient_checkpointing:
+            checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
+        if args.neftune_noise_alpha is not None:
+            self._neftune = add_embedding_noise(self.model, args.neftune_noise_alpha)
+        if args.torch_compile:
+            compile_blocks(
+                self.model, backend=args.torch_compile_backend, mode=args.torch_compile_mode, notices=self.notices
+            )
+        self.model_wrapped = self._wrap_model(self.model)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model as the loop calls it; on one device it is the model itself."""
+        return model
+
+    def _start_state(self) -> None:
+        """A fresh state, progress and meter in the objects callbacks already hold."""
+        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
+            for each in dataclasses.fields(fresh):
+                if not each.name.startswith("is_"):
+                    setattr(mine, each.name, getattr(fresh, each.name))
+        plan = self.plan
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
+        self.state.train_batch_size = self.args.train_batch_size
+        self.state.compute_steps(self.args, plan.max_steps)
+        self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
+        self.micro_split = 1
+        self.learning_rate = 0.0
+        self._resume_rng = None
+        self.work = WorkCounter(
+            self.model,
+            self._input_name(),
+            tokens=self.args.include_num_input_tokens_seen,
+            operations=self.floating_point_ops if is_overridden(self, "floating_point_ops") else None,
+        )
+
+    def _prepare_optimizer(self) -> None:
+        if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
+            self.lr_scheduler = None
+        self._own_scheduler = self.lr_scheduler is None
+        self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
+        check_fp16_weights(self.model, self.strategy.precision)
+        self.optimizer = self.strategy.setup_optimizer(self.optimizer)
+        self._metric_schedule = steps_on_metric(self.lr_scheduler)
+        self.callback_handler.context.update(
+            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader
+        )
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Create both, unless they were given."""
+        optimizer = self.create_optimizer()
+        self.optimizer = optimizer if optimizer is not None else self.optimizer
+        scheduler = adapt(self.create_scheduler, "optimizer")(num_training_steps, optimizer=self.optimizer)
+        self.lr_scheduler = scheduler if scheduler is not None else self.lr_scheduler
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The optimizer the arguments name, over the trainable parameters."""
+        if self.optimizer is None:
+            own = is_overridden(self, "get_optimizer_cls_and_kwargs") and self.optimizer_cls_and_kwargs is None
+            chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model) if own else self.optimizer_cls_and_kwargs
+            plan = getattr(self, "plan", None)
+            self.optimizer = build_optimizer(
+                model or self.model, self.args, cls_and_kwargs=chosen, total_updates=plan.max_steps if plan else None
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule the arguments name."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = build_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer or self.optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                kwargs=self.args.lr_scheduler_kwargs,
+                args=self.args,
+            )
+        return self.lr_scheduler
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        """The class and keyword arguments of the optimizer the arguments name."""
+        return optimizer_class_and_kwargs(args, model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to: no biases, no norms."""
+        return decay_parameter_names(model)
+
+    def get_learning_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._needs_optimizer().param_groups]
+
+    def get_num_trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """The options of the group a parameter belongs to, or of all groups."""
+        groups = self._needs_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next(group for group in groups if any(param is each for each in group["params"]))
+
+    def _needs_optimizer(self) -> Any:
+        if self.optimizer is None:
+            raise ModelError("there is no optimizer yet: call train() or create_optimizer() first")
+        return self.optimizer
+
+    def _get_learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _schedule_follows_metric(self) -> bool:
+        return self._metric_schedule
+
+    # ---- loss -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the update's loss."""
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = self.accounting.weigh(loss)
+        self.strategy.backward(loss)
+        return loss.detach()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+
+        An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
+        """
+        if self.compute_loss_func is None and self.label_smoother is None:
+            outputs = model(**self._for_model(inputs, num_items_in_batch))
+            loss = loss_in(outputs, inputs)
+        else:
+            labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
+            outputs = model(**self._for_model(inputs))
+            loss = self._loss_from(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        if self.compute_loss_func is not None:
+            function = adapt(self.compute_loss_func, "num_items_in_batch")
+            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        if labels is None:
+            return loss_in(outputs, {})
+        assert self.label_smoother is not None
+        return self.label_smoother(
+            outputs, labels, shift_labels=self.accounting.shifts, num_items_in_batch=num_items_in_batch
+        )
+
+    def _for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
+        """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
+        takes = self._forward_takes
+        if takes is not None:
+            surplus = [name for name in LABEL_COLUMNS if name in inputs and name not in takes]
+            if surplus:
+                inputs = {name: value for name, value in inputs.items() if name not in surplus}
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            return {**inputs, "num_items_in_batch": num_items_in_batch}
+        return inputs
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Around forward and loss: autocast, and whatever a subclass adds."""
+        return self.strategy.forward_context()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        return self.strategy.forward_context()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device, in a container of its own."""
+        return self._prepare_input(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return self.strategy.put(data)
+
+    def _bind_overrides(self) -> None:
+        """Look at the user's methods once, so that calling them costs nothing per step."""
+        self._training_step = adapt(self.training_step, "num_items_in_batch")
+        self._compute_loss = self._bound_compute_loss()
+
+    def _bound_compute_loss(self) -> Callable[..., Any]:
+        """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
+        function = adapt(self.compute_loss, "num_items_in_batch", "return_outputs")
+        if self.device.type == "cpu" or not is_overridden(self, "compute_loss"):
+            return function
+
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            with self.device:  # torch.tensor([...]) of class weights lands where the logits are
+                return function(*args, **kwargs)
+
+        return on_device
+
+    # ---- accounting -------------------------------------------------------------------------------------------------
+
+    def _make_accounting(self) -> LossAccounting:
+        """Who is told how many items an update has, and what is known about the loss beforehand."""
+        step_is_theirs = is_overridden(self, "training_step")
+        loss_is_theirs = is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+        kind = None
+        if self.loss_is_scaled_for_ga is not None:
+            kind = LossKind.SCALED if self.loss_is_scaled_for_ga else LossKind.MEAN
+        elif step_is_theirs or (self.label_smoother is not None and not loss_is_theirs):
+            kind = LossKind.SCALED
+        told = self.compute_loss if is_overridden(self, "compute_loss") else self.compute_loss_func
+        return LossAccounting(
+            self.label_names,
+            guessed_shift=predicts_next_token(self.model),
+            kind=kind,
+            wants_items=step_is_theirs or (told is not None and accepts(told, "num_items_in_batch")),
+        )
+
+    def make_update(self, batches: list[Any]) -> Update:
+        """Count targets and samples on the host, before the batches travel."""
+        samples = self._samples_in(batches)
+        if self.micro_split > 1:
+            batches = split_all(batches, self.micro_split)
+        update = Update(batches, samples=samples)
+        self._count(update)
+        self.work.add(batches)
+        return update
+
+    def _count(self, update: Update) -> None:
+        if self.accounting.needs_to_learn(len(update)):
+            self.accounting.learn(update.batches[0], self._probe())
+            # Only a model whose loss really changes with the item count is told it from now on.
+            self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
+        self.accounting.count(update)
+
+    def _loss_is_theirs(self) -> bool:
+        return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """The targets of an update's micro-batches; None when they have no labels."""
+        return self.accounting.total(batch_samples)
+
+    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
+        if learn and self._labels_in(inputs):
+            self.accounting.learn_shift(inputs, self._probe())
+        return self.accounting.items_in(inputs)
+
+    def _probe(self) -> LossProbe:
+        def compute(inputs: dict[str, Any], items: Any) -> Any:
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                return self._compute_loss(self.model_wrapped, inputs, num_items_in_batch=items)
+
+        return LossProbe(compute, self.model)
+
+    def micro_step(self, update: Update, index: int) -> Any:
+        items = self.accounting.begin(update, index)
+        loss = self._training_step(self.model_wrapped, update.batches[index], num_items_in_batch=items)
+        if index + 1 < len(update.batches):
+            self.callback_handler.fire("on_substep_end")
+        return loss
+
+    def run_micro_batches(self, update: Update) -> Any:
+        run = super().run_micro_batches
+        if self.args.auto_find_batch_size:
+            loss = run_or_halve(lambda: run(update), lambda: self._halve(update), self.model)
+        else:
+            loss = run(update)
+        return self.accounting.settle(loss, self.strategy)
+
+    def _halve(self, update: Update) -> bool:
+        """Cut the update's micro-batches in two; returns whether there was anything to cut."""
+        if max(map(count_samples, update.batches)) == 1:
+            return False
+        self.strategy.zero_grad()
+        empty_cache(self.device)
+        self.micro_split *= 2
+        update.batches = split_all(update.batches, 2)
+        self._count(update)
+        self.notices.tell_once(
+            f"out of memory: micro-batches are cut in {self.micro_split} from here on; what an update learns stays the same"
+        )
+        return True
+
+    def _part_states(self) -> dict[str, Any]:
+        return {"micro_split": self.micro_split}
+
+    def _load_part_states(self, states: dict[str, Any]) -> None:
+        self.micro_split = states.get("micro_split", 1)
+
+    # ---- work done --------------------------------------------------------------------------------------------------
+
+    @property
+    def current_flos(self) -> float:
+        return self.work.flos
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
+        return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
+
+    def store_flos(self) -> None:
+        self.state.total_flos += self.work.take_flos()
+        self.state.num_input_tokens_seen += self.work.take_tokens()

@@ -1,0 +1,62 @@
+"""How much a run has computed: tokens and floating point operations, from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..core.overrides import adapt
+from .columns import innermost
+
+
+class WorkCounter:
+    """Counts the tokens and operations of batches while they are in host memory."""
+
+    def __init__(
+        self, model: nn.Module, input_name: str, *, tokens: str | bool, operations: Callable[[Any], float] | None = None
+    ) -> None:
+        self._input = input_name
+        self._tokens = tokens
+        self._operations = operations
+        self._per_token = operations_per_token(model)
+        self.flos = 0.0
+        self.tokens = 0
+
+    def add(self, batches: list[Any]) -> None:
+        for batch in batches:
+            if self._operations is not None:
+                self.flos += float(self._operations(batch))
+            elif self._per_token:
+                self.flos += self._per_token * tokens_in(batch, self._input)
+            if self._tokens not in ("no", False):
+                self.tokens += self._seen(batch)
+
+    def take_flos(self) -> float:
+        """The operations since the last call."""
+        flos, self.flos = self.flos, 0.0
+        return flos
+
+    def take_tokens(self) -> int:
+        """The tokens since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
+
+    def _seen(self, batch: Any) -> int:
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if self._tokens == "non_padding" and isinstance(mask, Tensor):
+            return int(mask.sum())
+        return tokens_in(batch, self._input)
+
+
+def tokens_in(batch: Any, input_name: str) -> int:
+    """The elements of the main input."""
+    main = batch.get(input_name) if isinstance(batch, Mapping) else None
+    return main.numel() if isinstance(main, Tensor) else 0
+
+
+def operations_per_token(model: nn.Module) -> int:
+    """6 x parameters outside the embeddings, for models that can count them; else 0."""
+    count = getattr(innermost(model), "num_parameters", None)
+    return 6 * int(adapt(count, "exclude_embeddings")(exclude_embeddings=True)) if callable(count) else 0

@@ -1,0 +1,68 @@
+"""Which reporters there are, by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import Any
+
+from ..args.tracking import ENTRY_POINTS, TRACKERS, named_trackers, third_party
+from ..core.events import TrainerCallback
+from ..errors import ArgumentsError, NotAvailable
+from .base import Reporter
+from .callback import ReporterCallback
+
+REPORTERS: dict[str, str] = {
+    "tensorboard": "loopwright.reporters.tensorboard:TensorBoardReporter",
+}
+"""The reporters that come with loopwright: name -> module:class. Third parties add theirs by entry points."""
+
+
+def build_reporters(names: str | Iterable[str] | None) -> list[Reporter]:
+    """The reporters of `report_to`: names, "all" or "none"."""
+    wanted = list(dict.fromkeys(named_trackers(names)))
+    known = known_names()
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise _not_served(missing, known)
+    return [reporter_class(name)() for name in wanted]
+
+
+def reporter_callbacks(names: str | Iterable[str] | None) -> list[TrainerCallback]:
+    """A callback for each reporter of `report_to`."""
+    return [_callback_for(reporter) for reporter in build_reporters(names)]
+
+
+def known_names() -> list[str]:
+    """Every name that can be reported to, third parties' included."""
+    return sorted({*REPORTERS, *third_party()})
+
+
+def reporter_class(name: str) -> Any:
+    """The class (or function) that makes the reporter of this name."""
+    if name in REPORTERS:
+        module, _, attribute = REPORTERS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name == name:
+            return point.load()
+    raise _not_served([name], known_names())
+
+
+def _callback_for(reporter: Any) -> TrainerCallback:
+    # A third party's reporter need not inherit from ours: the methods will do.
+    callback: TrainerCallback = (
+        reporter.as_callback() if hasattr(reporter, "as_callback") else ReporterCallback(reporter)
+    )
+    return callback
+
+
+def _not_served(missing: list[str], known: list[str]) -> Exception:
+    names = ", ".join(known)
+    where = f"A package can add one under the entry point group {ENTRY_POINTS!r}."
+    if all(name in TRACKERS for name in missing):
+        return NotAvailable(f"report_to: {', '.join(missing)} is not available yet. Available: {names}. {where}")
+    return ArgumentsError(
+        [f"report_to={name!r} is not a known reporter. Known: {names}, all, none. {where}" for name in missing]
+    )

@@ -1,0 +1,185 @@
+"""Rules between arguments, what is not available yet, and what has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from loopwright.args.availability import MISSING, availability_table
+from loopwright.args.base import BaseArguments
+from loopwright.args.effects import IDLE
+from loopwright.args.field import specs
+from loopwright.args.rules import RULES
+from loopwright.args.tracking import SERVED, TRACKERS
+from loopwright.errors import ArgumentsError, NotAvailable
+from loopwright.pt.arguments import Seq2SeqTrainingArguments
+
+BROKEN = {
+    "one_half_precision": {"fp16": True, "bf16": True},
+    "one_evaluation_precision": {"fp16_full_eval": True, "bf16_full_eval": True},
+    "apex_needs_fp16": {"half_precision_backend": "apex"},
+    "some_duration": {"num_train_epochs": 0},
+    "logging_interval": {"logging_steps": 0},
+    "saving_interval": {"save_steps": 0},
+    "evaluation_interval": {"eval_strategy": "steps", "logging_steps": 0, "logging_strategy": "no"},
+    "best_model_needs_evaluation": {"load_best_model_at_end": True},
+    "saving_best_needs_evaluation": {"save_strategy": "best"},
+    "metric_schedule_needs_evaluation": {"lr_scheduler_type": "reduce_lr_on_plateau"},
+    "prefetching_needs_workers": {"dataloader_prefetch_factor": 2},
+    "persistence_needs_workers": {"dataloader_persistent_workers": True},
+    "layerwise_optimizers_do_not_accumulate": {
+        "optim": "galore_adamw_layerwise",
+        "optim_target_modules": "all-linear",
+        "gradient_accumulation_steps": 2,
+    },
+    "low_rank_optimizers_need_targets": {"optim": "apollo_adamw"},
+    "trackers_exist": {"report_to": ["tensorbord"]},
+}
+UNAVAILABLE = [
+    ("fsdp", True),
+    ("fsdp", "full_shard auto_wrap"),
+    ("fsdp_config", {"version": 2}),
+    ("fsdp_config", '{"version": 2}'),
+    ("deepspeed", {"zero_optimization": {"stage": 2}}),
+    ("parallelism_config", {"tp_size": 2}),
+    ("accelerator_config", {"split_batches": True}),
+    ("accelerator_config", {"dispatch_batches": False}),
+    ("accelerator_config", {"use_seedable_sampler": False}),
+    ("accelerator_config", {"use_configured_state": True}),
+    ("accelerator_config", {"gradient_accumulation_kwargs": {"num_steps": 2}}),
+    ("eval_use_gather_object", True),
+    ("push_to_hub", True),
+    *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
+    ("use_liger_kernel", True),
+    ("liger_kernel_config", {"rope": True}),
+    ("packing", "across_updates"),
+    ("per_device_train_batch_tokens", 4096),
+    ("train_sampling_strategy", "batch_rebalance"),
+    ("speed", "max"),
+    ("on_spike", "rollback"),
+    ("max_recompiles", 0),
+    ("debug", "underflow_overflow"),
+]
+AVAILABLE = [
+    {"torch_compile": True},
+    {"torch_compile_backend": "eager"},
+    {"auto_find_batch_size": True},
+    {"skip_memory_metrics": False},
+    {"neftune_noise_alpha": 5},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    {"async_save": False},
+    {"checkpoint_format": "transformers"},
+    {"max_runtime": 60, "save_minutes": 1, "save_samples": 100, "save_trigger_file": "save_now"},
+    {"enable_jit_checkpoint": False},
+    {"accelerator_config": {"non_blocking": True, "even_batches": False}},
+    {"bf16": True, "use_cpu": True},
+    {"speed": "off"},
+    {"fsdp": "", "fsdp_config": {}},
+    {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "epoch"},
+    {"num_train_epochs": 0, "max_steps": 5},
+    {"logging_strategy": "no", "logging_steps": 0},
+]
+
+
+def test_every_rule_is_tried_and_says_what_it_is():
+    assert [function.__name__ for _, function in RULES] == list(BROKEN)
+    assert all(function.__doc__ for _, function in RULES)
+
+
+def test_rules_name_arguments_that_exist():
+    known = specs(BaseArguments)
+    assert {name for names, _ in RULES for name in names} <= set(known)
+    assert {name for row in IDLE for name in row.names} <= set(specs(Seq2SeqTrainingArguments))
+    assert set(MISSING) <= set(known)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_the_one_problem(name):
+    function = next(function for _, function in RULES if function.__name__ == name)
+    with pytest.raises(ArgumentsError) as caught:
+        BaseArguments(**BROKEN[name])
+    assert len(caught.value.problems) == 1
+    assert function(_unchecked(BROKEN[name])) == caught.value.problems[0]
+
+
+def _unchecked(values: dict[str, object]) -> BaseArguments:
+    args = BaseArguments()
+    for name, value in values.items():
+        setattr(args, name, value)
+    return args
+
+
+def test_every_row_of_what_is_missing_is_tried():
+    assert {name for name, _ in UNAVAILABLE} == set(MISSING)
+
+
+@pytest.mark.parametrize(("name", "value"), UNAVAILABLE, ids=str)
+def test_what_is_missing_is_refused_by_name(name, value):
+    with pytest.raises(NotAvailable, match=rf"^{name}=.*: not available yet, see docs/availability.md$"):
+        BaseArguments("out", **{name: value})
+
+
+@pytest.mark.parametrize("given", AVAILABLE, ids=str)
+def test_what_is_there_is_accepted(given):
+    BaseArguments("out", **given)
+
+
+def test_several_missing_things_are_listed_together():
+    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*fsdp=True(.|\n)*report_to="):
+        BaseArguments("out", fsdp=True, report_to=["wandb", "tensorboard"])
+
+
+def test_missing_things_come_with_other_problems():
+    with pytest.raises(ArgumentsError) as caught:
+        BaseArguments("out", fsdp=True, seed=-1)
+    assert len(caught.value.problems) == 2
+
+
+def test_the_table_of_what_is_missing_has_a_row_each():
+    assert availability_table().count("\n") == len(MISSING) + 2
+
+
+IDLE_CASES = [
+    ({"do_train": True, "do_predict": True, "local_rank": 0}, ["do_train", "do_predict", "local_rank"]),
+    ({"do_eval": True}, ["do_eval"]),
+    ({"eval_strategy": "epoch"}, []),
+    ({"ddp_timeout": 10, "ddp_backend": "gloo"}, ["ddp_backend", "ddp_timeout"]),
+    ({"average_tokens_across_devices": False}, ["average_tokens_across_devices"]),
+    ({"save_on_each_node": True, "log_on_each_node": False}, ["log_on_each_node", "save_on_each_node"]),
+    ({"hub_model_id": "x", "hub_strategy": "end"}, ["hub_model_id", "hub_strategy"]),
+    ({"project": "x", "trackio_space_id": "y"}, ["project", "trackio_space_id"]),
+    ({"logging_dir": "x"}, ["logging_dir"]),
+    ({"logging_dir": "x", "report_to": "tensorboard"}, []),
+    ({"run_name": "x"}, ["run_name"]),
+    ({"max_steps": 5, "num_train_epochs": 1}, ["num_train_epochs"]),
+    ({"logging_strategy": "epoch", "logging_steps": 5}, ["logging_steps"]),
+    ({"eval_steps": 5}, ["eval_steps"]),
+    ({"save_strategy": "no", "save_steps": 5}, ["save_steps"]),
+    ({"lr_scheduler_type": "constant", "warmup_steps": 5}, ["warmup_steps"]),
+    ({"optim": "sgd", "adam_beta1": 0.5}, ["adam_beta1"]),
+    ({"optim_target_modules": "all-linear"}, ["optim_target_modules"]),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, ["gradient_checkpointing_kwargs"]),
+    ({"fp16": True, "fp16_opt_level": "O2"}, ["fp16_opt_level"]),
+    ({"fp16": True, "fp16_opt_level": "O2", "half_precision_backend": "apex"}, []),
+    ({"length_column_name": "n"}, ["length_column_name"]),
+    ({"length_column_name": "n", "group_by_length": True}, []),
+    ({"dataloader_in_order": False}, ["dataloader_in_order"]),
+    ({"accelerator_config": {"even_batches": False}}, ["accelerator_config.even_batches"]),
+    ({"generation_num_beams": 2}, ["generation_num_beams"]),
+    ({"generation_num_beams": 2, "predict_with_generate": True}, []),
+    ({}, []),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), IDLE_CASES, ids=str)
+def test_arguments_without_effect_are_named(given, expected, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Seq2SeqTrainingArguments("out", **given).without_effect() == expected
+
+
+def test_plain_arguments_know_no_generation():
+    assert BaseArguments("out").without_effect() == []
+
+
+def test_with_several_processes_their_options_count(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert BaseArguments("out", ddp_timeout=10, save_on_each_node=True).without_effect() == []

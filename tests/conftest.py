@@ -1,0 +1,70 @@
+"""What every test runs under: offline, one thread, seeded, and with folders of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1] / "src"
+# Tests that start another Python run it on these sources, installed or not.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
+
+# Before anything imports transformers, datasets or tokenizers: they read these once.
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+)
+
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the suite runs on several processes, and results must not depend on how many there are
+
+hypothesis.settings.register_profile(
+    "house",
+    deadline=None,  # a busy machine is not a failure
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run in a temporary folder, so that a default output folder lands there."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _determinism_put_back() -> object:
+    """Undo what a test that switches on determinism leaves in torch."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> str:
+    """A folder for a run, not made yet."""
+    return str(tmp_path / "run")
