@@ -71,6 +71,7 @@ def test_every_default_is_accepted_when_given(name):
 def test_output_dir_is_the_first_positional_argument():
     assert next(iter(inspect.signature(BaseArguments).parameters)) == "output_dir"
     assert next(iter(inspect.signature(Seq2SeqTrainingArguments).parameters)) == "output_dir"
+    assert Seq2SeqTrainingArguments("here").output_dir == "here"
 
 
 WRONG = {bool: "perhaps", int: 1.5, float: "many", str: 3}
@@ -210,7 +211,7 @@ def test_setters_have_the_defaults_of_the_fields():
 def test_the_reference_lists_every_argument_once():
     text = markdown_reference(Seq2SeqTrainingArguments)
     assert [name for name in SPECS if text.count(f"| `{name}` |") != 1] == []
-    assert "typing." not in text and "loopwright." not in text
+    assert [word for word in ("typing.", "loopwright.", "NoneType", "<class") if word in text] == []
 
 
 def test_generation_arguments_are_their_own_group():

@@ -43,6 +43,14 @@ from .speed import SpeedArgs
 from .tracking import TrackingArgs, tensorboard_folder
 
 
+class InitSignature:
+    """Shows a class's __init__ to inspect and help(), which would otherwise show __new__."""
+
+    def __get__(self, instance: object, cls: Any) -> inspect.Signature:
+        signature = inspect.signature(cls.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 # A dataclass lists the fields of its last base first: DurationArgs, with output_dir, has to stay at the end.
 @dataclass
 class BaseArguments(
@@ -67,6 +75,8 @@ class BaseArguments(
     DurationArgs,
 ):
     """All arguments of a run. They are settled once, when made, and changed afterwards only by the set_* methods."""
+
+    __signature__ = InitSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse names that do not exist, with the nearest one that does.

@@ -104,7 +104,7 @@ def specs(cls: Any) -> dict[str, Spec]:
 def _specs(cls: type) -> dict[str, Spec]:
     found: dict[str, Spec] = {}
     for group in reversed(cls.__mro__):
-        if issubclass(group, Group) and group.__dict__.get("title"):
+        if issubclass(group, Group) and Group in group.__bases__:
             hints = get_type_hints(group)
             found.update((name, _spec(field, group.title, hints)) for name, field in _fields_of(group).items())
     return found
@@ -174,6 +174,15 @@ def steps_or_share(value: Any) -> str | None:
     if is_number(value) and value >= 0 and (value < 1 or value == int(value)):
         return None
     return "must be a whole number of steps, or a share of all steps between 0 and 1"
+
+
+def one_of(*allowed: str) -> Check:
+    """One of the allowed names."""
+
+    def check(value: Any) -> str | None:
+        return None if value in allowed else f"must be one of {', '.join(allowed)}{nearest(value, allowed)}"
+
+    return check
 
 
 def list_of_names(value: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from .field import Group, arg, steps_or_share
+from .field import Group, arg, one_of, steps_or_share
 from .names import IntervalStrategy
 
 LEVELS = {
@@ -36,7 +36,7 @@ class LoggingArgs(Group):
     include_num_input_tokens_seen: str = arg(
         "no",
         "Count input tokens: all, non_padding or no; True means all and False no.",
-        choices=("all", "non_padding", "no"),
+        check=one_of("all", "non_padding", "no"),  # not choices: a command line may also say True or False
         as_given=True,
         nargs="?",
         const="all",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Union, get_args, get_origin
 
-from .field import Spec, nearest
+from .field import Spec, one_of
 from .names import Name
 
 Reader = Callable[[Any], Any]
@@ -33,9 +33,8 @@ def check(spec: Spec, value: Any) -> str | None:
     """What is wrong with a value that was read, or None."""
     if value is None and spec.default is None:
         return None
-    if spec.choices is not None and value not in spec.choices:
-        return f"must be one of {', '.join(spec.choices)}{nearest(value, spec.choices)}"
-    return spec.check(value) if spec.check else None
+    complaint = one_of(*spec.choices)(value) if spec.choices else None
+    return complaint or (spec.check(value) if spec.check else None)
 
 
 @functools.cache

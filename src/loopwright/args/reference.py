@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from .field import UNSET, Spec, specs
 
@@ -30,8 +31,8 @@ def _row(spec: Spec) -> str:
 def _type_text(hint: Any) -> str:
     if hint is type(None):
         return "None"
-    if isinstance(hint, type) and not get_args(hint):
-        return hint.__name__
-    if get_args(hint) and not hasattr(hint, "__name__"):
+    if get_origin(hint) in (Union, UnionType):
         return " | ".join(_type_text(part) for part in get_args(hint))
-    return str(hint).replace("typing.", "")
+    if get_origin(hint) in (list, dict):
+        return f"{get_origin(hint).__name__}[{', '.join(_type_text(part) for part in get_args(hint))}]"
+    return str(getattr(hint, "__name__", hint)) if not get_args(hint) else str(hint).replace("typing.", "")

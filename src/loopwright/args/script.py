@@ -1,4 +1,4 @@
-"""Kept for scripts and launchers; training does not read them."""
+"""What scripts and launchers pass along, debugging and strictness."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .names import DebugOption
 
 @dataclass
 class ScriptArgs(Group):
-    """Kept for scripts and launchers; training does not read them."""
+    """What scripts and launchers pass along, debugging and strictness."""
 
     title = "Scripts and debugging"
 

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..errors import DataError, MetricError, NotAvailable, OutputError
+from ..errors import DataError, MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .batches import Update, gather_update
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
-from .meter import Meter
+from .meter import Meter, Reading
 from .metrics import better, readable, table, write_results
 from .outputs import TrainOutput, speed_metrics
 from .overrides import adapt, refuse_dead_overrides
@@ -116,15 +116,21 @@ class BaseTrainer:
         """One optimizer step: micro-batches, clip, step, schedule."""
         strategy, events = self.strategy, self.callback_handler
         loss = self.run_micro_batches(update)
-        norm = strategy.clip_gradients(self.args.max_grad_norm, want_norm=self._logs_next())
+        norm = strategy.clip_gradients(self.args.max_grad_norm, want_norm=self._wants_norm())
         events.fire("on_pre_optimizer_step")
-        moved = strategy.optimizer_step()
+        moved = strategy.optimizer_step(self._veto(loss, norm))
         events.fire("on_optimizer_step")
         self.learning_rate = self._get_learning_rate()
         if moved:
             self.advance_schedule()
         self.meter.add(loss, norm)
         strategy.zero_grad()
+
+    def _veto(self, loss: Any, norm: Any) -> Any:
+        """A device flag that forbids this step because loss or gradients are not finite; None to step in any case."""
+        if self.args.on_nonfinite == "continue":
+            return None
+        return self.strategy.nonfinite(loss, norm, sticky=self.args.on_nonfinite == "raise")
 
     def micro_step(self, update: Update, index: int) -> Any:
         """Forward and backward of one micro-batch."""
@@ -152,6 +158,13 @@ class BaseTrainer:
         state.epoch = self.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
         self.strategy.end_update(state.global_step)
         self.checkpoints.raise_if_failed()
+        if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
+            self._stop_if_nonfinite()
+
+    def _stop_if_nonfinite(self) -> None:
+        self.meter.settle()
+        if self.meter.bad:
+            self.log_now()
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""
@@ -163,9 +176,10 @@ class BaseTrainer:
     def _get_learning_rate(self) -> float:
         raise NotImplementedError
 
-    def _logs_next(self) -> bool:
-        """Whether the update under way is expected to be logged."""
-        return self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
+    def _wants_norm(self) -> bool:
+        """Whether anybody looks at this update's gradient norm when it is not clipped."""
+        logged = self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
+        return logged or self.args.on_nonfinite != "continue"
 
     def _start_clock(self) -> None:
         self._started = time.time()
@@ -175,6 +189,8 @@ class BaseTrainer:
     def _finish_training(self) -> TrainOutput:
         steps = self.state.global_step - self._first_step
         loss = self.meter.mean_loss()
+        if self.args.on_nonfinite == "raise":
+            self._stop_if_nonfinite()
         samples = self.progress.samples_seen - self._first_sample
         metrics = speed_metrics("train", self._started, num_samples=samples, num_steps=steps)
         self.store_flos()
@@ -204,6 +220,7 @@ class BaseTrainer:
         if step <= self.progress.last_logged_step:
             return
         reading = self.meter.read()
+        self._interval_length = step - self.progress.last_logged_step
         self.progress.last_logged_step = step
         logs: dict[str, float] = {"loss": reading.loss}
         if reading.grad_norm is not None:
@@ -211,14 +228,22 @@ class BaseTrainer:
         logs["learning_rate"] = self.learning_rate
         if reading.nonfinite:
             logs["nonfinite_updates"] = reading.nonfinite
-            self._report_nonfinite(reading.nonfinite)
+            self._report_nonfinite(step, reading)
         self.store_flos()
         self._log(logs, start_time=self._started)
 
-    def _report_nonfinite(self, count: int) -> None:
+    def _report_nonfinite(self, step: int, reading: Reading) -> None:
+        first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
+        policy = self.args.on_nonfinite
+        if policy == "raise":
+            raise NonFiniteError(
+                f"loss or gradients became NaN or infinite at step {first}; the weights are those after step {first - 1}. "
+                'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
+            )
+        done = "were left out" if policy == "skip" else "were applied all the same"
         self.notices.tell_once(
-            f"the loss was NaN or infinite in {count} of the updates before step {self.state.global_step}; "
-            f"on_nonfinite={self.args.on_nonfinite!r} decides what happens then, and every log shows how many there were"
+            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates {done}. "
+            "Every log says how many there were (nonfinite_updates)"
         )
 
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -245,6 +270,8 @@ class BaseTrainer:
 
     def save_now(self) -> None:
         """Save a checkpoint as the training loop does."""
+        if self.args.on_nonfinite == "raise":
+            self._stop_if_nonfinite()
         started = time.monotonic()
         self._save_checkpoint(self.model, None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)

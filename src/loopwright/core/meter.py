@@ -11,7 +11,7 @@ Read = Callable[[list[Any]], list[float]]
 """Device scalars to host numbers, in one wait."""
 
 READ_AT = 4096
-"""Scalars kept before they are read in any case, so that a run without log points does not collect them forever."""
+"""Updates kept before they are read in any case, so that a run without log points does not collect them forever."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Reading:
 
     loss: float
     grad_norm: float | None
-    updates: int
     nonfinite: int
+    first_nonfinite: int | None
+    """Which update of the interval, counted from 0, was the first with a NaN or infinite loss or gradient."""
 
 
 class Meter:
@@ -30,39 +31,43 @@ class Meter:
     def __init__(self, read: Read, *, filter_nonfinite: bool) -> None:
         self._read = read
         self._filter = filter_nonfinite
-        self._pending: list[Any] = []
-        self._norm: Any = None
+        self._losses: list[Any] = []
+        self._norms: list[Any] = []
+        self._last_norm: float | None = None
         self.losses: list[float] = []
         """Losses already on the host that belong to the open log interval."""
+        self.bad: list[int] = []
+        """Which updates of the open interval were not finite."""
         self.total_loss = 0.0
         self.total_updates = 0
         self.nonfinite = 0
 
     def add(self, loss: Any, norm: Any) -> None:
-        self._pending.append(loss)
-        self._norm = norm
-        if len(self._pending) >= READ_AT:
+        self._losses.append(loss)
+        self._norms.append(norm)
+        if len(self._losses) >= READ_AT:
             self.settle()
 
     def settle(self) -> None:
-        """Bring every pending loss to the host."""
-        if self._pending:
-            self._take(self._read(self._pending))
+        """Bring everything pending to the host, in one wait."""
+        if not self._losses:
+            return
+        losses, norms = self._losses, self._norms
+        self._losses, self._norms = [], []
+        known = [norm for norm in norms if norm is not None]
+        values = self._read([*losses, *known])
+        rest = iter(values[len(losses) :])
+        for loss, norm in zip(values[: len(losses)], [None if n is None else next(rest) for n in norms], strict=True):
+            self._take(loss, norm)
 
     def read(self) -> Reading:
         """The mean loss since the last reading, and the last gradient norm; starts a new interval."""
-        norm = None
-        if self._norm is None:
-            self.settle()
-        else:
-            *losses, norm = self._read([*self._pending, self._norm])
-            self._take(losses)
-            self._norm = None
+        self.settle()
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         counted = finite if self._filter and finite else self.losses
         loss = sum(counted) / len(counted) if counted else float("nan")
-        reading = Reading(loss, norm, len(self.losses), len(self.losses) - len(finite))
-        self.losses = []
+        reading = Reading(loss, self._last_norm, len(self.bad), self.bad[0] if self.bad else None)
+        self.losses, self.bad, self._last_norm = [], [], None
         return reading
 
     def mean_loss(self) -> float:
@@ -74,24 +79,27 @@ class Meter:
         self.settle()
         return {
             "losses": list(self.losses),
+            "bad": list(self.bad),
+            "last_norm": self._last_norm,
             "total_loss": self.total_loss,
             "total_updates": self.total_updates,
             "nonfinite": self.nonfinite,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._norm = [], None
-        self.losses = [float(loss) for loss in state["losses"]]
-        self.total_loss = float(state["total_loss"])
-        self.total_updates = state["total_updates"]
+        self._losses, self._norms = [], []
+        self.losses, self.bad = list(state["losses"]), list(state["bad"])
+        self._last_norm = state["last_norm"]
+        self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.nonfinite = state["nonfinite"]
 
-    def _take(self, losses: list[float]) -> None:
-        self.losses.extend(losses)
-        self._pending = []
-        for loss in losses:
-            finite = math.isfinite(loss)
-            self.nonfinite += not finite
-            if finite or not self._filter:
-                self.total_loss += loss
-                self.total_updates += 1
+    def _take(self, loss: float, norm: float | None) -> None:
+        finite = math.isfinite(loss)
+        if not finite or not math.isfinite(norm or 0.0):
+            self.bad.append(len(self.losses))
+            self.nonfinite += 1
+        self.losses.append(loss)
+        self._last_norm = norm
+        if finite or not self._filter:
+            self.total_loss += loss
+            self.total_updates += 1

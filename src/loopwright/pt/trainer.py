@@ -209,7 +209,12 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
             chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model) if own else self.optimizer_cls_and_kwargs
             plan = getattr(self, "plan", None)
             self.optimizer = build_optimizer(
-                model or self.model, self.args, cls_and_kwargs=chosen, total_updates=plan.max_steps if plan else None
+                model or self.model,
+                self.args,
+                cls_and_kwargs=chosen,
+                total_updates=plan.max_steps if plan else None,
+                decay_names=self.get_decay_parameter_names(model or self.model),
+                tell=self.notices.tell_once,
             )
         return self.optimizer
 

@@ -40,6 +40,8 @@ class SingleDevice:
         self.optimizer: Any = None
         self._parameters: list[nn.Parameter] = []
         self._clipped: list[Any] = []
+        self._broken: Tensor | None = None
+        self.reads_are_free = device.type == "cpu"
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -53,6 +55,7 @@ class SingleDevice:
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Take the optimizer and remember its parameters: no update walks the model again."""
         self.model, self.optimizer = self.precision.prepare(self.model, optimizer)
+        self._broken = None
         self.refresh_parameters()
         return self.optimizer
 
@@ -100,6 +103,14 @@ class SingleDevice:
         if want_norm:
             return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
         return None
+
+    def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
+        """A device flag: loss or norm is NaN or infinite; a sticky one stays set for the updates that follow."""
+        flag = ~torch.isfinite(loss if norm is None else loss + norm)
+        if not sticky:
+            return flag
+        self._broken = flag if self._broken is None else self._broken | flag
+        return self._broken
 
     def optimizer_step(self, veto: Tensor | None = None) -> bool:
         """Step, unless the veto (a device flag) is set; returns whether the schedule may advance."""
