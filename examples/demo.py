@@ -30,8 +30,12 @@ def read_sources(limit: int) -> tuple[bytes, bytes]:
     """Up to `limit` bytes of the standard library to train on, and other files of it to evaluate on."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     kept_back = files[::12]
-    train = b"\n".join(path.read_bytes() for path in files if path not in kept_back)
-    return train[:limit], b"\n".join(path.read_bytes() for path in kept_back)[: limit // 30]
+    return _join([path for path in files if path not in kept_back])[:limit], _join(kept_back)[: limit // 30]
+
+
+def _join(files: list[Path]) -> bytes:
+    # One byte for a level of indentation, so that the window holds code and not spaces.
+    return b"\n".join(path.read_bytes().replace(b"    ", b"\t") for path in files)
 
 
 class Windows(Dataset):
@@ -103,7 +107,7 @@ class TinyGPT(nn.Module):
         for _ in range(length):
             logits = self(text[:, -WINDOW:])["logits"][:, -1] / temperature
             text = torch.cat([text, torch.multinomial(logits.softmax(-1), 1)], dim=1)
-        return bytes(text[0].tolist()).decode(errors="replace")
+        return bytes(text[0].tolist()).decode(errors="replace").expandtabs(4)
 
 
 # What is shown at the end.
@@ -111,7 +115,7 @@ class TinyGPT(nn.Module):
 
 def chart(points: list[tuple[int, float]], marks: list[tuple[int, float]], width: int = 72, height: int = 12) -> str:
     """The loss over the steps, drawn with characters; `marks` are the evaluations."""
-    last = max(step for step, _ in points)
+    last = max(step for step, _ in points + marks)
     low = min(value for _, value in points + marks)
     span = max(value for _, value in points + marks) - low or 1.0
     rows = [[" "] * width for _ in range(height)]
@@ -140,7 +144,7 @@ def report(trainer: Trainer, metrics: dict[str, float], seconds: float) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="updates to make")
+    parser.add_argument("--steps", type=int, default=500, help="updates to make")
     parser.add_argument("--output-dir", default=None, help="where results go (default: a new folder in runs/)")
     return parser.parse_args()
 
@@ -155,14 +159,14 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=options.output_dir or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}",
         max_steps=options.steps,
-        per_device_train_batch_size=24,
+        per_device_train_batch_size=16,
         per_device_eval_batch_size=64,
-        learning_rate=4e-3,
+        learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=options.steps // 10,
         weight_decay=0.1,
         adam_beta2=0.98,
-        logging_steps=max(1, options.steps // 40),
+        logging_steps=max(1, options.steps // 50),
         eval_strategy="steps",
         eval_steps=max(1, options.steps // 4),
         save_steps=max(1, options.steps // 4),

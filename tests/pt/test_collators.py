@@ -253,6 +253,7 @@ def test_seq2seq_without_labels_and_without_padding(tokenizer):
     assert_same(*both("DataCollatorForSeq2Seq", features, tokenizer, padding=False))
 
 
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy:UserWarning")  # theirs
 @pytest.mark.parametrize("wrap", [list, np.array, torch.tensor])
 def test_seq2seq_takes_labels_of_any_kind(tokenizer, wrap):
     features = encodings(tokenizer, "the cat sat", "a dog ran")

@@ -10,6 +10,7 @@ def run(words: list[str]) -> int:
     description = "List every training argument with its default and meaning, as Markdown."
     argparse.ArgumentParser("loopwright args", description=description).parse_args(words)
     from ..args.reference import markdown_reference
+    from ..pt.arguments import TrainingArguments
 
-    print(markdown_reference())
+    print(markdown_reference(TrainingArguments))
     return 0

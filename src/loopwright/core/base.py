@@ -35,6 +35,8 @@ class BaseTrainer:
     model: Any = None
     model_wrapped: Any = None
     is_in_train: bool = False
+    schedule_follows_metric: bool = False
+    """Whether the learning rate moves after evaluations instead of updates."""
     ignore_keys_for_eval: list[str] | None = None
 
     def _set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
@@ -116,20 +118,19 @@ class BaseTrainer:
         """One optimizer step: micro-batches, clip, step, schedule."""
         strategy, events = self.strategy, self.callback_handler
         loss = self.run_micro_batches(update)
-        norm = strategy.clip_gradients(self.args.max_grad_norm, want_norm=self._wants_norm())
+        limit = self.args.max_grad_norm
+        norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
-        moved = strategy.optimizer_step(self._veto(loss, norm))
+        moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
         self.learning_rate = self._get_learning_rate()
-        if moved:
-            self.advance_schedule()
+        if moved and not self.schedule_follows_metric:
+            self.lr_scheduler.step()
         self.meter.add(loss, norm)
         strategy.zero_grad()
 
     def _veto(self, loss: Any, norm: Any) -> Any:
-        """A device flag that forbids this step because loss or gradients are not finite; None to step in any case."""
-        if self.args.on_nonfinite == "continue":
-            return None
+        """A device flag that forbids this step because loss or gradients are not finite."""
         return self.strategy.nonfinite(loss, norm, sticky=self.args.on_nonfinite == "raise")
 
     def micro_step(self, update: Update, index: int) -> Any:
@@ -140,24 +141,19 @@ class BaseTrainer:
         """Forward and backward of all micro-batches; returns the update's loss."""
         return self.strategy.run_update(self.micro_step, update)
 
-    def advance_schedule(self) -> None:
-        """Move the learning rate to the next update."""
-        if not self._schedule_follows_metric():
-            self.lr_scheduler.step()
-
-    def _schedule_follows_metric(self) -> bool:
-        """Whether the schedule moves after evaluations instead of updates."""
-        return False
-
     def finish_update(self, update: Update) -> None:
         """Count the update."""
         progress, state = self.progress, self.state
-        progress.finish_update(len(update), update.samples)
+        progress.batches_in_epoch += update.micro_batches
+        progress.samples_in_epoch += update.samples
+        progress.samples_seen += update.samples
         state.global_step += 1
         state.samples_seen = progress.samples_seen
         state.epoch = self.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
-        self.strategy.end_update(state.global_step)
-        self.checkpoints.raise_if_failed()
+        if self.args.torch_empty_cache_steps and state.global_step % self.args.torch_empty_cache_steps == 0:
+            self.strategy.free_memory()
+        if self.checkpoints.failure is not None:
+            self.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 
@@ -279,7 +275,7 @@ class BaseTrainer:
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self._schedule_follows_metric():
+        if self.schedule_follows_metric:
             self.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 

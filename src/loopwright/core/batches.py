@@ -17,6 +17,8 @@ class Update:
     """Targets per micro-batch: whole numbers, or device scalars when the labels already live there."""
     total_items: Any = None
     samples: int = 0
+    micro_batches: int = 0
+    """Batches taken from the loader, however they were cut up afterwards."""
     counted: bool = False
     """Whether the items are targets found in the labels; otherwise they are samples."""
 

@@ -152,9 +152,9 @@ class CallbackHandler:
         """Clear the wishes this event fulfils, then call its listeners in order."""
         control = self.control
         for flag in EVENTS[event]:
-            setattr(control, flag, False)
-        listeners = self._listeners.get(event) if self._known == self.callbacks else None
-        for callback, method in self._listening_to(event) if listeners is None else listeners:
+            control.__dict__[flag] = False  # one assignment, no call: this runs several times per update
+        fresh = self._known == self.callbacks and event in self._listeners
+        for callback, method in self._listeners[event] if fresh else self._listening_to(event):
             try:
                 answer = method(self.args, self.state, control, **self.context, **extra)
             except Exception as error:
@@ -213,6 +213,6 @@ class CallbackHandler:
 
 def _overrides(callback: Any, event: str) -> bool:
     own = getattr(type(callback), event, None)
-    if event in vars(callback):
+    if event in getattr(callback, "__dict__", ()):
         return True
     return own is not None and own is not getattr(TrainerCallback, event)

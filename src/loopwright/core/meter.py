@@ -33,6 +33,7 @@ class Meter:
         self._filter = filter_nonfinite
         self._losses: list[Any] = []
         self._norms: list[Any] = []
+        self._waiting = 0
         self._last_norm: float | None = None
         self.losses: list[float] = []
         """Losses already on the host that belong to the open log interval."""
@@ -43,9 +44,11 @@ class Meter:
         self.nonfinite = 0
 
     def add(self, loss: Any, norm: Any) -> None:
-        self._losses.append(loss)
-        self._norms.append(norm)
-        if len(self._losses) >= READ_AT:
+        # Concatenation instead of append: this runs in every update, and it costs no call.
+        self._losses += (loss,)
+        self._norms += (norm,)
+        self._waiting += 1
+        if self._waiting >= READ_AT:
             self.settle()
 
     def settle(self) -> None:
@@ -53,9 +56,11 @@ class Meter:
         if not self._losses:
             return
         losses, norms = self._losses, self._norms
-        self._losses, self._norms = [], []
-        known = [norm for norm in norms if norm is not None]
-        values = self._read([*losses, *known])
+        self._losses, self._norms, self._waiting = [], [], 0
+        values = self._read([*losses, *(norm for norm in norms if norm is not None)])
+        if len(values) == 2 * len(losses) and math.isfinite(sum(values)):
+            self._take_finite(values, len(losses))
+            return
         rest = iter(values[len(losses) :])
         for loss, norm in zip(values[: len(losses)], [None if n is None else next(rest) for n in norms], strict=True):
             self._take(loss, norm)
@@ -87,11 +92,18 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._losses, self._norms = [], []
+        self._losses, self._norms, self._waiting = [], [], 0
         self.losses, self.bad = list(state["losses"]), list(state["bad"])
         self._last_norm = state["last_norm"]
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.nonfinite = state["nonfinite"]
+
+    def _take_finite(self, values: list[float], updates: int) -> None:
+        """Take losses and norms that are all finite, in one go."""
+        self.losses += values[:updates]
+        self._last_norm = values[-1]
+        self.total_loss += sum(values[:updates])
+        self.total_updates += updates
 
     def _take(self, loss: float, norm: float | None) -> None:
         finite = math.isfinite(loss)

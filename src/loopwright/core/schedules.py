@@ -110,7 +110,11 @@ def constant_with_warmup(num_warmup_steps: int, num_training_steps: int | None =
 def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
     """A straight line down to 0 at the last update."""
     span = max(1, num_training_steps - num_warmup_steps)
-    return _after_warmup(num_warmup_steps, lambda update: max(0.0, (num_training_steps - update) / span))
+
+    def fall(update: int) -> float:
+        return (num_training_steps - update) / span if update < num_training_steps else 0.0
+
+    return _after_warmup(num_warmup_steps, fall) if num_warmup_steps else fall
 
 
 def cosine(num_warmup_steps: int, num_training_steps: int, *, num_cycles: float = 0.5) -> Schedule:

@@ -99,11 +99,6 @@ class Progress:
     samples_seen: int = 0
     last_logged_step: int = 0
 
-    def finish_update(self, batches: int, samples: int) -> None:
-        self.batches_in_epoch += batches
-        self.samples_in_epoch += samples
-        self.samples_seen += samples
-
     def close_epoch(self) -> None:
         """From here on a resumed run starts with the next epoch."""
         self.epoch += 1

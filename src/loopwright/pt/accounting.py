@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.batches import Update
 from .loss import LossKind, LossProbe, check_loss, count_samples, count_targets
+from .oom import is_out_of_memory, split_all
 
 
 class LossAccounting:
@@ -33,13 +35,23 @@ class LossAccounting:
         """Whether the loss leaves out the first target of each row."""
         return self._guessed_shift if self._shift is None else self._shift
 
-    def needs_to_learn(self, micro_batches: int) -> bool:
-        return self.kind is None and (micro_batches > 1 or self.wants_items)
-
     def learn(self, inputs: Any, probe: LossProbe) -> None:
-        """Compute the loss of one batch a few times to see which targets it counts and how it is scaled."""
+        """Compute the loss of one batch a few times to see which targets it counts and how it is scaled.
+
+        A batch may be unable to tell; then the next one is asked.
+        """
+        while True:
+            try:
+                return self._learn(inputs, probe)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or count_samples(inputs) == 1:
+                    raise
+            inputs = split_all([inputs], 2)[0]  # half a batch tells as much
+
+    def _learn(self, inputs: Any, probe: LossProbe) -> None:
         self.learn_shift(inputs, probe)
-        if self.kind is None:
+        knows_targets = self._shift is not None or not isinstance(inputs, Mapping)
+        if self.kind is None and knows_targets:
             items = self.items_in(inputs)
             self.kind = probe.kind(inputs, int(items if items is not None else count_samples(inputs)) or 1)
 
@@ -61,42 +73,49 @@ class LossAccounting:
 
     def count(self, update: Update) -> None:
         """Count the targets of an update; where there are no labels, samples are counted instead."""
-        if len(update.batches) == 1 and not self.wants_items:
-            return
         counts = [self.items_in(batch) for batch in update.batches]
         update.counted = all(count is not None for count in counts)
         update.items = counts if update.counted else [count_samples(batch) for batch in update.batches]
-        if self.kind in (LossKind.MEAN, LossKind.MIXED):
+        if self.kind in (LossKind.MEAN, LossKind.MIXED, None):
             _drop_empty(update)
-        update.total_items = sum(update.items[1:], update.items[0])
+        update.total_items = _one_if_none(sum(update.items[1:], update.items[0]))
 
     # ---- weighing ---------------------------------------------------------------------------------------------------
 
     def begin(self, update: Update, index: int) -> Any:
         """Note the share of a micro-batch; returns the num_items_in_batch its loss is told."""
         if index == 0:
-            self._summed = None
-        weighed = len(update.batches) > 1 and self.kind in (LossKind.MEAN, LossKind.MIXED, None)
-        self._share = update.share(index) if weighed else None
+            self._summed = self._share = None
+        if not update.items:
+            return None
+        self._share = update.share(index) if self.kind in (LossKind.MEAN, LossKind.MIXED, None) else None
         if not update.counted:
             return None
-        return update.items[index] if self.kind is LossKind.MIXED else update.total_items
+        # Told its own items and then weighed, a loss is right whatever its kind: so also while that is unknown.
+        return _one_if_none(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
     def weigh(self, loss: Any) -> Tensor:
         """The loss times the micro-batch's share of the update's targets; a (sum, count) pair is noted."""
-        if isinstance(loss, (tuple, list)):
+        if type(loss) in (tuple, list):
             loss, count = loss
             self.kind, self._share = LossKind.SUM, None
             self._summed = count if self._summed is None else self._summed + count
-        loss = check_loss(loss)
+        if type(loss) is not Tensor or loss.ndim:
+            loss = check_loss(loss)
         return loss if self._share is None else loss * self._share
 
     def settle(self, loss: Any, strategy: Any) -> Any:
         """The update's loss; gradients of summed losses are divided by all their counts, once."""
         if self._summed is None:
             return loss
-        strategy.scale_gradients(1 / self._summed)
-        return loss / self._summed
+        count = _one_if_none(self._summed)
+        strategy.scale_gradients(1 / count)
+        return loss / count
+
+
+def _one_if_none(count: Any) -> Any:
+    """The count, or 1 in place of 0: an update without targets has nothing to divide, and teaches nothing."""
+    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def _drop_empty(update: Update) -> None:

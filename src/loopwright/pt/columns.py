@@ -65,13 +65,15 @@ class ColumnFilter:
         self.description = description
         self._notices = notices
         self._before = _chokes_on_extras(collator)
+        self._seen: list[str] = []
+        self._keep: list[str] = []
 
     def __call__(self, features: list[Any]) -> Any:
         if not self._before:
             return self._of_batch(self.collator(features))
         first = features[0] if features else None
-        if isinstance(first, Mapping):
-            keep = self._kept(first)
+        if type(first) is dict or isinstance(first, Mapping):
+            keep = self._keep if [*first] == self._seen else self._kept(first)
             if len(keep) < len(first):
                 features = [{name: each[name] for name in keep} for each in features]
         return self.collator(features)
@@ -82,11 +84,12 @@ class ColumnFilter:
     def _of_batch(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping):
             return batch
-        keep = self._kept(batch)
+        keep = self._keep if [*batch] == self._seen else self._kept(batch)
         return batch if len(keep) == len(batch) else {name: batch[name] for name in keep}
 
     def _kept(self, columns: Mapping[str, Any]) -> list[str]:
-        keep = [name for name in columns if name in self.accepted]
+        self._seen = [*columns]
+        self._keep = keep = [name for name in columns if name in self.accepted]
         if not any(name not in LABEL_COLUMNS for name in keep):
             raise DataError(
                 f"no column of the {self.description} data is an argument of the model's forward. "

@@ -14,6 +14,7 @@ from ..errors import ArgumentsError, DataError
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
 from .devices import can_pin_memory
 from .loaders import (
+    OrderedSampler,
     announce_epoch,
     build_loader,
     check_not_empty,
@@ -37,6 +38,9 @@ class DataMethods(BaseTrainer):
     train_dataloader: Any = None
     _signature_columns: list[str] | None = None
     _resume_rng: dict[str, Any] | None = None
+    _ordered: OrderedSampler | None = None
+    """The sampler of the training data, if its order is ours."""
+    _batches_are_theirs: bool = False
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -191,9 +195,10 @@ class DataMethods(BaseTrainer):
         run that saved them.
         """
         loader, progress = self.train_dataloader, self.progress
+        self._batches_are_theirs = is_overridden(self, "get_batch_samples")
         announce_epoch(loader, epoch)
         skip = 0 if self.args.ignore_data_skip else progress.batches_in_epoch
-        sampler = ordered_sampler(loader)
+        self._ordered = sampler = ordered_sampler(loader)
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch if skip else 0)
             skip = 0
@@ -214,14 +219,14 @@ class DataMethods(BaseTrainer):
 
     def _samples_in(self, batches: list[Any]) -> int:
         """The samples of an update: from the order where it is ours, else as counted in the batches."""
-        sampler = ordered_sampler(self.train_dataloader)
-        if sampler is None:
+        if self._ordered is None:
             return sum(map(count_samples, batches))
-        left = sampler.order.n - self.progress.samples_in_epoch
-        return min(len(batches) * self.plan.batch_size, left)
+        whole = len(batches) * self.plan.batch_size
+        left = self._ordered.order.n - self.progress.samples_in_epoch
+        return whole if whole < left else left
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        if is_overridden(self, "get_batch_samples"):
+        if self._batches_are_theirs:
             return self.get_batch_samples(batches, self.plan.accumulation, self.args.device)[0]
         return super()._next_batches(batches)
 

@@ -94,17 +94,17 @@ ComputeLoss = Callable[[dict[str, Any], Any], Any]
 class LossProbe:
     """Finds out how a loss is scaled by computing it again; leaves random states and buffers as they were."""
 
-    def __init__(self, compute: ComputeLoss, model: nn.Module, *, tolerance: float = 1e-3) -> None:
+    def __init__(self, compute: ComputeLoss, model: nn.Module, *, tolerance: float = 1e-5) -> None:
         self._compute = compute
         self._model = model
         self._tolerance = tolerance
 
     def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
         """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
-        once = self._value(inputs, items)
-        if once is LossKind.SUM:
+        loss = self._loss(inputs, items)
+        if isinstance(loss, (tuple, list)):
             return LossKind.SUM
-        twice = self._value(inputs, 2 * items)
+        once, twice = _number(loss), _number(self._loss(inputs, 2 * items))
         if not abs(once) > 0 or once != once or twice != twice:
             return None
         if self._close(once, twice):
@@ -112,27 +112,50 @@ class LossProbe:
         return LossKind.SCALED if self._close(once, 2 * twice) else LossKind.MIXED
 
     def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
-        """Whether the loss ignores the first target of each row: computed with and without them."""
+        """Whether the loss ignores the first target of each row: computed with other ones there.
+
+        None if this batch cannot tell.
+        """
         targets = find_targets(inputs, label_names)
-        if targets is None or targets.is_floating_point() or targets.dim() < 2 or targets.shape[1] < 2:
+        if targets is None or "shift_labels" in inputs or targets.dim() < 2 or targets.shape[-1] < 2:
             return False
-        if "shift_labels" in inputs or bool((targets[:, 0] == IGNORED).all()):
-            return None if "shift_labels" not in inputs else False
-        masked = targets.clone()
-        masked[:, 0] = IGNORED
-        name = next(name for name, value in inputs.items() if value is targets)
-        plain, without = self._value(inputs, None), self._value({**inputs, name: masked}, None)
-        if plain is LossKind.SUM or plain != plain or without != without:
+        if targets.is_floating_point() or targets.dtype is torch.bool:
+            return False
+        changed = _with_other_first(targets)
+        if changed is None:
             return None
-        return bool(plain == without)
+        name = next(name for name, value in inputs.items() if value is targets)
+        # The count is the batch's own in both, for losses that cannot do without one.
+        items = count_targets(inputs, label_names, shifted=False)
+        plain = _number(self._loss(inputs, items))
+        other = _number(self._loss({**inputs, name: changed}, items))
+        return None if plain != plain or other != other else plain == other
 
     def _close(self, a: float, b: float) -> bool:
         return abs(a - b) <= self._tolerance * max(abs(a), abs(b))
 
-    def _value(self, inputs: dict[str, Any], items: Any) -> Any:
+    def _loss(self, inputs: dict[str, Any], items: Any) -> Any:
         with torch.no_grad(), untouched_rng(), untouched_buffers(self._model):
-            loss = self._compute(dict(inputs), items)
-        return LossKind.SUM if isinstance(loss, (tuple, list)) else check_loss(loss).double().item()
+            return self._compute(dict(inputs), items)
+
+
+def _number(loss: Any) -> float:
+    """A loss, or the sum of a (sum, count) pair, as a host number."""
+    return check_loss(loss[0] if isinstance(loss, (tuple, list)) else loss).double().item()
+
+
+def _with_other_first(targets: Tensor) -> Tensor | None:
+    """The targets with another class in the first place of each row; None if all are ignored or the classes are one.
+
+    Only classes that occur in the batch are used: not every loss can take one that does not, or an ignored target.
+    """
+    first, counted = targets[..., 0], targets[targets != IGNORED]
+    if bool((first == IGNORED).all()) or bool((counted == counted[0]).all()):
+        return None
+    low, high = counted.min(), counted.max()
+    changed = targets.clone()
+    changed[..., 0] = torch.where(first == IGNORED, first, torch.where(first == high, low, high))
+    return changed
 
 
 @contextmanager

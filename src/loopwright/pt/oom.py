@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,9 +33,11 @@ def run_or_halve(run: Callable[[], Any], halve: Callable[[], bool], model: nn.Mo
         try:
             return run()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not halve():
+            if not is_out_of_memory(error):
                 raise
-        # Outside the except block, where the failed run's tensors are no longer referenced.
+            traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
+            if not halve():
+                raise
         restore_rng(rng)
         with torch.no_grad():
             for buffer, value in buffers:
@@ -48,7 +51,13 @@ def split_all(batches: list[Any], parts: int) -> list[Any]:
 
 def _split(batch: Any, size: int, parts: int) -> list[Any]:
     step = -(-size // parts)
-    return [_cut(batch, size, start, min(start + step, size)) for start in range(0, size, step)]
+    return [_cut_batch(batch, size, start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def _cut_batch(batch: Any, size: int, start: int, stop: int) -> Any:
+    if type(batch) in (list, tuple):  # of tensors, however many: its length has nothing to do with the batch's size
+        return type(batch)(_cut(each, size, start, stop) for each in batch)
+    return _cut(batch, size, start, stop)
 
 
 def _cut(value: Any, size: int, start: int, stop: int) -> Any:

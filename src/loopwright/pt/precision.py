@@ -16,6 +16,9 @@ from .devices import supports_bf16
 class Precision:
     """fp32 (or whatever the weights are): nothing is cast, nothing is scaled."""
 
+    scales = False
+    """Whether gradients are larger than they should be until `unscale`."""
+
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[Any] = nullcontext()
 
@@ -61,6 +64,8 @@ class Autocast(Precision):
 
 class ScaledAutocast(Autocast):
     """fp16: autocast plus loss scaling; a step whose gradients overflow is skipped."""
+
+    scales = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, torch.float16)

@@ -43,7 +43,13 @@ class ScheduledLR(LRScheduler):
         """Go to the next update (or to the one given) and set the learning rates."""
         self.last_epoch = update = self.last_epoch + 1 if epoch is None else epoch
         multiplier = self.schedule(update)
-        self._last_lr = [set_lr(group, initial_lr(group) * multiplier) for group in self.optimizer.param_groups]
+        self._last_lr = lrs = []
+        for group in self.optimizer.param_groups:
+            if type(group["lr"]) is float and "initial_lr" in group:  # the usual case, without a call
+                group["lr"] = lr = group["initial_lr"] * multiplier
+            else:
+                lr = set_lr(group, initial_lr(group) * multiplier)
+            lrs += [lr]
 
     @property
     def base_lrs(self) -> list[float]:

@@ -22,7 +22,6 @@ from .arguments import TrainingArguments
 from .columns import LABEL_COLUMNS, find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .data import DataMethods
-from .devices import empty_cache
 from .evaluating import EvaluationMethods
 from .loss import LabelSmoother, LossKind, LossProbe, count_samples, predicts_next_token
 from .neftune import add_embedding_noise
@@ -81,7 +80,6 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
             self.device,
             choose_precision(args, self.device),
             non_blocking=bool(args.accelerator_config.non_blocking) or args.dataloader_pin_memory,
-            empty_cache_every=args.torch_empty_cache_steps,
         )
         self.accelerator = AcceleratorFace(self.strategy)
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
@@ -190,7 +188,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
         check_fp16_weights(self.model, self.strategy.precision)
         self.optimizer = self.strategy.setup_optimizer(self.optimizer)
-        self._metric_schedule = steps_on_metric(self.lr_scheduler)
+        self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
         self.callback_handler.context.update(
             optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader
         )
@@ -261,9 +259,6 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
     def _get_learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _schedule_follows_metric(self) -> bool:
-        return self._metric_schedule
-
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -284,7 +279,8 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         """
         if self.compute_loss_func is None and self.label_smoother is None:
             outputs = model(**self._for_model(inputs, num_items_in_batch))
-            loss = loss_in(outputs, inputs)
+            found = type(outputs) is dict and "loss" in outputs
+            loss = outputs["loss"] if found else loss_in(outputs, inputs)
         else:
             labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
             outputs = model(**self._for_model(inputs))
@@ -322,7 +318,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, in a container of its own."""
-        return self._prepare_input(inputs)
+        return self._prepare_input(inputs) if self._input_is_theirs else self.strategy.put(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         return self.strategy.put(data)
@@ -331,6 +327,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
+        self._input_is_theirs = is_overridden(self, "_prepare_input")
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -365,16 +362,17 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
 
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples on the host, before the batches travel."""
-        samples = self._samples_in(batches)
+        update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
+        if self.work.counts:
+            self.work.add(batches)
         if self.micro_split > 1:
-            batches = split_all(batches, self.micro_split)
-        update = Update(batches, samples=samples)
-        self._count(update)
-        self.work.add(batches)
+            update.batches = split_all(batches, self.micro_split)
+        if len(update.batches) > 1 or self.accounting.wants_items:
+            self._count(update)
         return update
 
     def _count(self, update: Update) -> None:
-        if self.accounting.needs_to_learn(len(update)):
+        if self.accounting.kind is None:
             self.accounting.learn(update.batches[0], self._probe())
             # Only a model whose loss really changes with the item count is told it from now on.
             self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
@@ -408,11 +406,11 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         return loss
 
     def run_micro_batches(self, update: Update) -> Any:
-        run = super().run_micro_batches
+        run = self.strategy.run_update
         if self.args.auto_find_batch_size:
-            loss = run_or_halve(lambda: run(update), lambda: self._halve(update), self.model)
+            loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.model)
         else:
-            loss = run(update)
+            loss = run(self.micro_step, update)
         return self.accounting.settle(loss, self.strategy)
 
     def _halve(self, update: Update) -> bool:
@@ -420,7 +418,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         if max(map(count_samples, update.batches)) == 1:
             return False
         self.strategy.zero_grad()
-        empty_cache(self.device)
+        self.strategy.free_memory()
         self.micro_split *= 2
         update.batches = split_all(update.batches, 2)
         self._count(update)

@@ -23,6 +23,8 @@ class WorkCounter:
         self._per_token = operations_per_token(model)
         self.flos = 0.0
         self.tokens = 0
+        self.counts = operations is not None or self._per_token > 0 or tokens not in ("no", False)
+        """Whether there is anything to count at all."""
 
     def add(self, batches: list[Any]) -> None:
         for batch in batches:

@@ -26,7 +26,8 @@ class CheckpointManager:
         self.folder = Path(folder or ".")
         self._notices = notices
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What went wrong in a background save and nobody has heard of yet."""
         self.last_seconds = 0.0
         """How long the last save took to reach the disk."""
 
@@ -140,8 +141,8 @@ class CheckpointManager:
 
     def raise_if_failed(self) -> None:
         """Raise what went wrong in a background save."""
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
             raise CheckpointError(f"saving a checkpoint in the background failed: {failure}") from failure
 
     def _guarded(self, publish: Callable[[], None]) -> Callable[[], None]:
@@ -149,7 +150,7 @@ class CheckpointManager:
             try:
                 publish()
             except BaseException as error:  # it surfaces at the next step
-                self._failure = error
+                self.failure = error
 
         return run
 

@@ -20,6 +20,9 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
 
     `label` and `label_ids` become `labels`; strings and None are left out.
     """
+    first = features[0]
+    if return_tensors == "pt" and type(first) is dict and all_tensors(first):
+        return _stack_columns(features)
     stack, label_stackers = stackers(return_tensors)
     samples = _as_mappings(features)
     batch: dict[str, Any] = {}
@@ -33,6 +36,25 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
             if first is not None and key not in LABEL_KEYS and not isinstance(first, str):
                 batch[key] = stack([sample[key] for sample in samples])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise DataError(_why_not_stackable(samples, key, error)) from error
+    return batch
+
+
+def all_tensors(sample: dict[str, Any]) -> bool:
+    """Whether a sample is nothing but tensors under names that stay as they are."""
+    for key in sample:
+        if type(sample[key]) is not torch.Tensor or key in LABEL_KEYS:
+            return False
+    return True
+
+
+def _stack_columns(samples: list[Any]) -> dict[str, torch.Tensor]:
+    key = ""
+    batch = {}
+    try:
+        for key in samples[0]:
+            batch[key] = torch.stack([sample[key] for sample in samples])
+    except (KeyError, TypeError, RuntimeError) as error:
         raise DataError(_why_not_stackable(samples, key, error)) from error
     return batch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,17 +30,19 @@ class SingleDevice:
         precision: Precision,
         *,
         non_blocking: bool = False,
-        empty_cache_every: int | None = None,
     ) -> None:
         self.device, self.precision = device, precision
         self._non_blocking = non_blocking
-        self._empty_cache_every = empty_cache_every
         self.model: nn.Module = nn.Module()
         self.optimizer: Any = None
         self._parameters: list[nn.Parameter] = []
         self._clipped: list[Any] = []
         self._broken: Tensor | None = None
         self.reads_are_free = device.type == "cpu"
+        # Bound once: these run for every micro-batch.
+        self.forward_context = precision.context
+        self.backward = precision.backward
+        self._step = precision.step
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -68,6 +69,13 @@ class SingleDevice:
 
     def put(self, batch: Any) -> Any:
         """The batch on the device, in containers of its own."""
+        if type(batch) is dict:  # the usual case: tensors that only need a look
+            device = self.device
+            moved = {}
+            for name in batch:
+                value = batch[name]
+                moved[name] = value if type(value) is Tensor and value.device == device else self.put(value)
+            return moved
         if isinstance(batch, Tensor):
             return batch if batch.device == self.device else batch.to(self.device, non_blocking=self._non_blocking)
         if isinstance(batch, Mapping):
@@ -84,12 +92,6 @@ class SingleDevice:
             total = total + micro_step(update, index)
         return total
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.precision.context()
-
-    def backward(self, loss: Tensor) -> None:
-        self.precision.backward(loss)
-
     def scale_gradients(self, factor: Any) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
@@ -97,7 +99,8 @@ class SingleDevice:
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
         """Clip to the norm and return the norm before clipping; without a limit only when it is wanted."""
-        self.precision.unscale(self.optimizer)
+        if self.precision.scales:
+            self.precision.unscale(self.optimizer)
         if max_norm:
             return nn.utils.clip_grad_norm_(self._clipped, max_norm)
         if want_norm:
@@ -115,7 +118,7 @@ class SingleDevice:
     def optimizer_step(self, veto: Tensor | None = None) -> bool:
         """Step, unless the veto (a device flag) is set; returns whether the schedule may advance."""
         if veto is None:
-            return self.precision.step(self.optimizer)
+            return self._step(self.optimizer)
         if self._can_skip_on_device():
             self.optimizer.found_inf = veto.to(torch.float32)
             self.precision.step(self.optimizer)
@@ -133,9 +136,9 @@ class SingleDevice:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def end_update(self, step: int) -> None:
-        if self._empty_cache_every and step % self._empty_cache_every == 0:
-            empty_cache(self.device)
+    def free_memory(self) -> None:
+        """Give cached device memory back."""
+        empty_cache(self.device)
 
     # ---- modes ------------------------------------------------------------------------------------------------------
 
