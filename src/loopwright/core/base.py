@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from ..args.base import BaseArguments
 from ..errors import DataError, MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
-from .batches import Update, gather_update
+from .batches import Update
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
@@ -106,7 +107,8 @@ class BaseTrainer:
             self._no_batches(epoch)
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        return gather_update(batches, self.plan.accumulation)
+        """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
+        return list(islice(batches, self.plan.accumulation))
 
     def _no_batches(self, epoch: int) -> None:
         if epoch == 0:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 
@@ -31,7 +29,3 @@ class Update:
             return 1
         return self.items[index] / self.total_items
 
-
-def gather_update(batches: Iterator[Any], accumulation: int) -> list[Any]:
-    """The next micro-batches of one update; fewer at the end of the data, none when it is over."""
-    return list(islice(batches, accumulation))

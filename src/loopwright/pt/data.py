@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -228,11 +229,11 @@ class DataMethods(BaseTrainer):
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self._batches_are_theirs:
             return self.get_batch_samples(batches, self.plan.accumulation, self.args.device)[0]
-        return super()._next_batches(batches)
+        return list(islice(batches, self.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update and the number of targets in them."""
-        batches = super()._next_batches(epoch_iterator)
+        batches = list(islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
