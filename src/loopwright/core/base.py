@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..errors import DataError, MetricError, NonFiniteError, NotAvailable, OutputError
+from ..errors import DataError, NotAvailable
 from ..notices import Notices, logger
+from .acting import Acting
 from .batches import Update
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
-from .meter import Meter, Reading
-from .metrics import better, readable, table, write_results
 from .outputs import TrainOutput, speed_metrics
-from .overrides import adapt, refuse_dead_overrides
+from .overrides import refuse_dead_overrides
 from .plan import Plan
-from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
+from .signals import SignalWatch
+from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
 
 
-class BaseTrainer:
+class BaseTrainer(Acting):
     """Trains whatever its strategy can run; a subclass brings the framework."""
 
     args: BaseArguments
     strategy: Strategy
     plan: Plan
-    meter: Meter
     optimizer: Any = None
-    lr_scheduler: Any = None
-    model: Any = None
     model_wrapped: Any = None
     is_in_train: bool = False
-    schedule_follows_metric: bool = False
-    """Whether the learning rate moves after evaluations instead of updates."""
-    ignore_keys_for_eval: list[str] | None = None
 
     def _set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
         """The parts every trainer has; called by the constructor of a subclass."""
@@ -54,6 +47,9 @@ class BaseTrainer:
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
+        self.signals = SignalWatch(enabled=args.enable_jit_checkpoint)
+        if args.log_level != "passive":
+            logger.setLevel(args.get_process_log_level())
         idle = args.without_effect()
         if idle:
             self.notices.tell_once(f"without effect in this run: {', '.join(idle)}")
@@ -76,10 +72,11 @@ class BaseTrainer:
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         self.is_in_train = True
         try:
-            self.prepare_training(checkpoint)
-            self._start_clock()
-            run_training(self)
-            return self._finish_training()
+            with self.signals:
+                self.prepare_training(checkpoint)
+                self._start_clock()
+                run_training(self)
+                return self._finish_training()
         finally:
             self.checkpoints.wait()
             self.is_in_train = False
@@ -151,6 +148,8 @@ class BaseTrainer:
         progress.samples_seen += update.samples
         state.global_step += 1
         state.samples_seen = progress.samples_seen
+        state.total_flos += update.flos
+        state.num_input_tokens_seen += update.tokens
         state.epoch = self.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
         if self.args.torch_empty_cache_steps and state.global_step % self.args.torch_empty_cache_steps == 0:
             self.strategy.free_memory()
@@ -209,194 +208,3 @@ class BaseTrainer:
         if old_names:
             raise TypeError(f"train() got unexpected arguments: {', '.join(old_names)}")
         return self.args.resume_from_checkpoint if resume is None else resume
-
-    # ---- log, evaluate, save --------------------------------------------------------------------------------------
-
-    def log_now(self) -> None:
-        """Read the numbers since the last log point and log them."""
-        step = self.state.global_step
-        if step <= self.progress.last_logged_step:
-            return
-        reading = self.meter.read()
-        self._interval_length = step - self.progress.last_logged_step
-        self.progress.last_logged_step = step
-        logs: dict[str, float] = {"loss": reading.loss}
-        if reading.grad_norm is not None:
-            logs["grad_norm"] = reading.grad_norm
-        logs["learning_rate"] = self.learning_rate
-        if reading.nonfinite:
-            logs["nonfinite_updates"] = reading.nonfinite
-            self._report_nonfinite(step, reading)
-        self.store_flos()
-        self._log(logs, start_time=self._started)
-
-    def _report_nonfinite(self, step: int, reading: Reading) -> None:
-        first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
-        policy = self.args.on_nonfinite
-        if policy == "raise":
-            raise NonFiniteError(
-                f"loss or gradients became NaN or infinite at step {first}; the weights are those after step {first - 1}. "
-                'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
-            )
-        done = "were left out" if policy == "skip" else "were applied all the same"
-        self.notices.tell_once(
-            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates {done}. "
-            "Every log says how many there were (nonfinite_updates)"
-        )
-
-    def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        adapt(self.log, "start_time")(logs, start_time=start_time)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch, remember the numbers and hand them to the callbacks."""
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
-        if self.args.include_num_input_tokens_seen != "no":
-            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
-            if start_time is not None:
-                tokens = self.state.num_input_tokens_seen - getattr(self, "_first_token", 0)
-                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.callback_handler.fire("on_log", logs=logs)
-
-    def evaluate_now(self) -> None:
-        """Evaluate as the training loop does, and see whether this is the best so far."""
-        metrics = self._evaluate(None, self.ignore_keys_for_eval)
-        is_best = self._determine_best_metric(metrics=metrics, trial=None)
-        if self.args.save_strategy == "best":
-            self.control.should_save = is_best
-
-    def save_now(self) -> None:
-        """Save a checkpoint as the training loop does."""
-        if self.args.on_nonfinite == "raise":
-            self._stop_if_nonfinite()
-        started = time.monotonic()
-        self._save_checkpoint(self.model, None)
-        self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
-        self.callback_handler.fire("on_save")
-
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        metrics: dict[str, float] = adapt(self.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self.schedule_follows_metric:
-            self.lr_scheduler.step(metrics[self._metric_name(metrics)])
-        return metrics
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        raise NotImplementedError
-
-    def _metric_name(self, metrics: dict[str, float]) -> str:
-        """The full name of the metric that decides which model is best."""
-        wanted = self.args.metric_for_best_model or "loss"
-        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
-        if name not in metrics:
-            known = ", ".join(sorted(metrics))
-            raise MetricError(f"metric_for_best_model={wanted!r} is not among the metrics of the evaluation: {known}")
-        return name
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Remember the metric if it is the best so far; returns whether it is."""
-        if self.args.metric_for_best_model is None:
-            return False
-        value = metrics[self._metric_name(metrics)]
-        if not better(value, self.state.best_metric, greater_is_better=bool(self.args.greater_is_better)):
-            return False
-        self.state.best_metric = value
-        self.state.best_global_step = self.state.global_step
-        return True
-
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        raise NotImplementedError
-
-    def _load_best_model(self) -> None:
-        raise NotImplementedError
-
-    def _callback_states(self) -> dict[str, Any]:
-        return callback_states([*self.callback_handler.callbacks, self.control])
-
-    def _restore_callbacks(self, states: dict[str, Any]) -> None:
-        if not self.args.restore_callback_states_from_checkpoint:
-            return
-        states = {name: state for name, state in states.items() if name != "TrainerControl"}
-        left = restore_callback_states(self.callback_handler.callbacks, states)
-        if left:
-            self.notices.tell_once(f"the checkpoint holds state of callbacks that are not there now: {', '.join(left)}")
-
-    def _check_output_dir(self) -> None:
-        if not self.args.should_save:
-            return
-        folder = str(self.args.output_dir)
-        try:
-            os.makedirs(folder, exist_ok=True)
-            probe = os.path.join(folder, f".loopwright-write-test-{os.getpid()}")
-            with open(probe, "w", encoding="utf-8"):
-                pass
-            os.remove(probe)
-        except OSError as error:
-            raise OutputError(
-                f"the output folder {folder!r} cannot be written ({error.strerror}); "
-                "choose another output_dir or change its permissions"
-            ) from error
-
-    # ---- small things users call ------------------------------------------------------------------------------------
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of a split as a table."""
-        if self.is_world_process_zero():
-            print(table(split, metrics))
-
-    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """The metrics in readable form."""
-        return readable(metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write the metrics to {split}_results.json and all_results.json."""
-        if self.is_world_process_zero():
-            os.makedirs(str(self.args.output_dir), exist_ok=True)
-            write_results(str(self.args.output_dir), split, metrics, combined=combined)
-
-    def save_state(self) -> None:
-        """Write trainer_state.json into the output folder."""
-        if self.is_world_process_zero():
-            os.makedirs(str(self.args.output_dir), exist_ok=True)
-            self.state.stateful_callbacks = self._callback_states()
-            self.state.save_to_json(os.path.join(str(self.args.output_dir), "trainer_state.json"))
-
-    def store_flos(self) -> None:
-        """Bring the count of floating point operations into the state."""
-
-    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Add memory figures when skip_memory_metrics=False."""
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
-
-    def is_local_process_zero(self) -> bool:
-        return self.args.local_process_index == 0
-
-    def is_world_process_zero(self) -> bool:
-        return self.args.process_index == 0
-
-    def _not_yet(self, what: str) -> Callable[..., Any]:
-        raise NotAvailable(f"{what} is not available yet, see docs/availability.md")
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search for good arguments (not available yet)."""
-        self._not_yet("hyperparameter_search")
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push the model to a hub (not available yet)."""
-        self._not_yet("push_to_hub")
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the hub repository (not available yet)."""
-        self._not_yet("init_hf_repo")
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet)."""
-        self._not_yet("create_model_card")

@@ -17,6 +17,8 @@ class Update:
     samples: int = 0
     micro_batches: int = 0
     """Batches taken from the loader, however they were cut up afterwards."""
+    flos: float = 0.0
+    tokens: int = 0
     counted: bool = False
     """Whether the items are targets found in the labels; otherwise they are samples."""
 

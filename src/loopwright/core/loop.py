@@ -24,6 +24,8 @@ def run_training(trainer: BaseTrainer) -> None:
     events.fire("on_train_begin")
     if trainer.args.eval_on_start and trainer.state.global_step == 0:
         trainer.evaluate_now()
+    trainer.resume_pending()
+    act(trainer)
 
     while progress.epoch < trainer.plan.epochs and not control.should_training_stop:
         events.fire("on_epoch_begin")
@@ -45,6 +47,8 @@ def act(trainer: BaseTrainer) -> None:
     control = trainer.control
     if control.should_log:
         trainer.log_now()
+    if trainer.signals.received:
+        trainer.leave()
     if control.should_evaluate:
         trainer.evaluate_now()
     if control.should_save:

@@ -98,6 +98,8 @@ class Progress:
     batches_in_epoch: int = 0
     samples_seen: int = 0
     last_logged_step: int = 0
+    pending: list[str] = field(default_factory=list)
+    """What was still to be done when a signal stopped the run: wishes of control, granted first after resuming."""
 
     def close_epoch(self) -> None:
         """From here on a resumed run starts with the next epoch."""

@@ -15,10 +15,12 @@ from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
 from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..core.overrides import adapt, names_parameter
 from ..core.predictions import map_nested
+from ..core.signals import Interrupted
 from ..errors import DataError
 from .columns import LABEL_COLUMNS
 from .loaders import has_length
 from .loss import check_loss, count_samples
+from .memory import MemoryMeter
 from .precision import full_eval_dtype
 from .seeding import untouched_rng
 
@@ -32,6 +34,7 @@ class EvaluationMethods(BaseTrainer):
     eval_dataset: Any
     label_names: list[str]
     can_return_loss: bool
+    memory: MemoryMeter
 
     # ---- what users call --------------------------------------------------------------------------------------------
 
@@ -83,6 +86,8 @@ class EvaluationMethods(BaseTrainer):
     ) -> EvalLoopOutput:
         """Run the evaluation loop with every random stream left as it was found, and time it."""
         started = time.time()
+        if not self.args.skip_memory_metrics:
+            self.memory.start()
         with untouched_rng():
             loader = make_loader()
             output: EvalLoopOutput = self.evaluation_loop(
@@ -94,6 +99,8 @@ class EvaluationMethods(BaseTrainer):
             )
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        if not self.args.skip_memory_metrics:
+            output.metrics.update(self.memory.figures(prefix))
         return output
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -145,6 +152,8 @@ class EvaluationMethods(BaseTrainer):
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
+            if self.signals.received and self.is_in_train:
+                raise Interrupted
             samples = count_samples(inputs)
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
             yield EvalStep(loss, logits, labels, kept, samples if items is None else items, samples)

@@ -24,25 +24,29 @@ from .construction import check_constructor, default_collator, old_tokenizer, ta
 from .data import DataMethods
 from .evaluating import EvaluationMethods
 from .loss import LabelSmoother, LossKind, LossProbe, count_samples, predicts_next_token
+from .memory import MemoryMeter
 from .neftune import add_embedding_noise
 from .oom import run_or_halve, split_all
-from .optimizers.decay import decay_parameter_names
-from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
+from .optimizing import OptimizerMethods
 from .outputs import decodes_from_labels, loss_in
-from .precision import check_fp16_weights, choose_precision, set_tf32
+from .precision import choose_precision, set_tf32
 from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
 from .saving import SavingMethods
-from .schedulers import build_scheduler, steps_on_metric
 from .seeding import enable_full_determinism, set_seed
 from .strategies.single import SingleDevice
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(DataMethods, EvaluationMethods, SavingMethods):
+class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     loss_is_scaled_for_ga: bool | None = None
     """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
+
+    # What other trainers have and overrides may ask for.
+    is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
+    deepspeed = hp_search_backend = hp_name = objective = hub_model_id = None
+    current_flos = 0.0
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
             non_blocking=bool(args.accelerator_config.non_blocking) or args.dataloader_pin_memory,
         )
         self.accelerator = AcceleratorFace(self.strategy)
+        self.memory = MemoryMeter(self.device)
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         if args.should_save:
             self._check_output_dir()
@@ -126,6 +131,8 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
 
     def prepare_training(self, checkpoint: str | None) -> None:
         args = self.args
+        if not args.skip_memory_metrics:
+            self.memory.start()
         if self.model_init is not None:
             set_seed(args.seed)
             self._adopt_model(self.call_model_init())
@@ -180,84 +187,6 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
             tokens=self.args.include_num_input_tokens_seen,
             operations=self.floating_point_ops if is_overridden(self, "floating_point_ops") else None,
         )
-
-    def _prepare_optimizer(self) -> None:
-        if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
-            self.lr_scheduler = None
-        self._own_scheduler = self.lr_scheduler is None
-        self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
-        check_fp16_weights(self.model, self.strategy.precision)
-        self.optimizer = self.strategy.setup_optimizer(self.optimizer)
-        self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
-        self.callback_handler.context.update(
-            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader
-        )
-
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Create both, unless they were given."""
-        optimizer = self.create_optimizer()
-        self.optimizer = optimizer if optimizer is not None else self.optimizer
-        scheduler = adapt(self.create_scheduler, "optimizer")(num_training_steps, optimizer=self.optimizer)
-        self.lr_scheduler = scheduler if scheduler is not None else self.lr_scheduler
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer the arguments name, over the trainable parameters."""
-        if self.optimizer is None:
-            own = is_overridden(self, "get_optimizer_cls_and_kwargs") and self.optimizer_cls_and_kwargs is None
-            chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model) if own else self.optimizer_cls_and_kwargs
-            plan = getattr(self, "plan", None)
-            self.optimizer = build_optimizer(
-                model or self.model,
-                self.args,
-                cls_and_kwargs=chosen,
-                total_updates=plan.max_steps if plan else None,
-                decay_names=self.get_decay_parameter_names(model or self.model),
-                tell=self.notices.tell_once,
-            )
-        return self.optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule the arguments name."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = build_scheduler(
-                self.args.lr_scheduler_type,
-                optimizer or self.optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
-                num_training_steps=num_training_steps,
-                kwargs=self.args.lr_scheduler_kwargs,
-                args=self.args,
-            )
-        return self.lr_scheduler
-
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
-        """The class and keyword arguments of the optimizer the arguments name."""
-        return optimizer_class_and_kwargs(args, model)
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to: no biases, no norms."""
-        return decay_parameter_names(model)
-
-    def get_learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._needs_optimizer().param_groups]
-
-    def get_num_trainable_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-    def get_optimizer_group(self, param: Any = None) -> Any:
-        """The options of the group a parameter belongs to, or of all groups."""
-        groups = self._needs_optimizer().param_groups
-        if param is None:
-            return [group["params"] for group in groups]
-        return next(group for group in groups if any(param is each for each in group["params"]))
-
-    def _needs_optimizer(self) -> Any:
-        if self.optimizer is None:
-            raise ModelError("there is no optimizer yet: call train() or create_optimizer() first")
-        return self.optimizer
-
-    def _get_learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
 
     # ---- loss -------------------------------------------------------------------------------------------------------
 
@@ -364,7 +293,7 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
         """Count targets and samples on the host, before the batches travel."""
         update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
         if self.work.counts:
-            self.work.add(batches)
+            update.flos, update.tokens = self.work.measure(batches)
         if self.micro_split > 1:
             update.batches = split_all(batches, self.micro_split)
         if len(update.batches) > 1 or self.accounting.wants_items:
@@ -435,14 +364,10 @@ class Trainer(DataMethods, EvaluationMethods, SavingMethods):
 
     # ---- work done --------------------------------------------------------------------------------------------------
 
-    @property
-    def current_flos(self) -> float:
-        return self.work.flos
-
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
         return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
 
-    def store_flos(self) -> None:
-        self.state.total_flos += self.work.take_flos()
-        self.state.num_input_tokens_seen += self.work.take_tokens()
+    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        if not self.args.skip_memory_metrics:
+            metrics.update(self.memory.figures(split))

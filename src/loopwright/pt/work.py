@@ -12,7 +12,7 @@ from .columns import innermost
 
 
 class WorkCounter:
-    """Counts the tokens and operations of batches while they are in host memory."""
+    """Measures the operations and tokens of batches while they are in host memory."""
 
     def __init__(
         self, model: nn.Module, input_name: str, *, tokens: str | bool, operations: Callable[[Any], float] | None = None
@@ -21,29 +21,17 @@ class WorkCounter:
         self._tokens = tokens
         self._operations = operations
         self._per_token = operations_per_token(model)
-        self.flos = 0.0
-        self.tokens = 0
         self.counts = operations is not None or self._per_token > 0 or tokens not in ("no", False)
         """Whether there is anything to count at all."""
 
-    def add(self, batches: list[Any]) -> None:
-        for batch in batches:
-            if self._operations is not None:
-                self.flos += float(self._operations(batch))
-            elif self._per_token:
-                self.flos += self._per_token * tokens_in(batch, self._input)
-            if self._tokens not in ("no", False):
-                self.tokens += self._seen(batch)
-
-    def take_flos(self) -> float:
-        """The operations since the last call."""
-        flos, self.flos = self.flos, 0.0
-        return flos
-
-    def take_tokens(self) -> int:
-        """The tokens since the last call."""
-        tokens, self.tokens = self.tokens, 0
-        return tokens
+    def measure(self, batches: list[Any]) -> tuple[float, int]:
+        """Floating point operations and tokens of the batches."""
+        if self._operations is not None:
+            flos = sum(float(self._operations(batch)) for batch in batches)
+        else:
+            flos = float(self._per_token * sum(tokens_in(batch, self._input) for batch in batches))
+        tokens = 0 if self._tokens in ("no", False) else sum(map(self._seen, batches))
+        return flos, tokens
 
     def _seen(self, batch: Any) -> int:
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None

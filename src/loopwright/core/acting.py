@@ -1,0 +1,256 @@
+"""What a trainer does besides training: log, evaluate, save, and the small things users call."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NoReturn
+
+from ..args.base import BaseArguments
+from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
+from ..notices import Notices, logger
+from .checkpoint.manager import CheckpointManager
+from .events import CallbackHandler
+from .meter import Meter, Reading
+from .metrics import better, readable, table, write_results
+from .outputs import speed_metrics
+from .overrides import adapt
+from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
+from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
+
+
+class Acting:
+    """Grants what control asks for; the part of a trainer that has no loop."""
+
+    args: BaseArguments
+    state: TrainerState
+    control: TrainerControl
+    progress: Progress
+    callback_handler: CallbackHandler
+    checkpoints: CheckpointManager
+    notices: Notices
+    meter: Meter
+    signals: SignalWatch
+    model: Any = None
+    lr_scheduler: Any = None
+    learning_rate: float = 0.0
+    schedule_follows_metric: bool = False
+    """Whether the learning rate moves after evaluations instead of updates."""
+    ignore_keys_for_eval: list[str] | None = None
+    _started: float = 0.0
+    _interval_length: int = 0
+
+    # ---- log, evaluate, save --------------------------------------------------------------------------------------
+
+    def log_now(self) -> None:
+        """Read the numbers since the last log point and log them."""
+        step = self.state.global_step
+        if step <= self.progress.last_logged_step:
+            return
+        reading = self.meter.read()
+        self._interval_length = step - self.progress.last_logged_step
+        self.progress.last_logged_step = step
+        logs: dict[str, float] = {"loss": reading.loss}
+        if reading.grad_norm is not None:
+            logs["grad_norm"] = reading.grad_norm
+        logs["learning_rate"] = self.learning_rate
+        if reading.nonfinite:
+            logs["nonfinite_updates"] = reading.nonfinite
+            self._report_nonfinite(step, reading)
+        self.store_flos()
+        self._log(logs, start_time=self._started)
+
+    def _report_nonfinite(self, step: int, reading: Reading) -> None:
+        first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
+        policy = self.args.on_nonfinite
+        if policy == "raise":
+            raise NonFiniteError(
+                f"loss or gradients became NaN or infinite at step {first}; the weights are those after step {first - 1}. "
+                'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
+            )
+        done = "were left out" if policy == "skip" else "were applied all the same"
+        self.notices.tell_once(
+            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates {done}. "
+            "Every log says how many there were (nonfinite_updates)"
+        )
+
+    def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        adapt(self.log, "start_time")(logs, start_time=start_time)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the epoch, remember the numbers and hand them to the callbacks."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
+            if start_time is not None:
+                tokens = self.state.num_input_tokens_seen - getattr(self, "_first_token", 0)
+                logs.update(speed_metrics("train", start_time, num_tokens=tokens))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.callback_handler.fire("on_log", logs=logs)
+
+    def leave(self) -> NoReturn:
+        """After a signal: save the last finished update, note what was still to do, and end the process with code 75."""
+        wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+        self.progress.pending = [name for name in wishes if getattr(self.control, name)]
+        self.save_now()
+        self.checkpoints.wait()
+        self.checkpoints.raise_if_failed()
+        self.callback_handler.fire("on_train_end")
+        logger.warning(f"stopped by {self.signals.received} after saving step {self.state.global_step}; start again to go on")
+        raise SystemExit(STOPPED_AFTER_SAVING)
+
+    def resume_pending(self) -> None:
+        """Ask again for what a signal kept the run from doing."""
+        for wish in self.progress.pending:
+            setattr(self.control, wish, True)
+        self.progress.pending = []
+
+    def evaluate_now(self) -> None:
+        """Evaluate as the training loop does, and see whether this is the best so far."""
+        try:
+            metrics = self._evaluate(None, self.ignore_keys_for_eval)
+        except Interrupted:
+            self.leave()
+        is_best = self._determine_best_metric(metrics=metrics, trial=None)
+        if self.args.save_strategy == "best":
+            self.control.should_save = is_best
+
+    def save_now(self) -> None:
+        """Save a checkpoint as the training loop does."""
+        if self.args.on_nonfinite == "raise":
+            self._stop_if_nonfinite()
+        started = time.monotonic()
+        self._save_checkpoint(self.model, None)
+        self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
+        self.callback_handler.fire("on_save")
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+        metrics: dict[str, float] = adapt(self.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
+        if self.schedule_follows_metric:
+            self.lr_scheduler.step(metrics[self._metric_name(metrics)])
+        return metrics
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        raise NotImplementedError
+
+    def _metric_name(self, metrics: dict[str, float]) -> str:
+        """The full name of the metric that decides which model is best."""
+        wanted = self.args.metric_for_best_model or "loss"
+        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        if name not in metrics:
+            known = ", ".join(sorted(metrics))
+            raise MetricError(f"metric_for_best_model={wanted!r} is not among the metrics of the evaluation: {known}")
+        return name
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Remember the metric if it is the best so far; returns whether it is."""
+        if self.args.metric_for_best_model is None:
+            return False
+        value = metrics[self._metric_name(metrics)]
+        if not better(value, self.state.best_metric, greater_is_better=bool(self.args.greater_is_better)):
+            return False
+        self.state.best_metric = value
+        self.state.best_global_step = self.state.global_step
+        return True
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        raise NotImplementedError
+
+    def _load_best_model(self) -> None:
+        raise NotImplementedError
+
+    def _callback_states(self) -> dict[str, Any]:
+        return callback_states([*self.callback_handler.callbacks, self.control])
+
+    def _restore_callbacks(self, states: dict[str, Any]) -> None:
+        if not self.args.restore_callback_states_from_checkpoint:
+            return
+        states = {name: state for name, state in states.items() if name != "TrainerControl"}
+        left = restore_callback_states(self.callback_handler.callbacks, states)
+        if left:
+            self.notices.tell_once(f"the checkpoint holds state of callbacks that are not there now: {', '.join(left)}")
+
+    def _check_output_dir(self) -> None:
+        if not self.args.should_save:
+            return
+        folder = str(self.args.output_dir)
+        try:
+            os.makedirs(folder, exist_ok=True)
+            probe = os.path.join(folder, f".loopwright-write-test-{os.getpid()}")
+            with open(probe, "w", encoding="utf-8"):
+                pass
+            os.remove(probe)
+        except OSError as error:
+            raise OutputError(
+                f"the output folder {folder!r} cannot be written ({error.strerror}); "
+                "choose another output_dir or change its permissions"
+            ) from error
+
+    # ---- small things users call ------------------------------------------------------------------------------------
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of a split as a table."""
+        if self.is_world_process_zero():
+            print(table(split, metrics))
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics in readable form."""
+        return readable(metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write the metrics to {split}_results.json and all_results.json."""
+        if self.is_world_process_zero():
+            os.makedirs(str(self.args.output_dir), exist_ok=True)
+            write_results(str(self.args.output_dir), split, metrics, combined=combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json into the output folder."""
+        if self.is_world_process_zero():
+            os.makedirs(str(self.args.output_dir), exist_ok=True)
+            self.state.stateful_callbacks = self._callback_states()
+            self.state.save_to_json(os.path.join(str(self.args.output_dir), "trainer_state.json"))
+
+    def store_flos(self) -> None:
+        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
+
+    def end(self) -> None:
+        """Wait for saves in flight; trackers are finished when training ends."""
+        self.checkpoints.wait()
+
+    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Add memory figures when skip_memory_metrics=False."""
+
+    def add_callback(self, callback: Any) -> None:
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        return self.args.process_index == 0
+
+    def _not_yet(self, what: str) -> NoReturn:
+        raise NotAvailable(f"{what} is not available yet, see docs/availability.md")
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search for good arguments (not available yet)."""
+        self._not_yet("hyperparameter_search")
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push the model to a hub (not available yet)."""
+        self._not_yet("push_to_hub")
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the hub repository (not available yet)."""
+        self._not_yet("init_hf_repo")
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a model card (not available yet)."""
+        self._not_yet("create_model_card")

@@ -1,0 +1,54 @@
+"""Noticing that somebody wants the run to stop: SIGTERM and SIGUSR1 set a flag, and the loop looks at it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from ..notices import logger
+
+STOPPED_AFTER_SAVING = 75
+"""Exit code of a run that a signal stopped and that can go on when it is started again."""
+
+WATCHED = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)  # SIGUSR1: not on Windows
+)
+
+
+class Interrupted(BaseException):
+    """Leaves an evaluation or an unfinished update after a signal; never reaches the user."""
+
+
+class SignalWatch:
+    """While entered, notes the first signal and lets a second one do what it did before."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.received: str | None = None
+        self._enabled = enabled
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalWatch:
+        self.received = None
+        # Python allows handlers in the main thread only.
+        if self._enabled and threading.current_thread() is threading.main_thread():
+            for number in WATCHED:
+                self._earlier[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._earlier = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        earlier = self._earlier.get(number)
+        self.received = signal.Signals(number).name
+        logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
+        self._restore()
+        if callable(earlier):
+            earlier(number, frame)
