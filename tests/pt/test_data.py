@@ -152,9 +152,8 @@ def test_creating_and_training_draws_what_transformers_draws() -> None:
 # ---- streams --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_with_a_length_is_one_epoch_per_pass(workers: int) -> None:
-    trainer = train(SizedStream(8), num_train_epochs=2, dataloader_num_workers=0)
+def test_a_stream_with_a_length_is_one_epoch_per_pass() -> None:
+    trainer = train(SizedStream(8), num_train_epochs=2)
     assert trainer.model.seen == list(range(8)) * 2
     assert trainer.state.epoch == 2.0
     assert trainer.train_dataset.epochs == [0, 1]
@@ -186,8 +185,8 @@ def test_streaming_datasets() -> None:
 def test_streaming_datasets_shuffle_anew_in_every_epoch(workers: int) -> None:
     data = datasets.Dataset.from_dict({"ids": list(range(12))}).to_iterable_dataset(num_shards=2)
     shuffled = data.shuffle(seed=3, buffer_size=12)
-    trainer = train(shuffled, max_steps=6, dataloader_num_workers=workers)
-    first, second = trainer.model.batches[:3], trainer.model.batches[3:]
+    trainer = train(shuffled, max_steps=8, dataloader_num_workers=workers, per_device_train_batch_size=3)
+    first, second = trainer.model.batches[:4], trainer.model.batches[4:]
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(12))
     assert first != second
 
@@ -429,9 +428,13 @@ def test_withheld_columns_are_named_once(caplog: Any) -> None:
     assert "name, url" in told[0]
 
 
-def test_withheld_columns_are_named_with_workers_too(caplog: Any) -> None:
-    train([{"ids": i, "name": f"sample {i}"} for i in range(8)], dataloader_num_workers=1, num_train_epochs=1)
-    assert "withheld" in caplog.text and "name" in caplog.text
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_withheld_columns_are_named_once_with_workers_too(start: str, capfd: Any) -> None:
+    data = [{"ids": i, "name": f"sample {i}"} for i in range(8)]
+    options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": start}
+    train(data, num_train_epochs=2 if start == "fork" else 1, **options)
+    told = [line for line in capfd.readouterr().err.splitlines() if "withheld" in line]
+    assert len(told) == 1 and "name" in told[0]
 
 
 def test_a_collator_of_the_users_own_sees_all_columns() -> None:

@@ -46,7 +46,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 POINTS = """
 get_train_dataloader get_eval_dataloader get_test_dataloader num_examples get_batch_samples
-set_initial_training_values get_total_train_batch_size
+set_initial_training_values
 create_optimizer create_scheduler create_optimizer_and_scheduler get_optimizer_cls_and_kwargs get_decay_parameter_names
 training_step compute_loss compute_loss_context_manager autocast_smart_context_manager
 evaluate predict evaluation_loop prediction_step save_model log store_flos floating_point_ops
@@ -453,6 +453,22 @@ def test_get_batch_samples_of_either_signature(signature: str, plain_losses: lis
     trainer.train()
     assert set(names["asked"]) == {1}
     assert losses(trainer) == plain_losses
+
+
+@pytest.mark.parametrize("signature", ["args, dataloader", "args, dataloader, total_train_batch_size"])
+def test_set_initial_training_values_decides_the_length_of_the_run(signature: str) -> None:
+    names: dict[str, Any] = {"Trainer": Trainer}
+    exec(
+        "class Theirs(Trainer):\n"
+        f"    def set_initial_training_values(self, {signature}):\n"
+        "        values = list(super().set_initial_training_values(args, dataloader))\n"
+        "        values[6] = 2\n"
+        "        return tuple(values)\n",
+        names,
+    )
+    trainer = make(names["Theirs"])
+    trainer.train()
+    assert trainer.state.global_step == trainer.state.max_steps == 2
 
 
 def test_floating_point_ops_decides_total_flos() -> None:

@@ -60,18 +60,24 @@ class Acting:
         self.store_flos()
         self._log(logs, start_time=self._started)
 
+    def _stop_if_nonfinite(self) -> None:
+        self.meter.settle()
+        if self.meter.bad:
+            self.log_now()
+
     def _report_nonfinite(self, step: int, reading: Reading) -> None:
         first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
         policy = self.args.on_nonfinite
         if policy == "raise":
             raise NonFiniteError(
-                f"loss or gradients became NaN or infinite at step {first}; the weights are those after step {first - 1}. "
+                f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
+                f"{first - 1}. "
                 'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
             )
         done = "were left out" if policy == "skip" else "were applied all the same"
         self.notices.tell_once(
-            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates {done}. "
-            "Every log says how many there were (nonfinite_updates)"
+            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates "
+            f"{done}. Every log says how many there were (nonfinite_updates)"
         )
 
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -90,14 +96,15 @@ class Acting:
         self.callback_handler.fire("on_log", logs=logs)
 
     def leave(self) -> NoReturn:
-        """After a signal: save the last finished update, note what was still to do, and end the process with code 75."""
+        """After a signal: save the last finished update, note what was still to do, end the process with code 75."""
         wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
         self.progress.pending = [name for name in wishes if getattr(self.control, name)]
         self.save_now()
         self.checkpoints.wait()
         self.checkpoints.raise_if_failed()
         self.callback_handler.fire("on_train_end")
-        logger.warning(f"stopped by {self.signals.received} after saving step {self.state.global_step}; start again to go on")
+        step = self.state.global_step
+        logger.warning(f"stopped by {self.signals.received} after saving step {step}; start again to go on")
         raise SystemExit(STOPPED_AFTER_SAVING)
 
     def resume_pending(self) -> None:

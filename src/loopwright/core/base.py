@@ -66,7 +66,7 @@ class BaseTrainer(Acting):
         """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
         resume_from_checkpoint = self._resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
-            raise NotAvailable("train(trial=...): hyper-parameter search is not available yet, see docs/availability.md")
+            raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
         self.ignore_keys_for_eval = ignore_keys_for_eval
         self._check_output_dir()
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
@@ -157,11 +157,6 @@ class BaseTrainer(Acting):
             self.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
-
-    def _stop_if_nonfinite(self) -> None:
-        self.meter.settle()
-        if self.meter.bad:
-            self.log_now()
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""

@@ -5,8 +5,8 @@
         callbacks say what they want                                                   control
         log, evaluate, save: whatever was asked for, always in this order              act
 
-What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run goes on (order.py and the
-trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
+What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run goes on (order.py and
+the trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
 """
 
 from __future__ import annotations

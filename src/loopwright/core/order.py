@@ -19,7 +19,7 @@ def permutation(n: int, seed: int) -> Indices:
     if n >= LARGEST_32_BIT_DRAW:
         raise ValueError(f"permutation of {n:,} samples needs 64-bit draws; pass a framework's own permutation")
     bits = np.random.MT19937()
-    bits._legacy_seeding(seed & 0xFFFFFFFF)  # type: ignore[attr-defined]  # the seeding torch uses, and the bits it takes
+    bits._legacy_seeding(seed & 0xFFFFFFFF)  # the seeding torch uses, and the bits it takes
     draws = bits.random_raw(max(n - 1, 0))
     order = list(range(n))
     for i, draw in enumerate(draws.tolist()):

@@ -109,6 +109,8 @@ class LossAccounting:
         if self._summed is None:
             return loss
         count = _one_if_none(self._summed)
+        if isinstance(count, Tensor):  # a whole number would be divided in single precision
+            count = count.to(torch.promote_types(loss.dtype, torch.float32))
         strategy.scale_gradients(1 / count)
         return loss / count
 

@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
 
-# ---- tensors ----------------------------------------------------------------------------------------------------------
+# ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,14 +77,30 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
 
 
-# ---- model ------------------------------------------------------------------------------------------------------------
+# ---- model -----------------------------------------------------------------------------------------------------------
 
 
 def model_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
     """A function that writes the model into a folder: its own `save_pretrained` if it has one, else safetensors."""
     if hasattr(model, "save_pretrained"):
-        return lambda folder: model.save_pretrained(str(folder), state_dict=dict(tensors))
+        return lambda folder: _save_pretrained(model, folder, tensors)
     return lambda folder: write_tensors(folder / MODEL, tensors)
+
+
+def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Let the model write itself, without the progress bar it would draw over ours."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        model.save_pretrained(str(folder), state_dict=dict(tensors))
+        return
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(str(folder), state_dict=dict(tensors))
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
 
 
 def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
@@ -144,7 +160,7 @@ def _some(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(listed[:most]) + more
 
 
-# ---- optimizer --------------------------------------------------------------------------------------------------------
+# ---- optimizer -------------------------------------------------------------------------------------------------------
 
 
 def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -168,7 +184,9 @@ def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], 
     return {"groups": groups, "state": state, "extra": extra}, tensors
 
 
-def decode_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module) -> None:
+def decode_optimizer(
+    described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module
+) -> None:
     """Load a described state into the optimizer, parameter by parameter name."""
     names = _parameter_names(optimizer, model)
     current = optimizer.state_dict()
@@ -177,7 +195,8 @@ def decode_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor], o
     ]
     if len(options) != len(current["param_groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(options)} parameter groups, this one has {len(current['param_groups'])}"
+            f"the checkpoint's optimizer has {len(options)} parameter groups, "
+            f"this one has {len(current['param_groups'])}"
         )
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
@@ -234,7 +253,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {name: _decode(each, tensors) for name, each in value["dict"]}
 
 
-# ---- JSON -------------------------------------------------------------------------------------------------------------
+# ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def write_json(path: Path, values: Any) -> None:

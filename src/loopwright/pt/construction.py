@@ -43,11 +43,11 @@ def check_constructor(
     elif model is not None and not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if model_init is not None and any(part is not None for part in optimizers):
-        problems.append("optimizers= holds parameters of one model, so it cannot go with model_init; override create_optimizer")
+        problems.append("optimizers= holds parameters of one model and cannot go with model_init: override create_optimizer")
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
     if args.eval_strategy != "no" and evaluation is None:
-        problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'")
+        problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
     if train is not None and not has_length(train) and args.max_steps <= 0:
         problems.append("the train_dataset has no length, so max_steps must say how long to train")
     if problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -19,6 +20,7 @@ from .loaders import (
     announce_epoch,
     build_loader,
     check_not_empty,
+    check_stream_order,
     has_length,
     ordered_sampler,
     training_sampler,
@@ -51,12 +53,13 @@ class DataMethods(BaseTrainer):
             raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
         check_not_empty(self.train_dataset, "training")
         dataset = self._remove_unused_columns(self.train_dataset, description="training")
-        stream = isinstance(dataset, IterableDataset)
+        if is_stream := isinstance(dataset, IterableDataset):
+            check_stream_order(self.args)
         return self._get_dataloader(
             dataset,
             description="training",
             batch_size=self.args.train_batch_size,
-            sampler=None if stream else self._call_train_sampler(dataset),
+            sampler=None if is_stream else self._call_train_sampler(dataset),
             drop_last=self.args.dataloader_drop_last,
         )
 
@@ -159,14 +162,14 @@ class DataMethods(BaseTrainer):
         self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates."""
-        plan = self._make_plan(dataloader)
+        plan = self._plan_of_arguments(dataloader)
         examples = plan.examples if plan.examples is not None else plan.train_samples
         return (
             plan.epochs,
             plan.updates_per_epoch,
             examples,
             plan.train_samples,
-            plan.total_batch_size,
+            self.get_total_train_batch_size(args),
             plan.batches_per_epoch,
             plan.max_steps,
         )
@@ -176,6 +179,23 @@ class DataMethods(BaseTrainer):
         return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
     def _make_plan(self, loader: Any) -> Plan:
+        """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
+        plan = self._plan_of_arguments(loader)
+        if not is_overridden(self, "set_initial_training_values"):
+            return plan
+        theirs = adapt(self.set_initial_training_values, "total_train_batch_size")
+        values = theirs(self.args, loader, total_train_batch_size=plan.total_batch_size)
+        epochs, updates, examples, _, _, batches, max_steps = values
+        return dataclasses.replace(
+            plan,
+            epochs=epochs,
+            updates_per_epoch=updates,
+            examples=None if plan.examples is None else examples,
+            batches_per_epoch=batches,
+            max_steps=max_steps,
+        )
+
+    def _plan_of_arguments(self, loader: Any) -> Plan:
         sized = has_length(loader)
         if not sized and self.args.max_steps <= 0:
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
@@ -192,24 +212,31 @@ class DataMethods(BaseTrainer):
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch, from where progress stands.
 
-        Random states of a checkpoint are put back after the loader has drawn its seed for the epoch, as it had in the
-        run that saved them.
+        Random states of a checkpoint are put back where the run that saved them stood: inside an epoch after the loader
+        has drawn its seed for it, between two epochs before that.
         """
         loader, progress = self.train_dataloader, self.progress
         self._batches_are_theirs = is_overridden(self, "get_batch_samples")
         announce_epoch(loader, epoch)
-        skip = 0 if self.args.ignore_data_skip else progress.batches_in_epoch
+        done = progress.batches_in_epoch
+        if done == 0:
+            self._put_back_rng()
+        if self.args.ignore_data_skip:
+            progress.batches_in_epoch = progress.samples_in_epoch = done = 0
         self._ordered = sampler = ordered_sampler(loader)
         if sampler is not None:
-            sampler.go_to(epoch, progress.samples_in_epoch if skip else 0)
-            skip = 0
+            sampler.go_to(epoch, progress.samples_in_epoch)
         batches = iter(loader)
-        if skip:
-            self._skip(batches, skip)
+        if done and sampler is None:
+            self._skip(batches, done)
+        self._put_back_rng()
+        return batches
+
+    def _put_back_rng(self) -> None:
+        """Random streams as the checkpoint holds them, once."""
         if self._resume_rng is not None:
             restore_rng(self._resume_rng)
             self._resume_rng = None
-        return batches
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         self.notices.tell_once(
@@ -228,7 +255,8 @@ class DataMethods(BaseTrainer):
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self._batches_are_theirs:
-            return self.get_batch_samples(batches, self.plan.accumulation, self.args.device)[0]
+            theirs = adapt(self.get_batch_samples, "device")
+            return theirs(batches, self.plan.accumulation, device=self.device)[0]
         return list(islice(batches, self.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:

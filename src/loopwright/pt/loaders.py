@@ -58,20 +58,29 @@ class SeededSamples(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
+        self._epoch: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
         if hasattr(self.dataset, "__getitems__"):
-            seed_all(self.seed, *places[0][1:])
+            self._begin(*places[0][1:])
             return self.dataset.__getitems__([index for index, _, _ in places])
         return [self[place] for place in places]
 
     def __getitem__(self, place: tuple[int, int, int]) -> Any:
         index, epoch, position = place
-        seed_all(self.seed, epoch, position)
+        self._begin(epoch, position)
         return self.dataset[index]
+
+    def _begin(self, epoch: int, position: int) -> None:
+        """Seed the sample; a dataset that knows its epoch is told here, since a worker holds a copy of its own."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(epoch)
+        seed_all(self.seed, epoch, position)
 
 
 def seed_all(seed: int, epoch: int, position: int) -> None:
@@ -102,12 +111,24 @@ def _each(dataset: Any) -> Iterator[Any]:
     return (dataset[i] for i in range(len(dataset)))
 
 
+def check_stream_order(args: Any) -> None:
+    """Refuse an order that a stream cannot have: its samples come as they come."""
+    if _sampling_strategy(args) == "group_by_length":
+        raise ArgumentsError(
+            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples are picked by index, "
+            "not a stream; use 'random', or sort the stream itself"
+        )
+
+
+def _sampling_strategy(args: Any) -> str:
+    return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+
+
 def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: str) -> OrderedSampler | None:
     """The sampler of the training data, or None for data that comes in its own order."""
-    strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    strategy = _sampling_strategy(args)
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
-        if strategy == "group_by_length":
-            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset with a length, not a stream")
+        check_stream_order(args)
         return None
     lengths = sample_lengths(dataset, args.length_column_name, input_name) if strategy == "group_by_length" else None
     order = Order(

@@ -121,15 +121,23 @@ class LossProbe:
             return False
         if targets.is_floating_point() or targets.dtype is torch.bool:
             return False
-        changed = _with_other_first(targets)
-        if changed is None:
+        first = torch.zeros_like(targets, dtype=torch.bool)
+        first[..., 0] = True
+        others = _other_classes(targets)
+        if others is None or bool((targets[first] == IGNORED).all()):
             return None
         name = next(name for name, value in inputs.items() if value is targets)
-        # The count is the batch's own in both, for losses that cannot do without one.
+        # The count is the batch's own, and the same each time, for losses that cannot do without one.
         items = count_targets(inputs, label_names, shifted=False)
-        plain = _number(self._loss(inputs, items))
-        other = _number(self._loss({**inputs, name: changed}, items))
-        return None if plain != plain or other != other else plain == other
+
+        def value(labels: Tensor) -> float:
+            return _number(self._loss({**inputs, name: labels}, items))
+
+        plain, without = value(targets), value(torch.where(first, others, targets))
+        if plain == 0 or plain != plain or without != without:
+            return None
+        # A loss that ignores every target, not just the first ones, is not shifted.
+        return plain == without and plain != value(torch.where(first, targets, others))
 
     def _close(self, a: float, b: float) -> bool:
         return abs(a - b) <= self._tolerance * max(abs(a), abs(b))
@@ -144,18 +152,16 @@ def _number(loss: Any) -> float:
     return check_loss(loss[0] if isinstance(loss, (tuple, list)) else loss).double().item()
 
 
-def _with_other_first(targets: Tensor) -> Tensor | None:
-    """The targets with another class in the first place of each row; None if all are ignored or the classes are one.
+def _other_classes(targets: Tensor) -> Tensor | None:
+    """Another class for every target that counts; None if there is no second one among them.
 
-    Only classes that occur in the batch are used: not every loss can take one that does not, or an ignored target.
+    Only classes of the batch are used: not every loss can take one that does not exist, or an ignored target.
     """
-    first, counted = targets[..., 0], targets[targets != IGNORED]
-    if bool((first == IGNORED).all()) or bool((counted == counted[0]).all()):
+    counted = targets[targets != IGNORED]
+    if counted.numel() == 0 or bool((counted == counted[0]).all()):
         return None
     low, high = counted.min(), counted.max()
-    changed = targets.clone()
-    changed[..., 0] = torch.where(first == IGNORED, first, torch.where(first == high, low, high))
-    return changed
+    return torch.where(targets == IGNORED, targets, torch.where(targets == high, low, high))
 
 
 @contextmanager

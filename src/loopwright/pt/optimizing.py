@@ -19,6 +19,7 @@ class OptimizerMethods(BaseTrainer):
     """Optimizer, schedule and learning rates."""
 
     args: Any
+    strategy: Any
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     train_dataloader: Any
 

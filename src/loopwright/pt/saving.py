@@ -13,7 +13,7 @@ from torch import nn
 
 from ..core.base import BaseTrainer
 from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
-from ..core.overrides import is_overridden
+from ..core.overrides import adapt, is_overridden
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
 from .checkpoint import (
@@ -35,6 +35,7 @@ class SavingMethods(BaseTrainer):
     """Saving and resuming."""
 
     args: Any
+    strategy: Any
     processing_class: Any
     data_collator: Any
     _resume_rng: dict[str, Any] | None
@@ -56,7 +57,7 @@ class SavingMethods(BaseTrainer):
     def _save_companions(self, folder: Path) -> None:
         """What belongs to a model besides weights: its processor and the arguments."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if hasattr(processor, "save_pretrained"):
+        if processor is not None and hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(folder))
         (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
 
@@ -86,7 +87,8 @@ class SavingMethods(BaseTrainer):
         keep = host_copy if copy else dict
         writers: list[Callable[[Path], None]] = []
         if self._saves_models_itself():
-            writers.append(lambda folder: self.save_model(str(folder), _internal_call=True))
+            save_model = adapt(self.save_model, "_internal_call")
+            writers.append(lambda folder: save_model(str(folder), _internal_call=True))
         else:
             module = plain_module(self.model)
             writers += [model_writer(module, keep(module.state_dict())), self._save_companions]
@@ -117,7 +119,7 @@ class SavingMethods(BaseTrainer):
             SCHEDULER: self.lr_scheduler.state_dict(),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
-        scaler = self.strategy.precision.state_dict()  # type: ignore[attr-defined]
+        scaler = self.strategy.precision.state_dict()
         return {**documents, **({SCALER: scaler} if scaler is not None else {})}
 
     def _part_states(self) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class SavingMethods(BaseTrainer):
     def _load_part_states(self, states: dict[str, Any]) -> None:
         """The counterpart of `_part_states`."""
 
-    # ---- resuming -----------------------------------------------------------------------------------------------------
+    # ---- resuming ---------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
@@ -152,7 +154,7 @@ class SavingMethods(BaseTrainer):
         decode_optimizer(*read_optimizer(folder), self.optimizer, plain_module(self.model))
         self.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
         if (folder / SCALER).is_file():
-            self.strategy.precision.load_state_dict(read_json(folder / SCALER))  # type: ignore[attr-defined]
+            self.strategy.precision.load_state_dict(read_json(folder / SCALER))
         self._resume_rng = rng_from_json(read_json(folder / RNG))
 
     def _adopt_state(self, saved: TrainerState) -> None:

@@ -40,6 +40,8 @@ from .work import WorkCounter, operations_per_token, tokens_in
 class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
+    args: Any
+    strategy: Any
     loss_is_scaled_for_ga: bool | None = None
     """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
 
@@ -352,7 +354,7 @@ class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
         update.batches = split_all(update.batches, 2)
         self._count(update)
         self.notices.tell_once(
-            f"out of memory: micro-batches are cut in {self.micro_split} from here on; what an update learns stays the same"
+            f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
         )
         return True
 

@@ -1,4 +1,4 @@
-"""The manifest: which files a checkpoint consists of, with sizes and hashes; written last, so that it vouches for all."""
+"""The manifest: the files of a checkpoint with sizes and hashes; written last, so that it vouches for all of them."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""Calling a user's method with what it accepts, and refusing what nobody would call."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import loopwright
+from loopwright.core.base import BaseTrainer
+from loopwright.core.overrides import NEVER_CALLED, accepts, adapt, is_overridden, names_parameter, refuse_dead_overrides
+
+
+def two(a: Any, b: Any) -> Any:
+    return (a, b)
+
+
+def optional(a: Any, b: Any, extra: Any = None) -> Any:
+    return (a, b, extra)
+
+
+def anything(a: Any, b: Any, **kwargs: Any) -> Any:
+    return (a, b, kwargs)
+
+
+def keyword_only(a: Any, b: Any, *, extra: Any) -> Any:
+    return (a, b, extra)
+
+
+class Callable:
+    def __call__(self, a: Any, b: Any) -> Any:
+        return (a, b)
+
+    def method(self, a: Any, b: Any, extra: Any = 0) -> Any:
+        return (a, b, extra)
+
+
+CASES = [
+    (two, (1, 2)),
+    (optional, (1, 2, 5)),
+    (anything, (1, 2, {"extra": 5, "more": 6})),
+    (keyword_only, (1, 2, 5)),
+    (Callable(), (1, 2)),
+    (Callable().method, (1, 2, 5)),
+    (functools.partial(two, 1), None),
+    (lambda a, b, more: (a, b, more), (1, 2, 6)),
+]
+
+
+@pytest.mark.parametrize(("function", "expected"), CASES, ids=lambda value: getattr(value, "__name__", None))
+def test_a_function_gets_the_optional_arguments_it_takes(function: Any, expected: Any) -> None:
+    adapted = adapt(function, "extra", "more")
+    if expected is None:
+        assert adapted(2, extra=5, more=6) == (1, 2)
+    else:
+        assert adapted(1, 2, extra=5, more=6) == expected
+
+
+def test_a_function_that_takes_everything_is_left_alone() -> None:
+    assert adapt(anything, "extra") is anything and adapt(optional, "extra") is optional
+
+
+def test_arguments_that_are_not_optional_are_passed_in_any_case() -> None:
+    with pytest.raises(TypeError):
+        adapt(two, "extra")(1, 2, another=3)
+
+
+def test_naming_and_accepting_differ() -> None:
+    assert accepts(anything, "extra") and not names_parameter(anything, "extra")
+    assert accepts(optional, "extra") and names_parameter(optional, "extra")
+    assert not accepts(two, "extra")
+    assert not accepts(dict.fromkeys, "extra")
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_an_override_nobody_would_call_is_refused(name: str) -> None:
+    cls = type("Mine", (loopwright.Trainer,), {name: lambda self: None})
+    with pytest.raises(loopwright.OverrideError, match=f"Mine overrides {name}.*Override instead: "):
+        refuse_dead_overrides(cls, BaseTrainer)
+
+
+def test_the_trainer_refuses_when_it_is_created(tmp_path: Any) -> None:
+    import torch
+
+    cls = type("Mine", (loopwright.Trainer,), {"_inner_training_loop": lambda self: None})
+    with pytest.raises(loopwright.OverrideError, match="training_step or compute_loss"):
+        cls(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_what_is_refused_does_not_exist_here(name: str) -> None:
+    assert not hasattr(loopwright.Trainer, name)
+
+
+def test_overridden_means_by_the_user() -> None:
+    class Mine(loopwright.Trainer):
+        def log(self, *args: Any) -> None: ...
+
+    mine = Mine.__new__(Mine)
+    assert is_overridden(mine, "log") and not is_overridden(mine, "compute_loss")
+    mine.compute_loss = lambda *args: None  # type: ignore[method-assign]
+    assert is_overridden(mine, "compute_loss")

@@ -1,0 +1,246 @@
+"""What can only be shown on a GPU; also runs without pytest: `python tests/gpu/test_one_gpu.py`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
+
+from loopwright import Trainer, TrainerCallback, TrainingArguments
+from tests.side_by_side.tasks import TASKS, Regression, regression_data
+
+HAS_GPU = torch.cuda.is_available()
+try:
+    import pytest
+
+    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA or ROCm device")
+except ImportError:
+    pass
+
+
+def train(
+    model: nn.Module, data: Any, *, cls: Any = Trainer, resume: Any = None, callbacks: Any = None, **options: Any
+) -> Any:
+    defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "save_strategy": "no", "logging_steps": 1,
+                "disable_tqdm": True, "learning_rate": 1e-2, "seed": 3}  # fmt: skip
+    folder = options.pop("output_dir", None) or tempfile.mkdtemp()
+    args = TrainingArguments(folder, **{**defaults, **options})
+    trainer = cls(model, args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in pairs)
+
+
+class NoWaiting(TrainerCallback):
+    """Makes every wait of the host for the device an error, except at log points."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 18:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_wait_between_log_points() -> None:
+    for name in ("regression", "llama"):
+        for accumulation, extra in ((1, {}), (3, {}), (1, {"bf16": True}), (1, {"on_nonfinite": "skip"})):
+            try:
+                data = TASKS[name].data(96 * accumulation)
+                for sample in data:
+                    sample.pop("attention_mask", None)  # transformers looks at it with a Python `if`, which waits
+                trainer = train(
+                    TASKS[name].model(0.1), data, callbacks=[NoWaiting()], max_steps=20, logging_steps=20,
+                    gradient_accumulation_steps=accumulation, **extra,
+                )  # fmt: skip
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert trainer.state.global_step == 20, (name, accumulation)
+
+
+def test_class_weights_written_for_cpu_work() -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = train(TASKS["bert"].model(0.0), TASKS["bert"].data(16), cls=Weighted)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_numbers_agree_with_the_cpu_and_with_transformers() -> None:
+    import transformers
+
+    for name in TASKS:
+        torch.manual_seed(0)
+        model, data = TASKS[name].model(0.0), TASKS[name].data(24)
+        gpu, cpu = (losses(train(copy.deepcopy(model), data, use_cpu=use_cpu)) for use_cpu in (False, True))
+        args = transformers.TrainingArguments(
+            tempfile.mkdtemp(), per_device_train_batch_size=4, num_train_epochs=2, save_strategy="no", logging_steps=1,
+            disable_tqdm=True, learning_rate=1e-2, seed=3, report_to="none",
+        )  # fmt: skip
+        theirs = transformers.Trainer(copy.deepcopy(model), args, train_dataset=data)
+        theirs.train()
+        for a, b, c in zip(gpu, cpu, losses(theirs), strict=True):
+            assert abs(a - c) <= 1e-5 * abs(c), (name, a, c)
+            assert abs(a - b) <= 2e-3 * abs(b), (name, a, b)
+
+
+def test_half_precision_trains_and_keeps_fp32_weights() -> None:
+    for options in ({"bf16": True}, {"fp16": True}, {"tf32": True}):
+        trainer = train(TASKS["llama"].model(0.0), TASKS["llama"].data(32), **options)
+        found = losses(trainer)
+        assert all(map(torch.isfinite, torch.tensor(found))) and found[-1] < found[0], (options, found)
+        assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+
+
+def test_fp16_overflow_does_not_move_weights_or_schedule() -> None:
+    class Overflow(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+            loss = model(**inputs)["loss"]
+            return loss * float("inf") if self.state.global_step == 2 else loss
+
+    trainer = train(Regression(), regression_data(20), cls=Overflow, fp16=True, num_train_epochs=1)
+    rates = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
+    assert rates[2] == rates[3] and all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_a_skipped_update_changes_nothing() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watch(TrainerCallback):
+        def note(self, model: Any, optimizer: Any) -> None:
+            state = optimizer.state_dict()["state"]
+            seen.append({"w": [p.detach().clone() for p in model.parameters()], "s": copy.deepcopy(state)})
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            if state.global_step == 2:
+                self.note(kw["model"], kw["optimizer"])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
+            if state.global_step == 3:
+                self.note(kw["model"], kw["optimizer"])
+
+    class Bad(Trainer):
+        def compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = model(**inputs)["loss"]
+            return loss * float("nan") if self.state.global_step == 2 else loss
+
+    trainer = train(Regression(), regression_data(24), cls=Bad, on_nonfinite="skip", callbacks=[Watch()])
+    before, after = seen
+    assert all(torch.equal(a, b) for a, b in zip(before["w"], after["w"], strict=True))
+    for index, slots in before["s"].items():
+        assert all(torch.equal(value, after["s"][index][slot]) for slot, value in slots.items())
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_resume_is_bit_exact_under_full_determinism_also_with_async_saves() -> None:
+    for name in ("regression", "llama"):
+        for background in (True, False):
+            torch.manual_seed(0)
+            model, data, folder = TASKS[name].model(0.2), TASKS[name].data(40), tempfile.mkdtemp()
+            options = {"full_determinism": True, "save_strategy": "steps", "save_steps": 3, "async_save": background}
+            whole = train(copy.deepcopy(model), data, output_dir=folder, **options)
+            for step in (3, 12):
+                part = train(copy.deepcopy(model), data, resume=f"{folder}/checkpoint-{step}", **options)
+                assert same(whole.model, part.model), (name, step)
+                assert losses(part) == losses(whole)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_checkpoint_moves_between_gpu_and_cpu() -> None:
+    torch.manual_seed(0)
+    model, data, folder = Regression(), regression_data(24), tempfile.mkdtemp()
+    train(copy.deepcopy(model), data, output_dir=folder, save_strategy="steps", save_steps=4)
+    back = train(copy.deepcopy(model), data, resume=f"{folder}/checkpoint-4", use_cpu=True)
+    assert back.state.global_step == 12
+
+
+def test_out_of_memory_is_answered_by_smaller_micro_batches() -> None:
+    class Hungry(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Regression()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            waste = torch.empty(len(x), 2**28, device=x.device)  # 1 GiB a sample
+            return {"loss": self.inner(x, labels)["loss"] + 0 * waste[0, 0].nan_to_num()}
+
+    torch.manual_seed(0)
+    model, data = Hungry(), regression_data(32)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(5 * 2**30 / total)
+    try:
+        small = train(copy.deepcopy(model), data, per_device_train_batch_size=16, auto_find_batch_size=True)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    whole = train(copy.deepcopy(model.inner), data, per_device_train_batch_size=16)
+    assert small.micro_split == 4
+    for a, b in zip(losses(small), losses(whole), strict=True):
+        assert abs(a - b) < 1e-5 * abs(b)
+
+
+def milliseconds_per_update(library: Any, task: str, updates: int = 200) -> float:
+    args = library.TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=4, num_train_epochs=1, save_strategy="no", disable_tqdm=True,
+        report_to="none",
+    )  # fmt: skip
+    trainer = library.Trainer(TASKS[task].model(0.0), args, train_dataset=TASKS[task].data(4 * updates))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    trainer.train()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / updates * 1e3
+
+
+def report_speed() -> None:
+    """Milliseconds per update of small models, ours and transformers' (a number to look at, not a test)."""
+    import transformers
+
+    import loopwright
+
+    for name in ("regression", "bert", "llama"):
+        row = [milliseconds_per_update(library, name) for library in (loopwright, transformers) * 2]
+        print(f"{name}: loopwright {min(row[0::2]):.3f} ms/update, transformers {min(row[1::2]):.3f} ms/update")
+
+
+def main() -> int:
+    print(torch.__version__, torch.cuda.get_device_name() if HAS_GPU else "no GPU")
+    failed = 0
+    for name, function in list(globals().items()):
+        if name.startswith("test_"):
+            start = time.time()
+            try:
+                function()
+                print(f"passed  {name}  {time.time() - start:.1f} s")
+            except Exception:
+                failed += 1
+                print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}")
+    report_speed()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
