@@ -153,24 +153,22 @@ def test_a_method_put_on_the_instance_is_heard() -> None:
 
 
 def test_the_calling_style_of_other_handlers_works() -> None:
-    metrics, logs = [], []
+    seen: list[Any] = []
 
     class Listens(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            self.note(metrics)
+            seen.append(metrics)
 
         on_predict = on_evaluate
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-            self.logs(logs)
-
-        note, logs = metrics.append, logs.append
+            seen.append(logs)
 
     events = handler(Listens())
     events.on_evaluate(None, None, None, {"a": 1})
     events.on_predict(None, None, None, {"b": 2})
     events.on_log(None, None, None, {"c": 3})
     events.call_event("on_log", None, None, None, logs={"d": 4})
-    assert metrics == [{"a": 1}, {"b": 2}] and logs == [{"c": 3}, {"d": 4}]
+    assert seen == [{"a": 1}, {"b": 2}, {"c": 3}, {"d": 4}]
     for event in ("on_save", "on_prediction_step"):
         assert getattr(events, event)(None, None, None) is events.control

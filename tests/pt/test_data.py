@@ -176,6 +176,26 @@ def test_a_stream_loaded_by_workers_gives_every_worker_its_copy() -> None:
     assert sorted(trainer.model.seen) == sorted(list(range(4)) * 2)
 
 
+class KnowsItsPass(Stream):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([{"ids": 100 * self.epoch + i} for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dataloader_num_workers": 1}, {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}],
+    ids=str,
+)
+def test_a_stream_that_knows_its_pass_is_told_it(options: dict[str, Any]) -> None:
+    batches = seen(KnowsItsPass(), max_steps=3, **options)
+    assert batches == [[100 * e + i for i in range(4)] for e in range(3)]
+
+
 def test_streaming_datasets() -> None:
     data = datasets.Dataset.from_dict({"ids": list(range(11)), "other": ["text"] * 11}).to_iterable_dataset()
     assert train(data, max_steps=4).model.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10], [0, 1, 2, 3]]

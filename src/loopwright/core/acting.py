@@ -122,6 +122,9 @@ class Acting:
         is_best = self._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
             self.control.should_save = is_best
+        elif is_best and self.args.load_best_model_at_end:
+            # Saving may come at other steps than evaluating; the best model is kept whenever it shows up.
+            self.control.should_save = True
 
     def save_now(self) -> None:
         """Save a checkpoint as the training loop does."""

@@ -32,16 +32,19 @@ class EvalPlan:
     compute_metrics: Callable[..., dict[str, Any]] | None
     loss_only: bool
     per_batch_metrics: bool = False
+    """The metrics function collects batch by batch, so it needs no predictions to be kept."""
     concat: bool = True
     include: list[str] = field(default_factory=list)
     weight_by_items: bool = True
     host_every: int = 1
     """Batches kept on the device before their outputs move to the host."""
     expected_rows: int | None = None
+    keep_always: bool = False
+    """Predictions are what the caller wants, whatever the metrics need."""
 
     @property
     def keeps_predictions(self) -> bool:
-        return not self.loss_only and not self.per_batch_metrics
+        return not self.loss_only and (self.keep_always or not self.per_batch_metrics)
 
 
 def run_evaluation(
@@ -53,47 +56,87 @@ def run_evaluation(
     prefix: str,
 ) -> EvalLoopOutput:
     """Go through the batches; returns predictions and labels (if kept), metrics and the number of samples."""
-    losses = WeightedLoss(read)
-    stores = {name: PredictionStore(plan.expected_rows, concat=plan.concat) for name in ("logits", "labels", "inputs")}
-    sample_losses = PredictionStore(plan.expected_rows)
-    waiting: list[EvalStep] = []
-    samples, metrics = 0, {}
-
-    def to_stores() -> None:
-        for step in waiting:
-            for name in ("logits", "labels") + (("inputs",) if "inputs" in plan.include else ()):
-                stores[name].append(to_host(getattr(step, name)))
-            if "loss" in plan.include and step.loss is not None:
-                sample_losses.append(to_host(_loss_per_sample(step)))
-        waiting.clear()
-
-    last: EvalStep | None = None
+    losses, kept, collected, samples = WeightedLoss(read), Kept(plan, to_host), BatchMetrics(plan), 0
     for step in steps:
         samples += step.samples
         losses.add(step.loss, step.items if plan.weight_by_items else step.samples)
-        if plan.keeps_predictions:
-            waiting.append(step)
-            if len(waiting) >= plan.host_every:
-                to_stores()
-        elif plan.per_batch_metrics and plan.compute_metrics is not None:
-            if last is not None:
-                _batch_metrics(plan, last, to_host, final=False)
-            last = step
-    to_stores()
-
-    if last is not None:
-        metrics = _batch_metrics(plan, last, to_host, final=True)
-    predictions, labels = stores["logits"].result(), stores["labels"].result()
-    if plan.compute_metrics is not None and plan.keeps_predictions and predictions is not None and labels is not None:
-        extra = {"inputs": stores["inputs"].result(), "losses": sample_losses.result()}
-        metrics = plan.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **_given(extra)))
-    metrics = {name: value for name, value in plain_numbers(metrics or {}).items()}
+        kept.add(step)
+        collected.add(step)
+    kept.to_host()
+    metrics = plain_numbers(collected.result() if plan.per_batch_metrics else kept.metrics())
     loss = losses.mean()
     if loss is not None:
         metrics[f"{prefix}_loss"] = loss
     return EvalLoopOutput(
-        predictions=predictions, label_ids=labels, metrics=with_prefix(metrics, prefix), num_samples=samples
+        predictions=kept.result("logits"),
+        label_ids=kept.result("labels"),
+        metrics=with_prefix(metrics, prefix),
+        num_samples=samples,
     )
+
+
+class Kept:
+    """Predictions, labels and whatever else metrics ask for, moved to the host every few batches."""
+
+    def __init__(self, plan: EvalPlan, to_host: Callable[[Any], Any]) -> None:
+        self._plan, self._move = plan, to_host
+        self._waiting: list[EvalStep] = []
+        names = ["logits", "labels", *(name for name in ("inputs", "loss") if name in plan.include)]
+        self._stores = {name: PredictionStore(plan.expected_rows, concat=plan.concat) for name in names}
+
+    def add(self, step: EvalStep) -> None:
+        if not self._plan.keeps_predictions:
+            return
+        self._waiting.append(step)
+        if len(self._waiting) >= self._plan.host_every:
+            self.to_host()
+
+    def to_host(self) -> None:
+        for step in self._waiting:
+            for name, store in self._stores.items():
+                value = _loss_per_sample(step) if name == "loss" else getattr(step, name)
+                store.append(self._move(value))
+        self._waiting = []
+
+    def result(self, name: str) -> Any:
+        return self._stores[name].result() if name in self._stores else None
+
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of everything kept; none without predictions and labels."""
+        predictions, labels = self.result("logits"), self.result("labels")
+        if self._plan.compute_metrics is None or predictions is None or labels is None:
+            return {}
+        extra = {"inputs": self.result("inputs"), "losses": self.result("loss")}
+        given = {name: value for name, value in extra.items() if value is not None}
+        return self._plan.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)) or {}
+
+
+class BatchMetrics:
+    """Metrics collected batch by batch: the function is told when the last batch comes, and returns the result."""
+
+    def __init__(self, plan: EvalPlan) -> None:
+        self._plan = plan
+        self._last: EvalStep | None = None
+
+    def add(self, step: EvalStep) -> None:
+        if not self._plan.per_batch_metrics or self._plan.compute_metrics is None or self._plan.loss_only:
+            return
+        if self._last is not None:
+            self._compute(self._last, final=False)
+        self._last = step
+
+    def result(self) -> dict[str, Any]:
+        return {} if self._last is None else self._compute(self._last, final=True)
+
+    def _compute(self, step: EvalStep, *, final: bool) -> dict[str, Any]:
+        assert self._plan.compute_metrics is not None
+        extra: dict[str, Any] = {}
+        if "inputs" in self._plan.include:
+            extra["inputs"] = step.inputs
+        if "loss" in self._plan.include:
+            extra["losses"] = _loss_per_sample(step)
+        prediction = EvalPrediction(predictions=step.logits, label_ids=step.labels, **extra)
+        return self._plan.compute_metrics(prediction, compute_result=final) or {}
 
 
 class WeightedLoss:
@@ -133,26 +176,12 @@ class WeightedLoss:
         self._losses, self._weights = [], []
 
 
-def _batch_metrics(plan: EvalPlan, step: EvalStep, to_host: Callable[[Any], Any], *, final: bool) -> dict[str, Any]:
-    """Metrics that are collected batch by batch; only the last call returns the result."""
-    assert plan.compute_metrics is not None
-    extra: dict[str, Any] = {}
-    if "inputs" in plan.include:
-        extra["inputs"] = step.inputs
-    if "loss" in plan.include:
-        extra["losses"] = _loss_per_sample(step)
-    prediction = EvalPrediction(predictions=step.logits, label_ids=step.labels, **extra)
-    return plan.compute_metrics(prediction, compute_result=final) or {}
-
-
 def _loss_per_sample(step: EvalStep) -> Any:
-    """The batch's loss, once for each of its samples."""
+    """The batch's loss, once for each of its samples; None without a loss."""
     loss = step.loss
+    if loss is None:
+        return None
     return loss.reshape(1).repeat(step.samples) if hasattr(loss, "reshape") else [loss] * step.samples
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def needs_compute_result(compute_metrics: Callable[..., Any]) -> bool:

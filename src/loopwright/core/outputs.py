@@ -68,7 +68,7 @@ class PredictionOutput(NamedTuple):
 
     predictions: Any
     label_ids: Any
-    metrics: dict[str, float] | None
+    metrics: dict[str, float]
 
 
 class EvalLoopOutput(NamedTuple):
@@ -76,8 +76,8 @@ class EvalLoopOutput(NamedTuple):
 
     predictions: Any
     label_ids: Any
-    metrics: dict[str, float] | None
-    num_samples: int | None
+    metrics: dict[str, float]
+    num_samples: int
 
 
 class BestRun(NamedTuple):

@@ -63,7 +63,9 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -
         if tensor.numel() and pointer in owners:
             stored[name] = tensor.clone()
         owners.add(pointer)
-    save_file(stored, str(path), metadata={"format": "pt", "aliases": json.dumps(aliases)})
+    # One entry only: safetensors writes several in a random order, and equal tensors should be equal files.
+    metadata = {"aliases": json.dumps(aliases)} if aliases else {"format": "pt"}
+    save_file(stored, str(path), metadata=metadata)
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

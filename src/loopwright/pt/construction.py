@@ -8,17 +8,28 @@ from typing import Any
 
 from torch import nn
 
+from ..args.base import BaseArguments
+from ..args.field import nearest
+from ..core.evaluation import needs_compute_result
 from ..errors import ArgumentsError, DataError, UnknownArgument
 from ..notices import logger
 from .collators import DataCollatorWithPadding, default_data_collator
 from .loaders import has_length
 
 
+PARAMETERS = (
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init",
+    "compute_loss_func", "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
+    "preprocess_logits_for_metrics", "tokenizer",
+)  # fmt: skip
+"""Every name the constructor of a trainer takes."""
+
+
 def old_tokenizer(processing_class: Any, old_names: dict[str, Any]) -> Any:
     """`tokenizer=` is what `processing_class=` was called before."""
     tokenizer = old_names.pop("tokenizer", None)
     if old_names:
-        raise UnknownArgument(f"Trainer has no argument {', '.join(repr(name) for name in old_names)}")
+        raise UnknownArgument([f"Trainer has no argument {name!r}{nearest(name, PARAMETERS)}" for name in old_names])
     if tokenizer is None:
         return processing_class
     if processing_class is not None:
@@ -34,8 +45,10 @@ def check_constructor(
     optimizer_cls_and_kwargs: Any,
     args: Any,
     datasets: tuple[Any, Any],
+    compute_metrics: Callable[..., Any] | None = None,
 ) -> None:
     """Everything that is wrong with the constructor's arguments, at once."""
+    _check_kinds(args, optimizers)
     train, evaluation = datasets
     problems = []
     if (model is None) == (model_init is None):
@@ -50,6 +63,23 @@ def check_constructor(
         problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
     if train is not None and not has_length(train) and args.max_steps <= 0:
         problems.append("the train_dataset has no length, so max_steps must say how long to train")
+    if args.batch_eval_metrics and compute_metrics is not None and not needs_compute_result(compute_metrics):
+        problems.append(
+            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but this "
+            "compute_metrics has no parameter compute_result; add it, or set batch_eval_metrics=False"
+        )
+    if problems:
+        raise ArgumentsError(problems)
+
+
+def _check_kinds(args: Any, optimizers: Any) -> None:
+    """Refuse what the other checks could not even read."""
+    problems = []
+    if not isinstance(args, BaseArguments):
+        kind = f"{type(args).__module__}.{type(args).__qualname__}".removeprefix("builtins.")
+        problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {type(optimizers).__name__}")
     if problems:
         raise ArgumentsError(problems)
 

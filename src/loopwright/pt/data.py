@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -68,9 +68,15 @@ class DataMethods(BaseTrainer):
         if eval_dataset is None and self.eval_dataset is None:
             raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            eval_dataset = self._named_eval_dataset(eval_dataset)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         return self._evaluation_loader(dataset, "evaluation")
+
+    def _named_eval_dataset(self, name: str) -> Any:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if name not in sets:
+            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {', '.join(sets) or 'no named sets'}")
+        return sets[name]
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of the data to predict."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..core.base import BaseTrainer
 from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
+from ..core.metric_objects import MetricObjects
 from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..core.overrides import adapt, names_parameter
 from ..core.predictions import map_nested
@@ -35,6 +36,8 @@ class EvaluationMethods(BaseTrainer):
     label_names: list[str]
     can_return_loss: bool
     memory: MemoryMeter
+    _wants_predictions: bool = False
+    _evaluating_each: bool = False
 
     # ---- what users call --------------------------------------------------------------------------------------------
 
@@ -61,23 +64,31 @@ class EvaluationMethods(BaseTrainer):
 
     def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for name, dataset in datasets.items():
-            own = self.eval_dataset
-            known = isinstance(own, Mapping) and own.get(name) is dataset
-            metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
+        own = self.eval_dataset
+        self._evaluating_each = True
+        try:
+            for name, dataset in datasets.items():
+                known = isinstance(own, Mapping) and own.get(name) is dataset
+                metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
+        finally:
+            self._evaluating_each = False
         return metrics
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions in the dataset's order, its labels if it has any, and metrics."""
-        output = self._go_through(
-            lambda: self.get_test_dataloader(test_dataset),  # type: ignore[attr-defined]
-            "Prediction",
-            loss_only=None,
-            ignore_keys=ignore_keys,
-            prefix=metric_key_prefix,
-        )
+        self._wants_predictions = True
+        try:
+            output = self._go_through(
+                lambda: self.get_test_dataloader(test_dataset),  # type: ignore[attr-defined]
+                "Prediction",
+                loss_only=None,
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+        finally:
+            self._wants_predictions = False
         self.callback_handler.fire("on_predict", metrics=output.metrics)
         return PredictionOutput(output.predictions, output.label_ids, output.metrics)
 
@@ -115,17 +126,7 @@ class EvaluationMethods(BaseTrainer):
     ) -> EvalLoopOutput:
         """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        dataset = getattr(dataloader, "dataset", None)
-        plan = EvalPlan(
-            compute_metrics=self.compute_metrics,
-            loss_only=loss_only,
-            per_batch_metrics=self.args.batch_eval_metrics,
-            concat=self.args.eval_do_concat_batches,
-            include=list(self.args.include_for_metrics),
-            weight_by_items=self.args.eval_loss_reduction == "item_mean",
-            host_every=self.args.eval_accumulation_steps or 1,
-            expected_rows=len(dataset) if has_length(dataset) else None,  # type: ignore[arg-type]
-        )
+        plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.model.training
         self._bind_overrides()  # type: ignore[attr-defined]
@@ -134,15 +135,27 @@ class EvaluationMethods(BaseTrainer):
         try:
             with casts:
                 steps = self._eval_steps(dataloader, loss_only, ignore_keys)
-                output = run_evaluation(
-                    steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix
-                )
+                output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
         finally:
             if was_training:
                 strategy.training()
         if output.num_samples == 0:
             raise DataError(f"{description}: the data gave no batch")
         return output
+
+    def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
+        dataset: Any = getattr(dataloader, "dataset", None)
+        return EvalPlan(
+            compute_metrics=self.compute_metrics,
+            loss_only=loss_only,
+            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.compute_metrics, MetricObjects),
+            concat=self.args.eval_do_concat_batches,
+            include=list(self.args.include_for_metrics),
+            weight_by_items=self.args.eval_loss_reduction == "item_mean",
+            host_every=self.args.eval_accumulation_steps or 1,
+            expected_rows=len(dataset) if has_length(dataset) else None,
+            keep_always=self._wants_predictions,
+        )
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict = adapt(self.prediction_step, "ignore_keys")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 from ..core.order import Order
 from ..errors import ArgumentsError, DataError
@@ -83,6 +83,30 @@ class SeededSamples(Dataset[Any]):
         seed_all(self.seed, epoch, position)
 
 
+class SeededStream(IterableDataset[Any]):
+    """A stream whose random draws in a worker depend on epoch and worker alone, not on what the run drew before."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        # Workers that outlive an epoch hold a copy of this object; through shared memory they learn which one begins.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, epoch = get_worker_info(), int(self._epoch)
+        if worker is not None:
+            self.set_epoch(epoch)
+            seed_all(self.seed, epoch, worker.id)
+        return iter(self.dataset)
+
+
 def seed_all(seed: int, epoch: int, position: int) -> None:
     """Seed Python, numpy and torch for one sample."""
     mixed = int(np.random.SeedSequence((seed, epoch, position)).generate_state(1)[0])
@@ -120,7 +144,14 @@ def check_stream_order(args: Any) -> None:
         )
 
 
+def data_seed(args: Any) -> int:
+    """The seed of everything random about the data."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def _sampling_strategy(args: Any) -> str:
+    if getattr(args, "sortish_sampler", False):  # what Seq2SeqTrainingArguments calls it
+        return "group_by_length"
     return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
 
 
@@ -133,7 +164,7 @@ def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: st
     lengths = sample_lengths(dataset, args.length_column_name, input_name) if strategy == "group_by_length" else None
     order = Order(
         n=len(dataset),
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        seed=data_seed(args),
         strategy=strategy,
         lengths=lengths,
         group_size=group_size,
@@ -166,6 +197,7 @@ def build_loader(
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["in_order"] = args.dataloader_in_order
     if isinstance(dataset, IterableDataset):
+        dataset = SeededStream(dataset, data_seed(args)) if workers else dataset
         return DataLoader(dataset, drop_last=drop_last, **options)
     if workers and isinstance(sampler, OrderedSampler):
         sampler.with_position = True

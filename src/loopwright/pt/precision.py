@@ -40,6 +40,9 @@ class Precision:
         optimizer.step()
         return True
 
+    def skip(self) -> None:
+        """End an update without a step."""
+
     def parameters(self, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Any]:
         """The tensors whose gradients are clipped."""
         return parameters
@@ -83,6 +86,9 @@ class ScaledAutocast(Autocast):
         self.scaler.update()
         # The scale falls exactly when a step was skipped; reading it is the one wait fp16 has per update.
         return self.scaler.get_scale() >= before
+
+    def skip(self) -> None:
+        self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.scaler.state_dict())

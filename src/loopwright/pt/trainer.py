@@ -22,22 +22,23 @@ from .arguments import TrainingArguments
 from .columns import LABEL_COLUMNS, find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .data import DataMethods
-from .evaluating import EvaluationMethods
 from .loss import LabelSmoother, LossKind, LossProbe, count_samples, predicts_next_token
 from .memory import MemoryMeter
+from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
 from .oom import run_or_halve, split_all
 from .optimizing import OptimizerMethods
 from .outputs import decodes_from_labels, loss_in
 from .precision import choose_precision, set_tf32
 from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
+from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
 from .strategies.single import SingleDevice
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
+class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -60,7 +61,7 @@ class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
         processing_class: Any = None,
         model_init: Callable[..., nn.Module] | None = None,
         compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | Mapping[str, Any] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
@@ -76,7 +77,8 @@ class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
         set_tf32(args.tf32)
         self.device = args.device
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        self.compute_metrics = metrics_function(compute_metrics, self.device)
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
         self.optimizer, self.lr_scheduler = optimizers
@@ -150,6 +152,7 @@ class Trainer(DataMethods, OptimizerMethods, EvaluationMethods, SavingMethods):
         self._bind_overrides()
         if checkpoint is not None:
             self._resume(checkpoint)
+        self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
 

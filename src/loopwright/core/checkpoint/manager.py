@@ -164,11 +164,17 @@ class CheckpointManager:
             write(staging)
             describe(staging, step, format=format).write(staging)
             _sync_folder(staging)
+            _replace(staging, final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise CheckpointError(
+                f"{final} could not be written ({error}); earlier checkpoints are intact. "
+                "Make room or choose another output_dir, and resume from the last one"
+            ) from error
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        _replace(staging, final)
-        _sync_folder(self.folder)
 
     def _rotate(self, keep: int | None, protect: list[int | None]) -> None:
         complete = self.complete()

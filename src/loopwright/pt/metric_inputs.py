@@ -1,0 +1,43 @@
+"""What metric objects are fed: predictions and labels without ignored targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.metric_objects import MetricObjects
+from .loss import IGNORED
+
+
+def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
+    """The user's function as it is; a dict of metric objects as a function that feeds them."""
+    if not isinstance(compute_metrics, Mapping):
+        return compute_metrics
+    for metric in compute_metrics.values():
+        if callable(getattr(metric, "to", None)):
+            metric.to(device)
+    return MetricObjects(compute_metrics, scores=scores, choices=choices)
+
+
+def scores(predictions: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Predictions and labels of the targets that count, flat where labels are per token."""
+    predictions, labels = _first(predictions), _first(labels)
+    if labels.is_floating_point():
+        return predictions, labels
+    counted = labels != IGNORED
+    return predictions[counted], labels[counted]
+
+
+def choices(predictions: Any, labels: Any) -> tuple[Any, Any]:
+    """The chosen classes and the labels, as numpy arrays."""
+    predictions, labels = scores(predictions, labels)
+    if predictions.dim() > labels.dim() and not labels.is_floating_point():
+        predictions = predictions.argmax(-1)
+    return predictions.cpu().numpy(), labels.cpu().numpy()
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, (tuple, list)) else value

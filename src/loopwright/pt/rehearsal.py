@@ -1,0 +1,68 @@
+"""Before step 1: one evaluation batch, to see that the metric the run depends on exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from ..core.evaluation import run_evaluation
+from ..core.overrides import is_overridden
+from ..errors import LoopwrightError, MetricError
+from ..notices import logger
+from .evaluating import EvaluationMethods, to_numpy
+from .seeding import untouched_rng
+
+ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
+
+
+class RehearsalMethods(EvaluationMethods):
+    """Checks that would otherwise fail hours into a run."""
+
+    def check_metric_name(self) -> None:
+        """Raise now if the metric for the best model is not one that evaluation gives."""
+        args = self.args
+        if args.metric_for_best_model is None or args.eval_strategy == "no" or self.eval_dataset is None:
+            return
+        if is_overridden(self, "evaluate") or is_overridden(self, "evaluation_loop"):
+            return  # only the override knows its names
+        names = self._metric_names()
+        wanted = args.metric_for_best_model
+        full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        if names is not None and full not in names:
+            raise MetricError(
+                f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives: "
+                f"{', '.join(sorted(name for name in names if not name.endswith(ALWAYS)))}"
+            )
+
+    def _metric_names(self) -> set[str] | None:
+        """The names of one batch's metrics, of every named set; None when one batch cannot tell."""
+        named = isinstance(self.eval_dataset, Mapping)
+        sets = {f"eval_{name}": name for name in self.eval_dataset} if named else {"eval": None}
+        names: set[str] = set()
+        for prefix, key in sets.items():
+            try:
+                names |= self._names_of_one_batch(key, prefix)
+            except LoopwrightError:
+                raise
+            except Exception as error:  # a metric that needs more than one batch is no reason to stop
+                logger.info(f"one batch is not enough to name the metrics of {prefix}: {error}")
+                return None
+        return names
+
+    def _names_of_one_batch(self, key: str | None, prefix: str) -> set[str]:
+        events, self.callback_handler.callbacks = self.callback_handler.callbacks, []
+        was_training = self.model.training
+        self.strategy.evaluating()
+        try:
+            with untouched_rng():
+                loader = self.get_eval_dataloader(key)  # type: ignore[attr-defined]
+                plan = self._evaluation_plan(loader, self.compute_metrics is None)
+                steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.ignore_keys_for_eval)
+                plan.expected_rows = None
+                output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)
+        finally:
+            self.callback_handler.callbacks = events
+            if was_training:
+                self.strategy.training()
+        return {*output.metrics, *(f"{prefix}_{name}" for name in ALWAYS)}
+

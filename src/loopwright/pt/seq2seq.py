@@ -1,0 +1,158 @@
+"""Seq2SeqTrainer: generation in evaluation, for encoder-decoder and for decoder-only models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.outputs import PredictionOutput
+from ..errors import ArgumentsError
+from .arguments import Seq2SeqTrainingArguments
+from .checkpoint import plain_module
+from .prompts import answers_of, prompts_of
+from .trainer import Trainer
+
+
+DEFAULT_MAX_LENGTH = 20
+"""How long transformers generates when nobody says how long."""
+
+
+class Seq2SeqTrainer(Trainer):
+    """A Trainer whose evaluation can generate: summaries, translations, answers."""
+
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+        args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else args
+        self._gen_kwargs: dict[str, Any] = {}
+        super().__init__(model, args, *positional, **keywords)
+
+    def _adopt_model(self, model: nn.Module) -> None:
+        super()._adopt_model(model)
+        config = getattr(self.args, "generation_config", None)
+        if config is not None:
+            plain_module(model).generation_config = self.load_generation_config(config)
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> Any:
+        """A GenerationConfig from itself, a file, a folder or a name."""
+        from transformers import GenerationConfig
+
+        if isinstance(gen_config_arg, GenerationConfig):
+            return gen_config_arg
+        path = Path(gen_config_arg)
+        if path.is_file():
+            return GenerationConfig.from_pretrained(str(path.parent), config_file_name=path.name)
+        return GenerationConfig.from_pretrained(str(gen_config_arg))
+
+    # ---- evaluating -------------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """As Trainer.evaluate; `gen_kwargs` go to `model.generate` in this call."""
+        self._gen_kwargs = self._generation_options(gen_kwargs or self._gen_kwargs_of_outer_call())
+        return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """As Trainer.predict; `gen_kwargs` go to `model.generate` in this call."""
+        self._gen_kwargs = self._generation_options(gen_kwargs)
+        return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
+
+    def _gen_kwargs_of_outer_call(self) -> dict[str, Any]:
+        """evaluate() of several named sets calls itself: the options stay those of the first call."""
+        return self._gen_kwargs if self._evaluating_each else {}
+
+    def _generation_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The call's own options, then those of the arguments.
+
+        For decoder-only models the longest length counts new tokens, so that it does not depend on how a batch is padded.
+        """
+        options = dict(given)
+        longest = getattr(self.args, "generation_max_length", None)
+        if longest is not None and options.get("max_length") is None and options.get("max_new_tokens") is None:
+            options["max_length" if self._has_encoder() else "max_new_tokens"] = longest
+        beams = getattr(self.args, "generation_num_beams", None)
+        if beams is not None and options.get("num_beams") is None:
+            options["num_beams"] = beams
+        return options
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Loss, generated ids and labels of one batch; without generation, as Trainer.prediction_step."""
+        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        options = gen_kwargs or self._gen_kwargs or self._generation_options({})
+        with torch.no_grad(), self.compute_loss_context_manager():
+            generate = self._generate_from_encoder if self._has_encoder() else self._generate_from_prompts
+            generated = generate(plain_module(model), inputs, options)
+        labels = inputs.get("labels")
+        loss = self._loss_beside_generation(model, inputs) if labels is not None else None
+        if labels is not None:
+            labels = labels if self._has_encoder() else answers_of(labels)
+        return loss, generated, labels
+
+    def _loss_beside_generation(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """The loss as training computes it, overrides and loss functions included."""
+        if not self._has_encoder() and inputs["labels"].shape != inputs["input_ids"].shape:
+            return None  # prompts and answers apart: nothing that a causal loss could be computed of
+        with torch.no_grad():
+            return self._loss_and_outputs(model, dict(inputs), True)[0]
+
+    # ---- generating -------------------------------------------------------------------------------------------------
+
+    def _has_encoder(self) -> bool:
+        return bool(getattr(getattr(plain_module(self.model), "config", None), "is_encoder_decoder", False))
+
+    def _generate_from_encoder(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+        # The decoder's inputs of training hold the answer; generation starts from nothing.
+        hidden = {"labels", "decoder_input_ids", "decoder_attention_mask", "num_items_in_batch", *self.label_names}
+        generated = model.generate(**{name: v for name, v in inputs.items() if name not in hidden}, **options)
+        return self._padded(model, generated, options, extra=1)
+
+    def _generate_from_prompts(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+        prompts, mask = prompts_of(inputs, pad=self._pad_token(model))
+        generated = model.generate(input_ids=prompts, attention_mask=mask, **options)
+        return self._padded(model, generated[:, prompts.shape[1] :], options, extra=0)
+
+    def _padded(self, model: Any, generated: Tensor, options: dict[str, Any], *, extra: int) -> Tensor:
+        """Generated ids padded to the longest length allowed, so that all batches have one width."""
+        config = model.generation_config
+        new = options.get("max_new_tokens") or config.max_new_tokens
+        whole = (options.get("max_length") or 0, config.max_length or DEFAULT_MAX_LENGTH) if extra else ()
+        longest = max(new + extra if new else 0, *whole, 0)
+        return self._pad_tensors_to_max_len(generated, longest) if generated.shape[-1] < longest else generated
+
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+        wide = tensor.new_full((tensor.shape[0], max_length), self._pad_token(plain_module(self.model)))
+        wide[:, : tensor.shape[-1]] = tensor
+        return wide
+
+    def _pad_token(self, model: Any) -> int:
+        """The id that pads: the tokenizer's, else the model's."""
+        places = (self.processing_class, getattr(model, "generation_config", None), getattr(model, "config", None))
+        for place in places:
+            for name in ("pad_token_id", "eos_token_id"):
+                found = getattr(place, name, None)
+                if found is not None:
+                    return int(found[0] if isinstance(found, (list, tuple)) else found)
+        raise ArgumentsError("generating in batches needs a padding token: set model.generation_config.pad_token_id")
+

@@ -1,0 +1,209 @@
+"""Out of memory: the same update in smaller micro-batches, with the same result."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loopwright
+from loopwright.pt.oom import is_out_of_memory, run_or_halve, split_all
+from tests.pt import tiny
+from tests.pt.tiny import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
+
+
+def limited(model: nn.Module, most: int, error: type[BaseException] = torch.OutOfMemoryError) -> nn.Module:
+    """A copy of the model that runs out of memory on more than so many samples."""
+    model = copy.deepcopy(model)
+    forward = type(model).forward
+
+    def small(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        self.asked.append(len(input_ids))
+        if len(input_ids) > self.most:
+            raise error("out of memory" if issubclass(error, RuntimeError) else "")
+        return forward(self, input_ids=input_ids, **kwargs)
+
+    small.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.__class__ = type("Limited", (type(model),), {"forward": small})
+    model.most, model.asked = most, []
+    return model
+
+
+RUN = {"num_train_epochs": 2, "auto_find_batch_size": True, "per_device_train_batch_size": 7}
+
+
+def both(model: nn.Module, most: int, folder: Any, data: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The run that always fits, and the one that does not."""
+    data = samples() if data is None else data
+    free = trainer_of(limited(model, 10**6), data, folder / "free", **{**RUN, **options})
+    free.train()
+    tight = trainer_of(limited(model, most), data, folder / "tight", **{**RUN, **options})
+    tight.train()
+    return free, tight
+
+
+def assert_same_run(free: Any, tight: Any) -> None:
+    for mine, theirs in zip(tight.model.state_dict().values(), free.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    keys = ("step", "epoch", "loss")
+    rows = [[tuple(row[key] for key in keys) for row in t.state.log_history if "loss" in row] for t in (free, tight)]
+    assert len(rows[0]) == len(rows[1]) == free.state.global_step
+    for mine, theirs in zip(*rows, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-10)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 6])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("cls", [Tokens, ShiftedTokens])
+def test_weights_and_logs_are_those_of_the_run_that_fits(cls: type, accumulation: int, most: int, tmp_path: Any) -> None:
+    data = samples((*LENGTHS, 4, 9, 2))
+    free, tight = both(made(cls), most, tmp_path, data, gradient_accumulation_steps=accumulation)
+    assert_same_run(free, tight)
+    assert max(tight.model.asked) > most, "this run never ran out of memory"
+
+
+@pytest.mark.parametrize("name", ["llama", "bert_classes"])
+def test_transformers_models(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    single = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype is torch.float64 else single(self))
+    model = getattr(tiny, name)()
+    assert_same_run(*both(model, 2, tmp_path, samples(classes=name == "bert_classes")))
+
+
+def test_running_statistics_see_every_sample_once(tmp_path: Any) -> None:
+    class Normed(Tokens):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(6)
+
+        def logits(self, input_ids: Tensor) -> Tensor:
+            return self.head(self.norm(self.embed(input_ids).transpose(1, 2)).transpose(1, 2))
+
+    trainer = trainer_of(limited(made(Normed), 4), samples(), tmp_path, **{**RUN, "max_steps": 3})
+    trainer.train()
+    assert int(trainer.model.norm.num_batches_tracked) == 6, "two halves of each of three updates"
+
+
+def test_the_user_is_told_and_the_found_size_stays(tmp_path: Any) -> None:
+    _, tight = both(made(Tokens), 2, tmp_path)
+    assert [text for text in tight.notices.told if "out of memory" in text][-1].startswith(
+        "out of memory: micro-batches are cut in 4"
+    )
+    second_epoch = tight.model.asked[-4:]
+    assert max(second_epoch) <= 2 and sum(second_epoch) == 7, "the second update does not try the whole batch again"
+
+
+def test_random_numbers_are_those_of_the_first_try(tmp_path: Any) -> None:
+    """After a failed try the streams stand where they stood before it."""
+    seen = []
+
+    class Draws(loopwright.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(torch.rand(()).item())
+
+    for most in (10**6, 2):
+        trainer = trainer_of(limited(made(Tokens), most), samples(), tmp_path, callbacks=[Draws()], **RUN)
+        trainer.train()
+    assert seen[:2] == seen[2:]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def test_every_way_to_say_it_is_understood(error: type[BaseException], tmp_path: Any) -> None:
+    trainer = trainer_of(limited(made(Tokens), 3, error), samples(), tmp_path, **RUN)
+    assert trainer.train().global_step == 2
+
+
+def test_other_errors_pass(tmp_path: Any) -> None:
+    class Breaks(Tokens):
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+            raise RuntimeError("shapes do not fit")
+
+    trainer = trainer_of(made(Breaks), samples(), tmp_path, **RUN)
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        trainer.train()
+
+
+def test_a_single_sample_that_does_not_fit_is_the_original_error(tmp_path: Any) -> None:
+    trainer = trainer_of(limited(made(Tokens), 0), samples(), tmp_path, **RUN)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert min(trainer.model.asked) == 1
+
+
+def test_without_the_argument_nothing_is_tried_again(tmp_path: Any) -> None:
+    trainer = trainer_of(limited(made(Tokens), 3), samples(), tmp_path, **{**RUN, "auto_find_batch_size": False})
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert trainer.model.asked == [7]
+
+
+def test_a_resumed_run_starts_with_the_size_that_was_found(tmp_path: Any) -> None:
+    options = {**RUN, "save_strategy": "epoch", "num_train_epochs": 3}
+    whole = trainer_of(limited(made(Tokens), 2), samples(), tmp_path / "a", **options)
+    whole.train()
+    again = trainer_of(limited(made(Tokens), 2), samples(), tmp_path / "a", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    assert max(again.model.asked) == 2
+    for mine, theirs in zip(weights(again.model).values(), weights(whole.model).values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_failed_tensors_are_let_go_before_the_next_try() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def run() -> str:
+        activation = torch.zeros(3)
+        if not held:
+            held.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("out of memory")
+        return "done"
+
+    def halve() -> bool:
+        assert held[0]() is None, "the failed run's tensors are still there"
+        return True
+
+    assert run_or_halve(run, halve, nn.Module()) == "done"
+
+
+# ---- cutting ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_pieces_put_together_are_the_batch(size: int, parts: int) -> None:
+    rows = torch.arange(size)
+    batch = {
+        "x": rows[:, None].expand(size, 3),
+        "nest": {"y": rows},
+        "words": [str(i) for i in range(size)],
+        "pair": (rows, rows + 1) if size != 2 else rows,
+        "scalar": torch.tensor(4.0),
+        "shared": torch.zeros(size + 1),
+        "flag": True,
+    }
+    pieces = split_all([batch], parts)
+    assert len(pieces) <= parts and all(piece.keys() == batch.keys() for piece in pieces)
+    assert torch.equal(torch.cat([piece["x"] for piece in pieces]), batch["x"])
+    assert torch.equal(torch.cat([piece["nest"]["y"] for piece in pieces]), rows)
+    assert [word for piece in pieces for word in piece["words"]] == batch["words"]
+    assert all(piece["scalar"] is batch["scalar"] and piece["flag"] is True for piece in pieces)
+    assert all(len(piece["shared"]) == size + 1 for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_pair_of_tensors_is_not_taken_for_two_rows(kind: type) -> None:
+    x, y = torch.arange(4).reshape(2, 2), torch.arange(2)
+    first, second = split_all([kind((x, y))], 2)
+    assert type(first) is kind
+    assert torch.equal(first[0], x[:1]) and torch.equal(second[1], y[1:])
+
+
+def test_what_counts_as_out_of_memory() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
+    assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("shapes do not fit")) and not is_out_of_memory(ValueError("out of memory"))
