@@ -36,11 +36,19 @@ class EvalPlan:
     concat: bool = True
     include: list[str] = field(default_factory=list)
     weight_by_items: bool = True
+    weight_by_samples: bool = True
+    """Where items do not weigh: a batch weighs its samples, or every batch the same."""
     host_every: int = 1
     """Batches kept on the device before their outputs move to the host."""
     expected_rows: int | None = None
     keep_always: bool = False
     """Predictions are what the caller wants, whatever the metrics need."""
+
+    def weight_of(self, step: EvalStep) -> Any:
+        """What a batch's mean loss counts for."""
+        if self.weight_by_items:
+            return step.items
+        return step.samples if self.weight_by_samples else 1
 
     @property
     def keeps_predictions(self) -> bool:
@@ -59,7 +67,7 @@ def run_evaluation(
     losses, kept, collected, samples = WeightedLoss(read), Kept(plan, to_host), BatchMetrics(plan), 0
     for step in steps:
         samples += step.samples
-        losses.add(step.loss, step.items if plan.weight_by_items else step.samples)
+        losses.add(step.loss, plan.weight_of(step))
         kept.add(step)
         collected.add(step)
     kept.to_host()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.evaluation import EvalPlan
 from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
 from .arguments import Seq2SeqTrainingArguments
@@ -87,6 +88,11 @@ class Seq2SeqTrainer(Trainer):
         if beams is not None and options.get("num_beams") is None:
             options["num_beams"] = beams
         return options
+
+    def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
+        plan = super()._evaluation_plan(dataloader, loss_only)
+        plan.weight_by_samples = False  # eval_loss_reduction="batch_mean" is what transformers' Seq2SeqTrainer does
+        return plan
 
     def prediction_step(
         self,
