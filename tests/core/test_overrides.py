@@ -9,7 +9,14 @@ import pytest
 
 import loopwright
 from loopwright.core.base import BaseTrainer
-from loopwright.core.overrides import NEVER_CALLED, accepts, adapt, is_overridden, names_parameter, refuse_dead_overrides
+from loopwright.core.overrides import (
+    NEVER_CALLED,
+    accepts,
+    adapt,
+    is_overridden,
+    names_parameter,
+    refuse_dead_overrides,
+)
 
 
 def two(a: Any, b: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -450,9 +451,16 @@ def test_withheld_columns_are_named_once(caplog: Any) -> None:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_withheld_columns_are_named_once_with_workers_too(start: str, capfd: Any) -> None:
-    data = [{"ids": i, "name": f"sample {i}"} for i in range(8)]
-    options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": start}
-    train(data, num_train_epochs=2 if start == "fork" else 1, **options)
+    """Whoever says it, worker or main process, it is one line on the terminal for the whole run."""
+    terminal = logging.StreamHandler()  # its stream is that of the process it runs in
+    logger = logging.getLogger("loopwright")
+    logger.addHandler(terminal)
+    try:
+        data = [{"ids": i, "name": f"sample {i}"} for i in range(8)]
+        options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": start}
+        train(data, num_train_epochs=2 if start == "fork" else 1, **options)
+    finally:
+        logger.removeHandler(terminal)
     told = [line for line in capfd.readouterr().err.splitlines() if "withheld" in line]
     assert len(told) == 1 and "name" in told[0]
 

@@ -37,11 +37,20 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 class Ledger(loopwright.TrainerCallback):
-    """What was counted from the end of each update to the end of the next."""
+    """What was counted from the end of each update to the end of the next, outside the model's own forward."""
 
     def __init__(self, counted: Counter[str]) -> None:
         self.counted, self.last = counted, Counter(counted)
         self.between: list[Counter[str]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        entered: list[Counter[str]] = []
+        model.register_forward_pre_hook(lambda module, inputs: entered.append(Counter(self.counted)))
+        model.register_forward_hook(lambda module, inputs, output: self.forget(entered.pop()))
+
+    def forget(self, before: Counter[str]) -> None:
+        self.counted.clear()
+        self.counted.update(before)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.between.append(self.counted - self.last)
@@ -129,7 +138,7 @@ def test_fp16_reads_its_flag_and_nothing_else(reads: Counter[str], tmp_path: Any
     assert len({sum(between.values()) for between in ledger.between[1:]}) == 1
 
 
-# ---- walks ------------------------------------------------------------------------------------------------------------
+# ---- walks ----------------------------------------------------------------------------------------------------------
 
 WALKS = ("train", "eval", "parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers",
          "state_dict", "children", "named_children", "to", "_apply")  # fmt: skip

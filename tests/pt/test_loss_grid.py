@@ -12,7 +12,6 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import loopwright
-from loopwright import TrainingArguments
 from loopwright.pt.loss import LossKind, count_targets
 from tests.pt import tiny
 from tests.pt.tiny import (
@@ -86,7 +85,7 @@ def test_a_models_own_loss(name: str, split: tuple[int, int], tmp_path: Any) -> 
         assert_close(gradients, expected)
 
 
-# ---- losses of the user's own -----------------------------------------------------------------------------------------
+# ---- losses of the user's own ---------------------------------------------------------------------------------------
 
 
 def mean_of(outputs: Any, labels: Tensor) -> Tensor:
@@ -101,7 +100,9 @@ class TwoArguments(loopwright.Trainer):
 
 
 class UsesItems(loopwright.Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = summed(outputs["logits"], labels)[0] / num_items_in_batch
@@ -109,7 +110,9 @@ class UsesItems(loopwright.Trainer):
 
 
 class IgnoresItems(loopwright.Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = mean_of(outputs, labels)
@@ -176,22 +179,35 @@ def test_smoothing_has_one_denominator(name: str, split: tuple[int, int], tmp_pa
     assert_close(gradients, expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "llama", "gpt2", "bert tokens", "bert classes", "t5"])
+OWN_SHIFT = pytest.param(
+    "plain with its own shift",
+    marks=pytest.mark.xfail(strict=True, reason="smoothing guesses the shift from the model's name"),
+)
+
+
+@pytest.mark.parametrize("name", ["plain", OWN_SHIFT, "llama", "gpt2", "bert tokens", "bert classes", "t5"])
 def test_smoothing_by_nothing_is_the_plain_loss(name: str, tmp_path: Any) -> None:
     model, data, expected = case(name)
     [gradients] = trained_gradients(
-        model, data, tmp_path, label_smoothing_factor=1e-13, per_device_train_batch_size=2, gradient_accumulation_steps=4
+        model,
+        data,
+        tmp_path,
+        label_smoothing_factor=1e-13,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
     )
     assert_close(gradients, expected)
 
 
-# ---- denominators -----------------------------------------------------------------------------------------------------
+# ---- denominators ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "shifted"), [(name, shift) for name, (_, shift) in MODELS.items()])
 def test_items_are_the_targets_the_loss_uses(name: str, shifted: bool, tmp_path: Any) -> None:
     model, data, _ = case(name)
-    trainer = trainer_of(model, data, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1)
+    trainer = trainer_of(
+        model, data, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=1
+    )
     trainer.train()
     labels = [pad(data[i : i + 2])["labels"] for i in range(0, 7, 2)]
     counted = [rows[:, 1:] if shifted else rows for rows in labels]
@@ -221,6 +237,7 @@ def test_a_loss_that_cannot_take_ignored_targets_is_never_given_any(tmp_path: An
 
 def test_padded_and_flattened_batches_are_one(tmp_path: Any) -> None:
     """Sequences end to end, the first target of each ignored, learn what the padded ones learn."""
+
     def flatten(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         labels = [torch.cat([torch.tensor([-100]), each["labels"][1:]]) for each in features]
         position = torch.cat([torch.arange(len(each["labels"])) for each in features])
@@ -285,7 +302,7 @@ def test_the_epoch_counts_micro_batches_that_were_left_out(tmp_path: Any) -> Non
     assert trainer.state.epoch == 2.0 and trainer.state.global_step == 4
 
 
-# ---- windows ----------------------------------------------------------------------------------------------------------
+# ---- windows --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["plain", "plain with its own shift", "llama", "bert classes"])
@@ -343,7 +360,8 @@ def test_updates_and_samples_are_the_closed_form(
         return
     trainer = trainer_of(
         Line(), line_data(n), tmp_path_factory.mktemp("run"), collator=None, per_device_train_batch_size=size,
-        gradient_accumulation_steps=accumulation, num_train_epochs=epochs, dataloader_drop_last=drop, learning_rate=1e-3,
+        gradient_accumulation_steps=accumulation, num_train_epochs=epochs, dataloader_drop_last=drop,
+        learning_rate=1e-3,
     )  # fmt: skip
     trainer.train()
     per_epoch = -(-batches // accumulation)
@@ -356,7 +374,7 @@ def test_updates_and_samples_are_the_closed_form(
     assert trainer.model.seen == [i % one_epoch for i in range(expected)]
 
 
-# ---- logs -------------------------------------------------------------------------------------------------------------
+# ---- logs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 5, 100])
@@ -405,7 +423,7 @@ def test_evaluated_losses_of_users_do_not_depend_on_the_batches(name: str, tmp_p
         assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-12)
 
 
-# ---- how a loss is scaled ---------------------------------------------------------------------------------------------
+# ---- how a loss is scaled -------------------------------------------------------------------------------------------
 
 
 KINDS = {
@@ -421,7 +439,9 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_whether_a_model_uses_the_items_is_found_out(name: str, tmp_path: Any) -> None:
     model, data, _ = case(name)
-    trainer = trainer_of(model, data, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1)
+    trainer = trainer_of(
+        model, data, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1
+    )
     trainer.train()
     assert trainer.accounting.kind is KINDS[name]
     assert trainer.model_accepts_loss_kwargs is (KINDS[name] is LossKind.SCALED)
@@ -492,7 +512,9 @@ class Experts(Tokens):
 
     weight = 0.02
 
-    def forward(self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, num_items_in_batch: Any = None):
+    def forward(
+        self, input_ids: Tensor, labels: Any = None, attention_mask: Any = None, num_items_in_batch: Any = None
+    ):
         logits = self.logits(input_ids)
         total, count = summed(logits, labels)
         extra = (logits.logsumexp(-1) ** 2)[labels != -100].sum() / count
@@ -575,7 +597,3 @@ def test_a_loss_that_is_not_a_scalar_says_so(tmp_path: Any) -> None:
     )
     with pytest.raises(loopwright.ModelError, match=r"must be a scalar, but its shape is \("):
         trainer.train()
-
-
-def test_arguments_accept_a_share_of_an_epoch() -> None:
-    assert TrainingArguments("x", num_train_epochs=0.5, use_cpu=True).num_train_epochs == 0.5

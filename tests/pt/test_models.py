@@ -22,7 +22,7 @@ DATA = samples((5, 8, 3, 9))
 BRIEF = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
 
 
-# ---- outputs ----------------------------------------------------------------------------------------------------------
+# ---- outputs --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ def test_a_bare_loss_is_a_loss(tmp_path: Any) -> None:
     assert trainer.train().training_loss > 0
 
 
-# ---- labels -----------------------------------------------------------------------------------------------------------
+# ---- labels ---------------------------------------------------------------------------------------------------------
 
 
 class TwoHeads(nn.Module):
@@ -93,7 +93,11 @@ class TwoHeads(nn.Module):
         if start_labels is None or end_labels is None:
             return {"start": y[:, :2], "end": y[:, 2:]}
         entropy = nn.functional.cross_entropy
-        return {"loss": entropy(y[:, :2], start_labels) + entropy(y[:, 2:], end_labels), "start": y[:, :2], "end": y[:, 2:]}
+        return {
+            "loss": entropy(y[:, :2], start_labels) + entropy(y[:, 2:], end_labels),
+            "start": y[:, :2],
+            "end": y[:, 2:],
+        }
 
 
 def two_targets(n: int = 6) -> list[dict[str, Any]]:
@@ -165,7 +169,7 @@ def test_a_model_without_a_loss_trains_with_a_function(name: str, tmp_path: Any)
     assert trainer.predict(rows).predictions.shape == (4, 3, tiny.VOCAB)
 
 
-# ---- evaluation of overrides ------------------------------------------------------------------------------------------
+# ---- evaluation of overrides ----------------------------------------------------------------------------------------
 
 
 class LossAlone(loopwright.Trainer):
@@ -224,7 +228,7 @@ def test_evaluation_keeps_the_models_mode(tmp_path: Any) -> None:
     assert not trainer.model.training
 
 
-# ---- ties -------------------------------------------------------------------------------------------------------------
+# ---- ties -----------------------------------------------------------------------------------------------------------
 
 
 class Tied(Tokens):
@@ -244,7 +248,9 @@ def test_ties_survive_saving_and_loading(make: Any, tmp_path: Any) -> None:
             p.zero_()
     assert loopwright.load_model(fresh, tmp_path / "saved") is fresh
     for (name, mine), (_, theirs) in zip(
-        fresh.named_parameters(remove_duplicate=False), trainer.model.named_parameters(remove_duplicate=False), strict=True
+        fresh.named_parameters(remove_duplicate=False),
+        trainer.model.named_parameters(remove_duplicate=False),
+        strict=True,
     ):
         assert torch.equal(mine, theirs), name
     places = [{n: p.data_ptr() for n, p in m.named_parameters(remove_duplicate=False)} for m in (fresh, trainer.model)]
@@ -252,7 +258,7 @@ def test_ties_survive_saving_and_loading(make: Any, tmp_path: Any) -> None:
     assert groups[0] == groups[1] and max(map(len, groups[0])) >= 2, "what was tied is tied again"
 
 
-# ---- adapters ---------------------------------------------------------------------------------------------------------
+# ---- adapters -------------------------------------------------------------------------------------------------------
 
 
 def lora() -> nn.Module:
@@ -264,7 +270,8 @@ def lora() -> nn.Module:
 
 def test_an_adapter_trains_evaluates_saves_and_resumes(tmp_path: Any) -> None:
     options = {"eval_dataset": DATA, "eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3,
-               "per_device_train_batch_size": 2, "metric_for_best_model": "loss", "load_best_model_at_end": True}  # fmt: skip
+               "per_device_train_batch_size": 2, "metric_for_best_model": "loss",
+               "load_best_model_at_end": True}  # fmt: skip
     trainer = trainer_of(lora(), DATA, tmp_path / "run", **options)
     before = weights(trainer.model)
     trainer.train()
@@ -283,12 +290,14 @@ def test_an_adapter_trains_evaluates_saves_and_resumes(tmp_path: Any) -> None:
 def test_an_adapter_hides_no_column_and_no_shift(tmp_path: Any) -> None:
     model = lora()
     assert innermost(model) is model.get_base_model()
-    trainer = trainer_of(model, DATA, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=1)
+    trainer = trainer_of(
+        model, DATA, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=1
+    )
     trainer.train()
     assert trainer.accounting.shifts and not [text for text in trainer.notices.told if "withheld" in text]
 
 
-# ---- factories --------------------------------------------------------------------------------------------------------
+# ---- factories ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [0, 1])
@@ -332,7 +341,7 @@ def test_training_twice_goes_on_with_the_model(tmp_path: Any) -> None:
     assert any(not torch.equal(value, first[name]) for name, value in weights(trainer.model).items())
 
 
-# ---- columns ----------------------------------------------------------------------------------------------------------
+# ---- columns --------------------------------------------------------------------------------------------------------
 
 
 def test_columns_are_withheld_and_reported_once(tmp_path: Any) -> None:
@@ -401,14 +410,14 @@ def test_a_column_filter_travels_to_a_worker() -> None:
     assert there([{**each, "extra": torch.zeros(1)} for each in DATA]).keys() == pad(DATA).keys()
 
 
-# ---- options of the model -----------------------------------------------------------------------------------------------
+# ---- options of the model -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [None, {"use_reentrant": True}], ids=str)
 def test_checkpointed_activations_change_nothing(options: Any, tmp_path: Any) -> None:
     plain = trainer_of(tiny.llama(), DATA, tmp_path, **BRIEF)
-    saving = trainer_of(tiny.llama(), DATA, tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=options,
-                        **BRIEF)  # fmt: skip
+    saving = trainer_of(tiny.llama(), DATA, tmp_path, gradient_checkpointing=True,
+                        gradient_checkpointing_kwargs=options, **BRIEF)  # fmt: skip
     plain.train(), saving.train()
     assert saving.model.is_gradient_checkpointing
     for mine, theirs in zip(saving.model.parameters(), plain.model.parameters(), strict=True):
@@ -450,7 +459,7 @@ def test_repeated_blocks_are_the_outermost() -> None:
     assert repeated_blocks(model) == list(model["layers"])
 
 
-# ---- embedding noise ----------------------------------------------------------------------------------------------------
+# ---- embedding noise ------------------------------------------------------------------------------------------------
 
 
 class Embedded(Tokens):

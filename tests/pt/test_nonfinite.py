@@ -85,7 +85,9 @@ def assert_equal_state(ours: Any, theirs: Any) -> None:
     assert mine.keys() == other.keys()
     for index in mine:
         for slot, value in mine[index].items():
-            assert value is other[index][slot] or torch.equal(torch.as_tensor(value), torch.as_tensor(other[index][slot]))
+            assert value is other[index][slot] or torch.equal(
+                torch.as_tensor(value), torch.as_tensor(other[index][slot])
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +124,9 @@ def test_on_a_device_whose_reads_wait_nothing_moves_until_the_log_point(
     from loopwright.pt.strategies.single import SingleDevice
 
     # A class attribute with a setter nobody can use: the strategy believes that its reads wait.
-    monkeypatch.setattr(SingleDevice, "reads_are_free", property(lambda self: False, lambda self, value: None), raising=False)
+    monkeypatch.setattr(
+        SingleDevice, "reads_are_free", property(lambda self: False, lambda self, value: None), raising=False
+    )
     broken = run(data({2: KINDS[kind]}), tmp_path / "a", on_nonfinite="raise", logging_steps=interval, **optimizer)
     assert "at step 2;" in str(broken.error)
     expected = run(data({}, leave_out=tuple(range(2, STEPS + 1))), tmp_path / "b", **optimizer)

@@ -107,7 +107,11 @@ def test_a_step_that_overflows_is_skipped_and_the_schedule_waits(step: int, tmp_
     assert all(torch.equal(before[name], value) for name, value in follow.weights[step - 1].items())
     trainer_of(Line(), data(), tmp_path, callbacks=[free], **options).train()
     # The rates of the run without an overflow, one update late from there on.
-    assert follow.rates == [*free.rates[: step - 1], *([1.0] if step == 1 else [free.rates[step - 2]]), *free.rates[step - 1 : -1]]
+    assert follow.rates == [
+        *free.rates[: step - 1],
+        *([1.0] if step == 1 else [free.rates[step - 2]]),
+        *free.rates[step - 1 : -1],
+    ]
     assert trainer.state.global_step == 6
     assert trainer.strategy.precision.scaler.get_scale() == 2.0**15, "half of torch's first scale"
 
@@ -140,7 +144,7 @@ def test_fp16_weights_cannot_be_scaled(tmp_path: Any) -> None:
         trainer.train()
 
 
-# ---- evaluation ---------------------------------------------------------------------------------------------------------
+# ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
 class Tied(Tokens):
@@ -198,9 +202,9 @@ def test_evaluation_runs_under_autocast(name: str, tmp_path: Any) -> None:
     assert result.predictions.shape == (6,) and result.predictions.dtype.kind == "f"
 
 
-# ---- Apex -------------------------------------------------------------------------------------------------------------
+# ---- Apex -----------------------------------------------------------------------------------------------------------
 
-AMP = '''
+AMP = """
 from contextlib import contextmanager
 
 calls = []
@@ -234,7 +238,7 @@ def state_dict():
 
 def load_state_dict(state):
     calls.append(("load_state_dict", state))
-'''
+"""
 
 
 @pytest.fixture
@@ -291,7 +295,7 @@ def test_every_other_backend_is_torchs(backend: str, tmp_path: Any) -> None:
     assert isinstance(trainer.strategy.precision.scaler, torch.amp.GradScaler)
 
 
-# ---- tf32 -------------------------------------------------------------------------------------------------------------
+# ---- tf32 -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wanted", [True, False, None])

@@ -96,7 +96,15 @@ class Acting:
         self.callback_handler.fire("on_log", logs=logs)
 
     def leave(self) -> NoReturn:
-        """After a signal: save the last finished update, note what was still to do, end the process with code 75."""
+        """After a signal: save the last finished update, note what was still to do, end the process with code 75.
+
+        After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
+        """
+        if self.signals.received == "SIGINT":
+            if self.control.should_save:
+                self.save_now()
+            self.checkpoints.wait()
+            raise KeyboardInterrupt
         wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
         self.progress.pending = [name for name in wishes if getattr(self.control, name)]
         self.save_now()

@@ -18,7 +18,7 @@ from .loop import run_training
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .plan import Plan
-from .signals import SignalWatch
+from .signals import Interrupted, SignalWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
 
@@ -97,7 +97,13 @@ class BaseTrainer(Acting):
         """The updates of an epoch from where progress stands."""
         batches = self.epoch_batches(epoch)
         found = self.progress.batches_in_epoch > 0
-        while micro_batches := self._next_batches(batches):
+        self._held = None
+        while True:
+            if self.plan.accumulation > 1:  # a signal may come between two micro-batches
+                self._held = self.strategy.hold()
+            micro_batches = self._next_batches(batches)
+            if not micro_batches:
+                break
             found = True
             yield self.make_update(micro_batches)
         if not found:
@@ -116,7 +122,11 @@ class BaseTrainer(Acting):
     def update_step(self, update: Update) -> None:
         """One optimizer step: micro-batches, clip, step, schedule."""
         strategy, events = self.strategy, self.callback_handler
-        loss = self.run_micro_batches(update)
+        try:
+            loss = self.run_micro_batches(update)
+        except Interrupted:
+            self.strategy.undo(self._held)
+            self.leave()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")

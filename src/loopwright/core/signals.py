@@ -1,4 +1,8 @@
-"""Noticing that somebody wants the run to stop: SIGTERM and SIGUSR1 set a flag, and the loop looks at it."""
+"""Noticing that somebody wants the run to stop: signals set a flag, and the loop looks at it.
+
+SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
+finish and then raises KeyboardInterrupt as usual. A second signal does at once what it would have done without us.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,9 @@ from ..notices import logger
 STOPPED_AFTER_SAVING = 75
 """Exit code of a run that a signal stopped and that can go on when it is started again."""
 
+SAVING = ("SIGTERM", "SIGUSR1")
 WATCHED = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)  # SIGUSR1: not on Windows
+    getattr(signal, name) for name in (*SAVING, "SIGINT") if hasattr(signal, name)  # SIGUSR1: not on Windows
 )
 
 
@@ -48,7 +53,10 @@ class SignalWatch:
     def _note(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
         self.received = signal.Signals(number).name
-        logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
         self._restore()
+        if self.received == "SIGINT":
+            logger.warning("interrupted: this update is finished first; again to stop now")
+            return
+        logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
         if callable(earlier):
             earlier(number, frame)

@@ -11,7 +11,7 @@ from torch import nn
 from ..args.base import BaseArguments
 from ..args.field import nearest
 from ..core.evaluation import needs_compute_result
-from ..errors import ArgumentsError, DataError, UnknownArgument
+from ..errors import ArgumentsError, UnknownArgument
 from ..notices import logger
 from .collators import DataCollatorWithPadding, default_data_collator
 from .loaders import has_length
@@ -82,12 +82,6 @@ def _check_kinds(args: Any, optimizers: Any) -> None:
         problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {type(optimizers).__name__}")
     if problems:
         raise ArgumentsError(problems)
-
-
-def check_samples_exist(dataset: Any) -> None:
-    """Refuse an empty training set before anything is set up."""
-    if dataset is not None and has_length(dataset) and len(dataset) == 0:
-        raise DataError("the training dataset is empty: there is nothing to learn from")
 
 
 def default_collator(processing_class: Any) -> Callable[[Any], Any]:

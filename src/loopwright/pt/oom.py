@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .loss import count_samples
-from .seeding import restore_rng, snapshot_rng
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -22,13 +21,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def run_or_halve(run: Callable[[], Any], halve: Callable[[], bool], model: nn.Module) -> Any:
+def run_or_halve(run: Callable[[], Any], halve: Callable[[], bool], strategy: Any) -> Any:
     """Run; out of memory, put random states and buffers back, halve and run again, until it fits.
 
     `halve` returns False when nothing is left to halve.
     """
-    rng = snapshot_rng()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    held = strategy.hold()
     while True:
         try:
             return run()
@@ -38,10 +36,7 @@ def run_or_halve(run: Callable[[], Any], halve: Callable[[], bool], model: nn.Mo
             traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
             if not halve():
                 raise
-        restore_rng(rng)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        strategy.undo(held)
 
 
 def split_all(batches: list[Any], parts: int) -> list[Any]:

@@ -14,6 +14,7 @@ from ..callbacks.defaults import default_callbacks
 from ..core.batches import Update
 from ..core.meter import Meter
 from ..core.overrides import accepts, adapt, is_overridden
+from ..core.signals import Interrupted
 from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
@@ -333,6 +334,8 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         return LossProbe(compute, self.model)
 
     def micro_step(self, update: Update, index: int) -> Any:
+        if index and self.signals.received:
+            raise Interrupted
         items = self.accounting.begin(update, index)
         loss = self._training_step(self.model_wrapped, update.batches[index], num_items_in_batch=items)
         if index + 1 < len(update.batches):
@@ -342,7 +345,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
     def run_micro_batches(self, update: Update) -> Any:
         run = self.strategy.run_update
         if self.args.auto_find_batch_size:
-            loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.model)
+            loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
         else:
             loss = run(self.micro_step, update)
         return self.accounting.settle(loss, self.strategy)

@@ -154,6 +154,21 @@ class SingleDevice:
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
+    # ---- undoing ----------------------------------------------------------------------------------------------------
+
+    def hold(self) -> Any:
+        """Random states and buffers as they are now."""
+        return snapshot_rng(), [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+
+    def undo(self, held: Any) -> None:
+        """Back to what was held; gradients of the unfinished update are dropped."""
+        rng, buffers = held
+        restore_rng(rng)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        self.zero_grad()
+
     # ---- numbers and agreement --------------------------------------------------------------------------------------
 
     def read(self, scalars: list[Any]) -> list[float]:
