@@ -55,7 +55,9 @@ ELSEWHERE = {
     "half_precision_backend": "tests/pt/test_precision.py::test_every_other_backend_is_torchs",
     "fp16_opt_level": "tests/pt/test_precision.py::test_apex_is_really_used",
     "on_nonfinite": "tests/pt/test_nonfinite.py::test_a_skipped_update_never_happened",
-    "logging_nan_inf_filter": "tests/pt/test_nonfinite.py::test_the_filter_leaves_bad_losses_out_of_the_mean_and_nothing_else",
+    "logging_nan_inf_filter": (
+        "tests/pt/test_nonfinite.py::test_the_filter_leaves_bad_losses_out_of_the_mean_and_nothing_else"
+    ),
     "optim_args": "tests/pt/test_optimizers.py::test_optim_args_are_typed",
     "optim_target_modules": "tests/pt/test_optimizers.py::test_targets_are_names_patterns_or_all_linear",
     "save_minutes": "tests/callbacks/test_flow.py::test_save_minutes_counts_from_the_last_checkpoint",
@@ -125,7 +127,7 @@ def test_every_name_of_a_parametrized_test_elsewhere_is_in_its_file() -> None:
         assert name in (ROOT / where.split("::")[0]).read_text(encoding="utf-8"), f"{where} never says {name}"
 
 
-# ---- what is stored, and what is not available -------------------------------------------------------------------------------------
+# ---- what is stored, and what is not available ----------------------------------------------------------------------
 
 OTHER_VALUES: dict[str, Any] = {
     "do_train": True, "do_eval": True, "do_predict": True, "local_rank": 0, "ddp_find_unused_parameters": True,
@@ -167,7 +169,7 @@ def test_no_row_says_idle_of_a_name_that_does_not_exist() -> None:
     assert {name for row in IDLE for name in row.names} - generation <= set(CURRENT)
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------------------------
+# ---- running --------------------------------------------------------------------------------------------------------
 
 
 def arguments(**options: Any) -> TrainingArguments:
@@ -176,7 +178,9 @@ def arguments(**options: Any) -> TrainingArguments:
     return TrainingArguments(options.pop("output_dir", "run"), **options)
 
 
-def make(model: Any = None, data: Any = DATA, callbacks: Any = None, cls: Any = Trainer, given: Any = None, **options: Any) -> Any:
+def make(
+    model: Any = None, data: Any = DATA, callbacks: Any = None, cls: Any = Trainer, given: Any = None, **options: Any
+) -> Any:
     """A trainer; a model is given by the function that makes it, so that every call makes the same."""
     torch.manual_seed(0)
     return cls(
@@ -203,7 +207,7 @@ def checkpoints(folder: str = "run") -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in Path(folder).glob("checkpoint-*"))
 
 
-# ---- output, duration, batch ---------------------------------------------------------------------------------------------------------
+# ---- output, duration, batch ----------------------------------------------------------------------------------------
 
 
 @shows("output_dir")
@@ -230,12 +234,14 @@ def test_duration_and_batch(options: dict[str, Any], steps: int, epoch: float) -
     assert trainer.progress.samples_seen == steps * 6 if "num_train_epochs" not in options else 12 * epoch
 
 
-# ---- optimizer and schedule --------------------------------------------------------------------------------------------------------------
+# ---- optimizer and schedule -----------------------------------------------------------------------------------------
 
 
 @shows("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 def test_the_optimizers_numbers_reach_it() -> None:
-    trainer = make(optim="adamw_torch", learning_rate=0.5, weight_decay=0.25, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=0.125)
+    trainer = make(
+        optim="adamw_torch", learning_rate=0.5, weight_decay=0.25, adam_beta1=0.7, adam_beta2=0.8, adam_epsilon=0.125
+    )
     decayed, plain = trainer.create_optimizer().param_groups
     assert type(trainer.optimizer) is torch.optim.AdamW
     assert (decayed["lr"], decayed["weight_decay"], decayed["betas"], decayed["eps"]) == (0.5, 0.25, (0.7, 0.8), 0.125)
@@ -277,7 +283,7 @@ def test_the_schedule_decides_the_logged_learning_rates() -> None:
     assert min(rates["floor"]) > 5e-3
 
 
-# ---- loss --------------------------------------------------------------------------------------------------------------------------------
+# ---- loss -----------------------------------------------------------------------------------------------------------
 
 
 @shows("label_smoothing_factor")
@@ -309,7 +315,7 @@ def test_neftune_adds_noise_in_training_only_and_goes_away() -> None:
     assert len(embeddings._forward_hooks) <= 1, "noise is added twice after a second training"
 
 
-# ---- data -----------------------------------------------------------------------------------------------------------------------------------
+# ---- data -----------------------------------------------------------------------------------------------------------
 
 
 @shows(
@@ -358,7 +364,7 @@ def test_non_blocking_copies_are_asked_for() -> None:
     assert make(accelerator_config={"non_blocking": False}).strategy._non_blocking is False
 
 
-# ---- logging ----------------------------------------------------------------------------------------------------------------------------------
+# ---- logging --------------------------------------------------------------------------------------------------------
 
 
 @shows("logging_strategy", "logging_steps", "logging_first_step")
@@ -439,12 +445,14 @@ def test_reporters_are_those_named_and_know_the_name_of_the_run() -> None:
 
     named = make(report_to=["tensorboard"]).callback_handler.callbacks
     assert [type(each).__name__ for each in named if isinstance(each, ReporterCallback)] == ["TensorBoardCallback"]
-    trainer = Trainer(Regression(), arguments(run_name="my run"), train_dataset=DATA, callbacks=[ReporterCallback(Diary())])
+    trainer = Trainer(
+        Regression(), arguments(run_name="my run"), train_dataset=DATA, callbacks=[ReporterCallback(Diary())]
+    )
     trainer.train()
     assert seen[0] == "my run" and "log" in seen
 
 
-# ---- evaluation ------------------------------------------------------------------------------------------------------------------------------------
+# ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
 @shows("eval_strategy", "eval_steps", "eval_delay", "eval_on_start")
@@ -487,7 +495,8 @@ def test_only_the_loss_when_asked() -> None:
 @shows("eval_do_concat_batches")
 def test_batches_are_kept_apart_when_asked() -> None:
     joined, apart = (
-        make(per_device_eval_batch_size=4, eval_do_concat_batches=concat).predict(DATA).predictions for concat in (True, False)
+        make(per_device_eval_batch_size=4, eval_do_concat_batches=concat).predict(DATA).predictions
+        for concat in (True, False)
     )
     assert joined.shape == (12,)
     assert [len(each) for each in apart] == [4, 4, 4]
@@ -539,7 +548,9 @@ def test_metrics_receive_what_was_asked_for() -> None:
 
     make(lambda: bert(0.0), data, given={"compute_metrics": metrics}).evaluate(data)
     assert seen == {"inputs": None, "losses": None}
-    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}, include_for_metrics=["inputs", "loss"]).evaluate(data)
+    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}, include_for_metrics=["inputs", "loss"]).evaluate(
+        data
+    )
     np.testing.assert_array_equal(seen["inputs"], np.stack([row["input_ids"].numpy() for row in data]))
     assert len(seen["losses"]) == 6
 
@@ -557,7 +568,7 @@ def test_metrics_are_collected_batch_by_batch() -> None:
     assert calls == [(2, False), (2, False), (1, True)]
 
 
-# ---- saving ------------------------------------------------------------------------------------------------------------------------------------
+# ---- saving ---------------------------------------------------------------------------------------------------------
 
 
 @shows("save_strategy", "save_steps", "save_samples")
@@ -660,7 +671,7 @@ def test_the_best_model_is_the_one_the_metric_names(greater: bool, best: int) ->
     assert not torch.equal(loaded.model.out.weight, last.model.out.weight)
 
 
-# ---- memory, compilation, reproducibility -------------------------------------------------------------------------------------------------------------
+# ---- memory, compilation, reproducibility ---------------------------------------------------------------------------
 
 
 @shows("gradient_checkpointing", "gradient_checkpointing_kwargs")
@@ -671,7 +682,13 @@ def test_activations_are_recomputed_with_the_options_given(monkeypatch: Any) -> 
     model = llama(0.0)
     enable = model.gradient_checkpointing_enable
     model.gradient_checkpointing_enable = lambda **kwargs: (asked.append(kwargs), enable(**kwargs))
-    trainer = run(lambda: model, data, max_steps=1, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    trainer = run(
+        lambda: model,
+        data,
+        max_steps=1,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
     assert model.is_gradient_checkpointing
     assert asked[0]["gradient_checkpointing_kwargs"]["use_reentrant"] is False
     assert not plain.model.is_gradient_checkpointing
@@ -681,7 +698,9 @@ def test_activations_are_recomputed_with_the_options_given(monkeypatch: Any) -> 
 @shows("torch_compile", "torch_compile_backend", "torch_compile_mode")
 def test_the_model_is_compiled_as_asked(monkeypatch: Any) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append({"of": type(self).__name__, **options}))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: asked.append({"of": type(self).__name__, **options})
+    )
     run(max_steps=1)
     assert asked == []
     run(max_steps=1, torch_compile=True)
@@ -723,7 +742,7 @@ def test_speed_off_and_auto_give_the_same_run() -> None:
     assert logged(run(speed="off"), "loss") == logged(run(speed="auto"), "loss")
 
 
-# ---- old names --------------------------------------------------------------------------------------------------------------------------------------------
+# ---- old names ------------------------------------------------------------------------------------------------------
 
 
 def test_every_old_name_has_a_row_that_says_what_became_of_it() -> None:

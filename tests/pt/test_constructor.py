@@ -25,7 +25,9 @@ DATA = regression_data(8)
 
 
 def arguments(**options: Any) -> TrainingArguments:
-    return TrainingArguments("run", **{"max_steps": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **options})
+    return TrainingArguments(
+        "run", **{"max_steps": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", **options}
+    )
 
 
 def test_the_constructor_has_the_parameters_of_transformers_in_their_order() -> None:
@@ -40,7 +42,9 @@ def test_the_constructor_has_the_parameters_of_transformers_in_their_order() -> 
     [
         name
         for name, member in vars(transformers.Trainer).items()
-        if not name.startswith("_") and name not in NEVER_CALLED and (callable(member) or isinstance(member, staticmethod | property))
+        if not name.startswith("_")
+        and name not in NEVER_CALLED
+        and (callable(member) or isinstance(member, staticmethod | property))
     ],
 )
 def test_every_public_method_of_transformers_is_there(name: str) -> None:
@@ -96,7 +100,7 @@ def test_transformers_own_arguments_are_understood_or_refused_clearly() -> None:
         Trainer(Regression(), args, train_dataset=DATA)
 
 
-# ---- collators and processors -------------------------------------------------------------------------------------------------------
+# ---- collators and processors ---------------------------------------------------------------------------------------
 
 
 class Tokenizer:
@@ -112,7 +116,9 @@ class Tokenizer:
 
 def test_the_default_collator_pads_with_a_tokenizer_and_stacks_otherwise() -> None:
     assert Trainer(Regression(), arguments()).data_collator is default_data_collator
-    assert isinstance(Trainer(Regression(), arguments(), processing_class=Tokenizer()).data_collator, DataCollatorWithPadding)
+    assert isinstance(
+        Trainer(Regression(), arguments(), processing_class=Tokenizer()).data_collator, DataCollatorWithPadding
+    )
     assert Trainer(Regression(), arguments(), processing_class=object()).data_collator is default_data_collator
     assert Trainer(Regression(), arguments(), data_collator=list).data_collator is list
 
@@ -132,7 +138,7 @@ def test_tokenizer_is_the_old_name_of_processing_class(caplog: Any) -> None:
         Trainer(Regression(), arguments(), tokenizer=tokenizer, processing_class=Tokenizer())
 
 
-# ---- models --------------------------------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 def test_labels_are_found_from_the_forward() -> None:
@@ -235,7 +241,7 @@ def test_outputs_of_every_shape_train_and_predict_alike(model: Any) -> None:
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
 
 
-# ---- callbacks ------------------------------------------------------------------------------------------------------------------------
+# ---- callbacks ------------------------------------------------------------------------------------------------------
 
 
 class Quiet(TrainerCallback):
@@ -266,7 +272,7 @@ def test_callbacks_of_transformers_are_welcome() -> None:
     assert seen == [1]
 
 
-# ---- optimizers ------------------------------------------------------------------------------------------------------------------------
+# ---- optimizers -----------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_and_a_scheduler_that_are_given_are_used() -> None:

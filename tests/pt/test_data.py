@@ -89,7 +89,7 @@ def seen(data: Any, library: Any = loopwright, **options: Any) -> list[list[int]
     return train(data, library, **options).model.batches
 
 
-# ---- the order is transformers' -------------------------------------------------------------------------------------------
+# ---- the order is transformers' -------------------------------------------------------------------------------------
 
 MAP_STYLE = {
     "a dataset": Mapped,
@@ -150,7 +150,7 @@ def test_creating_and_training_draws_what_transformers_draws() -> None:
     assert after[0] == after[1]
 
 
-# ---- streams --------------------------------------------------------------------------------------------------------------
+# ---- streams --------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_with_a_length_is_one_epoch_per_pass() -> None:
@@ -232,10 +232,12 @@ def test_a_run_ends_when_the_data_does_although_more_steps_were_asked_for(caplog
     assert "gave no batch in epoch 1" in caplog.text
 
 
-# ---- random numbers in the data ---------------------------------------------------------------------------------------------
+# ---- random numbers in the data -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [Augmented, lambda: datasets.Dataset.from_dict({"ids": list(range(11))})], ids=["own", "lazy"])
+@pytest.mark.parametrize(
+    "data", [Augmented, lambda: datasets.Dataset.from_dict({"ids": list(range(11))})], ids=["own", "lazy"]
+)
 def test_draws_in_the_data_do_not_depend_on_the_number_of_workers(data: Any) -> None:
     def augment(rows: dict[str, Any]) -> dict[str, Any]:
         draws = [[random.random(), float(np.random.rand()), torch.rand(()).item()] for _ in rows["ids"]]
@@ -259,7 +261,9 @@ def test_draws_without_workers_come_from_the_global_streams() -> None:
     assert ours.model.draws == theirs.model.draws
 
 
-@pytest.mark.parametrize("options", [{}, {"dataloader_prefetch_factor": 1}, {"dataloader_persistent_workers": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dataloader_prefetch_factor": 1}, {"dataloader_persistent_workers": True}], ids=str
+)
 def test_draws_in_workers_are_the_same_however_they_are_run(options: dict[str, Any]) -> None:
     plain = train(Augmented(), dataloader_num_workers=1).model
     other = train(Augmented(), dataloader_num_workers=2, **options).model
@@ -282,7 +286,7 @@ def test_evaluation_leaves_the_draws_of_training_alone() -> None:
     assert runs[0] == runs[1] and len(runs[0]) == 6
 
 
-# ---- grouping by length -----------------------------------------------------------------------------------------------------
+# ---- grouping by length ---------------------------------------------------------------------------------------------
 
 
 class Sentences(nn.Module):
@@ -322,7 +326,9 @@ def padding(model: Sentences) -> float:
     return sum(max(batch) * len(batch) - sum(batch) for batch in sizes) / len(sizes)
 
 
-@pytest.mark.parametrize("spelling", [{"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}], ids=str)
+@pytest.mark.parametrize(
+    "spelling", [{"train_sampling_strategy": "group_by_length"}, {"group_by_length": True}], ids=str
+)
 def test_grouping_by_length_pads_less_and_loses_no_sample(spelling: dict[str, Any]) -> None:
     plain, together = grouped(SENTENCES), grouped(SENTENCES, **spelling)
     assert padding(together) < padding(plain) / 2
@@ -349,7 +355,7 @@ def test_grouping_by_length_needs_lengths() -> None:
         train(Mapped(), train_sampling_strategy="group_by_length")
 
 
-# ---- what users bring ---------------------------------------------------------------------------------------------------------
+# ---- what users bring -----------------------------------------------------------------------------------------------
 
 
 class EpochSampler(Sampler):
@@ -429,7 +435,7 @@ def test_own_batch_sampler_loader() -> None:
     assert trainer.model.batches == [[0, 1], [2, 3, 4]] * 2
 
 
-# ---- columns --------------------------------------------------------------------------------------------------------------------
+# ---- columns --------------------------------------------------------------------------------------------------------
 
 
 def test_a_lazy_transform_may_use_a_column_the_model_does_not_take(caplog: Any) -> None:
@@ -504,8 +510,6 @@ def test_batches_that_are_no_dicts_reach_an_override_as_they_are() -> None:
     data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
     args = TrainingArguments("run", max_steps=2, per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True,
                              save_strategy="no", logging_steps=1)  # fmt: skip
-    trainer = Theirs(
-        nn.Linear(2, 1), args, train_dataset=data, data_collator=torch.utils.data.default_collate
-    )
+    trainer = Theirs(nn.Linear(2, 1), args, train_dataset=data, data_collator=torch.utils.data.default_collate)
     trainer.train()
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 2

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.pt.oom import is_out_of_memory, run_or_halve, split_all
+from loopwright.pt.precision import Precision
+from loopwright.pt.strategies.single import SingleDevice
 from tests.pt import tiny
 from tests.pt.tiny import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
 
@@ -36,6 +38,12 @@ def limited(model: nn.Module, most: int, error: type[BaseException] = torch.OutO
 
 
 RUN = {"num_train_epochs": 2, "auto_find_batch_size": True, "per_device_train_batch_size": 7}
+
+
+def device_with(model: nn.Module) -> SingleDevice:
+    device = SingleDevice(torch.device("cpu"), Precision())
+    device.setup_model(model)
+    return device
 
 
 def both(model: nn.Module, most: int, folder: Any, data: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -112,7 +120,7 @@ def test_a_failed_try_leaves_no_trace() -> None:
             raise torch.OutOfMemoryError("out of memory")
         return model.running_mean.clone()
 
-    mean = run_or_halve(run, lambda: bool(torch.rand(()) >= 0), model)
+    mean = run_or_halve(run, lambda: bool(torch.rand(()) >= 0), device_with(model))
     assert drawn[0] == drawn[1] == drawn[2] and int(model.num_batches_tracked) == 1
     torch.manual_seed(0)
     torch.rand(())
@@ -174,7 +182,7 @@ def test_failed_tensors_are_let_go_before_the_next_try() -> None:
         assert held[0]() is None, "the failed run's tensors are still there"
         return True
 
-    assert run_or_halve(run, halve, nn.Module()) == "done"
+    assert run_or_halve(run, halve, device_with(nn.Module())) == "done"
 
 
 # ---- cutting --------------------------------------------------------------------------------------------------------

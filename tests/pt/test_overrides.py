@@ -42,7 +42,7 @@ def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(trainer)
 
 
-# ---- all of them at once ------------------------------------------------------------------------------------------------
+# ---- all of them at once --------------------------------------------------------------------------------------------
 
 POINTS = """
 get_train_dataloader get_eval_dataloader get_test_dataloader num_examples get_batch_samples
@@ -53,7 +53,7 @@ evaluate predict evaluation_loop prediction_step save_model log store_flos float
 _get_train_sampler _get_eval_sampler _get_dataloader _remove_unused_columns _get_collator_with_removed_columns
 _set_signature_columns_if_needed _prepare_inputs _prepare_input
 _evaluate _determine_best_metric _save_checkpoint _save _load_from_checkpoint _load_best_model
-_wrap_model _move_model_to_device _get_learning_rate _get_num_items_in_batch
+_wrap_model _move_model_to_device _get_learning_rate
 """.split()
 
 PRIVATE_ELSEWHERE = """
@@ -112,7 +112,7 @@ def test_a_mixin_that_brings_a_dead_override_is_refused_too() -> None:
         make(type("Mixed", (Mixin, Trainer), {}))
 
 
-# ---- signatures of older documents ----------------------------------------------------------------------------------------
+# ---- signatures of older documents ----------------------------------------------------------------------------------
 
 
 def test_training_step_with_two_arguments(plain_losses: list[float]) -> None:
@@ -405,9 +405,7 @@ def test_save_with_its_old_signature_writes_into_checkpoints(tmp_path: Any) -> N
     assert (tmp_path / "run/checkpoint-4/mine.txt").is_file()
 
 
-@pytest.mark.parametrize(
-    "signature", ["model, trial", "model, trial, metrics=None", "model", "model, *args, **kwargs"]
-)
+@pytest.mark.parametrize("signature", ["model, trial", "model, trial, metrics=None", "model", "model, *args, **kwargs"])
 def test_save_checkpoint_of_any_signature(signature: str, tmp_path: Any) -> None:
     names: dict[str, Any] = {"Trainer": Trainer, "saved": []}
     exec(
@@ -471,6 +469,28 @@ def test_set_initial_training_values_decides_the_length_of_the_run(signature: st
     assert trainer.state.global_step == trainer.state.max_steps == 2
 
 
+class DividesByItems(Regression):
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        y = super().forward(x)["y"]
+        if labels is None:
+            return {"y": y}
+        return {"loss": ((y - labels) ** 2).sum() / (num_items_in_batch or len(labels)), "y": y}
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}], ids=str)
+def test_get_num_items_in_batch_decides_what_a_scaled_loss_is_divided_by(
+    options: Any, plain_losses: list[float]
+) -> None:
+    class Theirs(Trainer):
+        def _get_num_items_in_batch(self, batch_samples, device):
+            return 2 * super()._get_num_items_in_batch(batch_samples, device)
+
+    trainer = make(Theirs, model=DividesByItems(), **options)
+    trainer.model.load_state_dict(make(Trainer).model.state_dict())
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(plain_losses[0] / 2)
+
+
 def test_floating_point_ops_decides_total_flos() -> None:
     class Theirs(Trainer):
         def floating_point_ops(self, inputs):
@@ -527,7 +547,7 @@ def test_compute_loss_context_manager_is_around_the_loss_in_training_and_evaluat
     assert len(inside) >= 5 and all(inside)
 
 
-# ---- columns --------------------------------------------------------------------------------------------------------------
+# ---- columns --------------------------------------------------------------------------------------------------------
 
 
 def seen_columns(trainer: Any) -> set[str]:
@@ -564,7 +584,7 @@ def test_set_signature_columns_may_be_overridden() -> None:
     assert len(losses(trainer)) == 4
 
 
-# ---- attributes assigned after construction ---------------------------------------------------------------------------------
+# ---- attributes assigned after construction -------------------------------------------------------------------------
 
 
 def test_compute_loss_assigned_on_the_instance_is_called(plain_losses: list[float]) -> None:

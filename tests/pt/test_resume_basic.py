@@ -55,7 +55,9 @@ def arguments(folder: Any, **options: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **options)
 
 
-def make(folder: Any, *, data: Any = None, dropout: float = 0.3, callbacks: Any = None, cls: Any = Trainer, **options: Any) -> Any:
+def make(
+    folder: Any, *, data: Any = None, dropout: float = 0.3, callbacks: Any = None, cls: Any = Trainer, **options: Any
+) -> Any:
     torch.manual_seed(0)
     data = regression_data(14) if data is None else data
     return cls(
@@ -236,7 +238,7 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     assert again.progress.samples_seen == 8 + 14 + 14
 
 
-# ---- callbacks ----------------------------------------------------------------------------------------------------------------
+# ---- callbacks ------------------------------------------------------------------------------------------------------
 
 
 class Counter(TrainerCallback, ExportableState):
@@ -305,14 +307,16 @@ def test_early_stopping_stops_a_resumed_run_where_it_would_have_stopped(tmp_path
     assert_same_end(resumed, whole)
 
 
-# ---- keeping, removing, choosing --------------------------------------------------------------------------------------------------
+# ---- keeping, removing, choosing ------------------------------------------------------------------------------------
 
 
 def kept(folder: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, [2, 4, 6, 8, 10]), (1, [10]), (2, [8, 10]), (9, [2, 4, 6, 8, 10])])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(None, [2, 4, 6, 8, 10]), (1, [10]), (2, [8, 10]), (9, [2, 4, 6, 8, 10])]
+)
 @pytest.mark.parametrize("async_save", [False, True])
 def test_save_total_limit_keeps_the_newest(limit: Any, expected: list[int], async_save: bool, tmp_path: Path) -> None:
     make(tmp_path, save_steps=2, save_total_limit=limit, async_save=async_save).train()
@@ -340,12 +344,14 @@ def test_the_best_checkpoint_is_never_removed_and_is_loaded_at_the_end(tmp_path:
 
 
 def test_saving_only_the_best(tmp_path: Path) -> None:
-    trainer = make(tmp_path, cls=Worse, eval_strategy="steps", eval_steps=2, save_strategy="best", metric_for_best_model="score")
+    trainer = make(
+        tmp_path, cls=Worse, eval_strategy="steps", eval_steps=2, save_strategy="best", metric_for_best_model="score"
+    )
     trainer.train()
     assert kept(tmp_path) == [2]
 
 
-# ---- reading back --------------------------------------------------------------------------------------------------------------------
+# ---- reading back ---------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -388,13 +394,16 @@ def test_tied_weights_resume_exactly(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_says_what_is_wrong(tmp_path: Path) -> None:
     make(tmp_path, max_steps=3).train()
-    with pytest.raises(CheckpointError, match=r"do not fit the model. missing: count; unexpected: hidden.*another shape: out.weight"):
+    message = "do not fit the model. missing: count; unexpected: hidden.*another shape: out.weight"
+    with pytest.raises(CheckpointError, match=message):
         loopwright.load_model(Tied(), tmp_path / "checkpoint-3")
     with pytest.raises(CheckpointError, match="no model.safetensors"):
         loopwright.load_model(Tied(), tmp_path)
 
 
-@pytest.mark.parametrize("victim", ["model.safetensors", "optimizer.safetensors", "progress.json", "rng.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "victim", ["model.safetensors", "optimizer.safetensors", "progress.json", "rng.json", "manifest.json"]
+)
 def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_used(victim: str, tmp_path: Path, caplog: Any) -> None:
     whole = make(tmp_path / "whole")
     whole.train()

@@ -15,7 +15,7 @@ from tests.side_by_side.tasks import bert, token_data
 transformers = pytest.importorskip("transformers")
 
 
-# ---- the overrides, as the documents write them -----------------------------------------------------------------------
+# ---- the overrides, as the documents write them ---------------------------------------------------------------------
 
 
 def weighted(Trainer: Any) -> type:
@@ -95,7 +95,7 @@ SNIPPETS = {
 WEIGHTS = torch.tensor([1.0, 2.0, 3.0])
 EXPECTED = {
     "weighted": lambda logits, labels: nn.functional.cross_entropy(logits, labels, weight=WEIGHTS),
-    "weighted on the model's device": lambda logits, labels: nn.functional.cross_entropy(logits, labels, weight=WEIGHTS),
+    "weighted on the model's device": lambda logits, labels: nn.functional.cross_entropy(logits, labels, WEIGHTS),
     "label smoothed": lambda logits, labels: nn.functional.cross_entropy(logits, labels, label_smoothing=0.1),
     "two arguments": nn.functional.cross_entropy,
 }
@@ -130,7 +130,7 @@ def test_the_snippet_trains_and_its_loss_is_the_one_logged(name: str, output_dir
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_the_snippet_evaluates_with_logits(name: str, output_dir: str) -> None:
     trainer = make(loopwright, SNIPPETS[name], output_dir)
-    trainer.compute_metrics = lambda p: {"shape": float(p.predictions.shape == (10, 3)), "labels": float(len(p.label_ids))}
+    trainer.compute_metrics = lambda p: {"classes": float(p.predictions.shape[1]), "labels": float(len(p.label_ids))}
     metrics = trainer.evaluate()
     prediction = trainer.predict(trainer.eval_dataset)
     batch = {key: torch.stack([each[key] for each in trainer.eval_dataset]) for key in trainer.eval_dataset[0]}
@@ -139,7 +139,7 @@ def test_the_snippet_evaluates_with_logits(name: str, output_dir: str) -> None:
         logits = trainer.model.eval()(**batch).logits
     np.testing.assert_allclose(prediction.predictions, logits.numpy(), rtol=1e-5, atol=1e-6)
     assert prediction.label_ids.tolist() == labels.tolist()
-    assert metrics["eval_shape"] == 1.0 and metrics["eval_labels"] == 10.0
+    assert metrics["eval_classes"] == 3.0 and metrics["eval_labels"] == 10.0
     assert metrics["eval_loss"] == pytest.approx(EXPECTED[name](logits, labels).item(), rel=1e-5)
 
 
@@ -164,7 +164,7 @@ def test_the_snippet_fails_with_transformers(name: str, output_dir: str) -> None
         make(transformers, SNIPPETS[name], output_dir).train()
 
 
-# ---- linear regression with a module of one's own -----------------------------------------------------------------------
+# ---- linear regression with a module of one's own -------------------------------------------------------------------
 
 
 class LinearRegressionModel(nn.Module):

@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
+    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
     "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
 }

@@ -74,6 +74,8 @@ class Acting:
                 f"{first - 1}. "
                 'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
             )
+        if self.meter.nonfinite > reading.nonfinite:
+            return  # told at an earlier log point
         done = "were left out" if policy == "skip" else "were applied all the same"
         self.notices.tell_once(
             f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates "

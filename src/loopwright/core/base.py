@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..errors import DataError, NotAvailable
@@ -18,6 +18,7 @@ from .loop import run_training
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .plan import Plan
+from .record import write_record
 from .signals import Interrupted, SignalWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
@@ -25,6 +26,9 @@ from .strategy import Strategy
 
 class BaseTrainer(Acting):
     """Trains whatever its strategy can run; a subclass brings the framework."""
+
+    train_instead: ClassVar[Callable[[Any], TrainOutput] | None] = None
+    """Set by commands that run a user's script to get at its trainer, such as `loopwright replay`."""
 
     args: BaseArguments
     strategy: Strategy
@@ -68,7 +72,11 @@ class BaseTrainer(Acting):
         if trial is not None:
             raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
         self.ignore_keys_for_eval = ignore_keys_for_eval
+        if BaseTrainer.train_instead is not None:
+            return BaseTrainer.train_instead(self)
         self._check_output_dir()
+        if self.args.should_save:
+            write_record(str(self.args.output_dir))
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         self.is_in_train = True
         try:
@@ -79,7 +87,11 @@ class BaseTrainer(Acting):
                 return self._finish_training()
         finally:
             self.checkpoints.wait()
+            self.finish_with_model()
             self.is_in_train = False
+
+    def finish_with_model(self) -> None:
+        """Take away what training put on the model."""
 
     def prepare_training(self, checkpoint: str | None) -> None:
         """Build loader, plan, model, optimizer and schedule, in this order, and load the checkpoint into them."""
@@ -135,7 +147,7 @@ class BaseTrainer(Acting):
         self.learning_rate = self._get_learning_rate()
         if moved and not self.schedule_follows_metric:
             self.lr_scheduler.step()
-        self.meter.add(loss, norm)
+        self.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
         strategy.zero_grad()
 
     def _veto(self, loss: Any, norm: Any) -> Any:

@@ -127,7 +127,10 @@ class BatchMetrics:
         self._last: EvalStep | None = None
 
     def add(self, step: EvalStep) -> None:
-        if not self._plan.per_batch_metrics or self._plan.compute_metrics is None or self._plan.loss_only:
+        plan = self._plan
+        if not plan.per_batch_metrics or plan.compute_metrics is None or plan.loss_only:
+            return
+        if step.logits is None or step.labels is None:
             return
         if self._last is not None:
             self._compute(self._last, final=False)

@@ -1,4 +1,4 @@
-"""Metric objects given as `compute_metrics={"accuracy": metric, ...}`: torchmetrics and `evaluate`, fed batch by batch."""
+"""Metric objects, `compute_metrics={"accuracy": metric, ...}`: torchmetrics and `evaluate`, fed batch by batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 from ..errors import ArgumentsError
 
-Shape = Callable[[Any, Any], tuple[Any, Any]]
-"""Turns predictions and labels into what a metric takes: ignored targets left out, classes chosen."""
+Shape = Callable[[Any, Any, bool], tuple[Any, Any]]
+"""Turns predictions and labels into what a metric takes: ignored targets left out, classes chosen.
+
+The third argument says that predictions are of the next token: each one is compared with the label after it.
+"""
 
 
 class MetricObjects:
@@ -17,6 +20,7 @@ class MetricObjects:
     def __init__(self, metrics: Mapping[str, Any], *, scores: Shape, choices: Shape) -> None:
         self._metrics = dict(metrics)
         self._scores, self._choices = scores, choices
+        self.shifted = False
         strange = [name for name, metric in self._metrics.items() if not (_streams(metric) or _adds(metric))]
         if strange:
             raise ArgumentsError(
@@ -27,11 +31,17 @@ class MetricObjects:
     def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, Any]:
         for metric in self._metrics.values():
             if _streams(metric):
-                metric.update(*self._scores(prediction.predictions, prediction.label_ids))
+                metric.update(*self._scores(prediction.predictions, prediction.label_ids, self.shifted))
             else:
-                predictions, references = self._choices(prediction.predictions, prediction.label_ids)
+                predictions, references = self._choices(prediction.predictions, prediction.label_ids, self.shifted)
                 metric.add_batch(predictions=predictions, references=references)
         return self._result() if compute_result else {}
+
+    def restart(self) -> None:
+        """Forget what an evaluation that did not come to its end left behind."""
+        for metric in self._metrics.values():
+            for part in getattr(metric, "evaluation_modules", [metric]):
+                _forget(part)
 
     def _result(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -46,6 +56,14 @@ class MetricObjects:
             if hasattr(metric, "reset"):
                 metric.reset()
         return found
+
+
+def _forget(metric: Any) -> None:
+    if callable(getattr(metric, "reset", None)):
+        metric.reset()
+    elif getattr(metric, "writer", None) is not None:
+        # `evaluate` has no reset: its samples are in a file, and without the writer it starts another one.
+        metric.writer = metric.buf_writer = metric.data = None
 
 
 def _streams(metric: Any) -> bool:

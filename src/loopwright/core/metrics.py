@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def _readable(name: str, value: Any) -> Any:
     if "_mem_" in name:
         return f"{int(value) >> 20}MB"
     if "_runtime" in name:
-        return str(datetime.timedelta(seconds=round(float(value), 2))).rstrip("0").rstrip(".")
+        return f"{datetime.timedelta(seconds=int(value))}.{int(abs(value - int(value)) * 100):02d}"
     if name == "total_flos":
         return f"{int(value) >> 30}GF"
     return round(value, 4) if isinstance(value, float) else value
@@ -74,7 +75,9 @@ def _write_json(path: str, values: dict[str, Any]) -> None:
 
 
 def better(new: float, best: float | None, *, greater_is_better: bool) -> bool:
-    """Whether a metric improves on the best one so far."""
-    if best is None:
+    """Whether a metric improves on the best one so far. NaN is no improvement, and anything improves on it."""
+    if math.isnan(new):
+        return False
+    if best is None or math.isnan(best):
         return True
     return new > best if greater_is_better else new < best

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import DataError
+
 Array = npt.NDArray[Any]
 
 PADDING = -100
@@ -23,7 +25,6 @@ class Column:
         self._expected = expected_rows
         self._data: Array | None = None
         self._rows = 0
-        self._files: list[Any] = []
 
     def append(self, block: Array) -> None:
         block = block.reshape(1) if block.ndim == 0 else block
@@ -49,11 +50,14 @@ class Column:
         data = self._data
         assert data is not None
         if block.ndim != data.ndim:
-            raise ValueError(f"a batch of shape {block.shape} cannot follow batches of shape {data.shape[1:]} per sample")
+            per_sample = data.shape[1:]
+            raise ValueError(f"a batch of shape {block.shape} cannot follow batches of shape {per_sample} per sample")
         needed = self._rows + len(block)
         rows = len(data) if needed <= len(data) else max(needed, 2 * len(data))
         shape = (rows, *(max(a, b) for a, b in zip(data.shape[1:], block.shape[1:], strict=True)))
         dtype = np.promote_types(data.dtype, block.dtype)
+        if data.shape[1:] != block.shape[1:]:
+            dtype = np.promote_types(dtype, np.int8)  # bool and unsigned numbers cannot hold the padding
         if shape == data.shape and dtype == data.dtype:
             return
         wider = self._allocate(shape, dtype)
@@ -66,9 +70,8 @@ class Column:
         size = int(np.prod(shape)) * dtype.itemsize
         if size <= MAP_ABOVE:
             return np.empty(shape, dtype)
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the array
-        self._files.append(file)
-        return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
+        with tempfile.TemporaryFile() as file:  # it has no name, and its space is free again when the array is gone
+            return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
 
 
 class PredictionStore:
@@ -103,6 +106,11 @@ class PredictionStore:
             return {key: self._grow((node or {}).get(key), each) for key, each in value.items()}
         if isinstance(value, tuple) or (isinstance(value, list) and all(_is_nest(each) for each in value)):
             parts = node if node is not None else [None] * len(value)
+            if len(parts) != len(value):
+                raise DataError(
+                    f"a batch gave {len(value)} outputs or labels where the batches before it gave {len(parts)}, so "
+                    "they cannot be joined; set eval_do_concat_batches=False to get a list of batches"
+                )
             return tuple(self._grow(part, each) for part, each in zip(parts, value, strict=True))
         if isinstance(value, np.ndarray) and value.dtype != object:
             column = Column(self._expected) if node is None else node
@@ -119,7 +127,7 @@ class _Rows(list[Any]):
 
 
 def _is_nest(value: Any) -> bool:
-    return isinstance(value, (np.ndarray, tuple, dict)) and getattr(value, "dtype", None) != object
+    return isinstance(value, (tuple, dict)) or (isinstance(value, np.ndarray) and value.dtype.kind != "O")
 
 
 def map_nested(function: Callable[[Any], Any], value: Any, *, leaf_lists: bool = False) -> Any:

@@ -34,6 +34,11 @@ class SignalWatch:
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
 
+    @property
+    def wants_save(self) -> bool:
+        """Whether the run should save its last finished update and leave."""
+        return self.received in SAVING
+
     def __enter__(self) -> SignalWatch:
         self.received = None
         # Python allows handlers in the main thread only.

@@ -16,7 +16,6 @@ from ..notices import logger
 from .collators import DataCollatorWithPadding, default_data_collator
 from .loaders import has_length
 
-
 PARAMETERS = (
     "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init",
     "compute_loss_func", "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
@@ -45,7 +44,7 @@ def check_constructor(
     optimizer_cls_and_kwargs: Any,
     args: Any,
     datasets: tuple[Any, Any],
-    compute_metrics: Callable[..., Any] | None = None,
+    compute_metrics: Any = None,
 ) -> None:
     """Everything that is wrong with the constructor's arguments, at once."""
     _check_kinds(args, optimizers)
@@ -56,14 +55,16 @@ def check_constructor(
     elif model is not None and not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if model_init is not None and any(part is not None for part in optimizers):
-        problems.append("optimizers= holds parameters of one model and cannot go with model_init: override create_optimizer")
+        problems.append(
+            "optimizers= holds parameters of one model and cannot go with model_init: override create_optimizer"
+        )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
     if args.eval_strategy != "no" and evaluation is None:
         problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
     if train is not None and not has_length(train) and args.max_steps <= 0:
         problems.append("the train_dataset has no length, so max_steps must say how long to train")
-    if args.batch_eval_metrics and compute_metrics is not None and not needs_compute_result(compute_metrics):
+    if args.batch_eval_metrics and inspect.isroutine(compute_metrics) and not needs_compute_result(compute_metrics):
         problems.append(
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but this "
             "compute_metrics has no parameter compute_result; add it, or set batch_eval_metrics=False"
@@ -79,7 +80,8 @@ def _check_kinds(args: Any, optimizers: Any) -> None:
         kind = f"{type(args).__module__}.{type(args).__qualname__}".removeprefix("builtins.")
         problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {type(optimizers).__name__}")
+        kind = type(optimizers).__name__
+        problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {kind}")
     if problems:
         raise ArgumentsError(problems)
 

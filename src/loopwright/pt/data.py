@@ -75,7 +75,8 @@ class DataMethods(BaseTrainer):
     def _named_eval_dataset(self, name: str) -> Any:
         sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
         if name not in sets:
-            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {', '.join(sets) or 'no named sets'}")
+            known = ", ".join(sets) or "no named sets"
+            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
         return sets[name]
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
@@ -107,6 +108,8 @@ class DataMethods(BaseTrainer):
             sampler=sampler,
             drop_last=drop_last,
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
+            # Every evaluation makes a loader of its own: nobody would use its workers again.
+            persistent_workers=self.args.dataloader_persistent_workers and description == "training",
         )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:

@@ -14,10 +14,11 @@ from ..core.base import BaseTrainer
 from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
 from ..core.metric_objects import MetricObjects
 from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
-from ..core.overrides import adapt, names_parameter
+from ..core.overrides import adapt
 from ..core.predictions import map_nested
 from ..core.signals import Interrupted
 from ..errors import DataError
+from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS
 from .loaders import has_length
 from .loss import check_loss, count_samples
@@ -35,9 +36,12 @@ class EvaluationMethods(BaseTrainer):
     eval_dataset: Any
     label_names: list[str]
     can_return_loss: bool
+    accounting: LossAccounting
     memory: MemoryMeter
     _wants_predictions: bool = False
     _evaluating_each: bool = False
+    _summed_over: Any = None
+    """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
     # ---- what users call --------------------------------------------------------------------------------------------
 
@@ -126,6 +130,8 @@ class EvaluationMethods(BaseTrainer):
     ) -> EvalLoopOutput:
         """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if isinstance(self.compute_metrics, MetricObjects):
+            self.compute_metrics.restart()
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.model.training
@@ -161,6 +167,9 @@ class EvaluationMethods(BaseTrainer):
         predict = adapt(self.prediction_step, "ignore_keys")
         for inputs in loader:
             items = self._eval_items(inputs, learn=True)
+            if isinstance(self.compute_metrics, MetricObjects):
+                self.compute_metrics.shifted = self.accounting.shifts
+            self._summed_over = None
             loss, logits, labels = predict(self.model_wrapped, inputs, loss_only, ignore_keys=ignore_keys)
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
@@ -169,15 +178,20 @@ class EvaluationMethods(BaseTrainer):
                 raise Interrupted
             samples = count_samples(inputs)
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
-            yield EvalStep(loss, logits, labels, kept, samples if items is None else items, samples)
+            weights = (self._summed_over, items, samples)
+            yield EvalStep(loss, logits, labels, kept, next(each for each in weights if each is not None), samples)
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
         """The targets of an evaluation batch; with `learn`, the first batch shows which ones the loss counts."""
         raise NotImplementedError
 
     def _metric_inputs(self, inputs: Any) -> Any:
+        """The model's main input; all inputs of a model that does not say which one is the main one."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        return inputs.get(name) if isinstance(inputs, Mapping) else inputs
+        if not isinstance(inputs, Mapping) or name in inputs:
+            return inputs[name] if isinstance(inputs, Mapping) else inputs
+        labels = {*LABEL_COLUMNS, *self.label_names}
+        return {name: value for name, value in inputs.items() if name not in labels}
 
     def prediction_step(
         self,
@@ -227,15 +241,14 @@ class EvaluationMethods(BaseTrainer):
 
     def _split_result(self, result: Any, seen: list[Any]) -> tuple[Any, Any]:
         """(loss, outputs), whatever the loss computation returned."""
-        takes_flag = names_parameter(self.compute_loss, "return_outputs")  # type: ignore[attr-defined]
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            loss, outputs = result
-            if isinstance(loss, (tuple, list)):  # ((sum, count), outputs)
-                loss = loss[0] / loss[1]
-            elif not takes_flag and isinstance(outputs, (Tensor, int, float)):  # (sum, count)
-                return loss / outputs, seen[-1] if seen else None
-            return loss, outputs
-        return result, seen[-1] if seen else None
+        last = seen[-1] if seen else None
+        loss, outputs = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, last)
+        if isinstance(outputs, (int, float)) or (isinstance(outputs, Tensor) and not outputs.dim()):
+            loss, outputs = (loss, outputs), last  # a number is no output: this is (sum, count)
+        if isinstance(loss, (tuple, list)):
+            total, self._summed_over = loss
+            loss = total / self._summed_over
+        return loss, outputs
 
     def _ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
         if ignore_keys is not None:
@@ -271,6 +284,7 @@ def to_numpy(value: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         leaf = leaf.detach()
-        return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).cpu().numpy()
+        known = not leaf.is_floating_point() or leaf.dtype in (torch.float16, torch.float32, torch.float64)
+        return (leaf if known else leaf.float()).cpu().numpy()
 
     return map_nested(convert, value)

@@ -139,8 +139,8 @@ def check_stream_order(args: Any) -> None:
     """Refuse an order that a stream cannot have: its samples come as they come."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
-            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples are picked by index, "
-            "not a stream; use 'random', or sort the stream itself"
+            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not a "
+            "stream; use 'random', or sort the stream itself"
         )
 
 
@@ -182,6 +182,7 @@ def build_loader(
     sampler: Any = None,
     drop_last: bool = False,
     pin_memory: bool = False,
+    persistent_workers: bool = False,
 ) -> DataLoader[Any]:
     """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours."""
     workers = args.dataloader_num_workers
@@ -190,7 +191,7 @@ def build_loader(
         "collate_fn": collate_fn,
         "num_workers": workers,
         "pin_memory": pin_memory,
-        "persistent_workers": args.dataloader_persistent_workers,
+        "persistent_workers": persistent_workers,
     }
     if workers:
         options["prefetch_factor"] = args.dataloader_prefetch_factor

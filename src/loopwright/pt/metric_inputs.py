@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.metric_objects import MetricObjects
+from ..errors import DataError
 from .loss import IGNORED
 
 
@@ -22,18 +23,28 @@ def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
     return MetricObjects(compute_metrics, scores=scores, choices=choices)
 
 
-def scores(predictions: Any, labels: Any) -> tuple[Tensor, Tensor]:
+def scores(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Tensor, Tensor]:
     """Predictions and labels of the targets that count, flat where labels are per token."""
     predictions, labels = _first(predictions), _first(labels)
     if labels.is_floating_point():
-        return predictions, labels
+        one_each = predictions.dim() == labels.dim() + 1 and predictions.shape[-1] == 1
+        return predictions.squeeze(-1) if one_each else predictions, labels
+    if shifted and labels.dim() > 1:
+        labels = labels[:, 1:]
+        predictions = predictions[:, : labels.shape[1]]
+    if predictions.shape[: labels.dim()] != labels.shape:
+        raise DataError(
+            f"metric objects compare a prediction with each label, but the predictions are of shape "
+            f"{tuple(predictions.shape)} and the labels of shape {tuple(labels.shape)}; "
+            "give compute_metrics a function, or preprocess_logits_for_metrics= one that brings them together"
+        )
     counted = labels != IGNORED
     return predictions[counted], labels[counted]
 
 
-def choices(predictions: Any, labels: Any) -> tuple[Any, Any]:
+def choices(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Any, Any]:
     """The chosen classes and the labels, as numpy arrays."""
-    predictions, labels = scores(predictions, labels)
+    predictions, labels = scores(predictions, labels, shifted)
     if predictions.dim() > labels.dim() and not labels.is_floating_point():
         predictions = predictions.argmax(-1)
     return predictions.cpu().numpy(), labels.cpu().numpy()

@@ -13,7 +13,7 @@ from .columns import innermost
 
 def loss_in(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
     """The loss of a dict, dataclass, tuple (loss first) or scalar."""
-    loss = _find(outputs)
+    loss = find_loss(outputs)
     if loss is not None:
         return loss
     raise ModelError(
@@ -22,7 +22,8 @@ def loss_in(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _find(outputs: Any) -> Any:
+def find_loss(outputs: Any) -> Any:
+    """The loss a model returned, or None."""
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
     if hasattr(outputs, "loss"):

@@ -28,11 +28,22 @@ class RehearsalMethods(EvaluationMethods):
         names = self._metric_names()
         wanted = args.metric_for_best_model
         full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
-        if names is not None and full not in names:
-            raise MetricError(
-                f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives: "
-                f"{', '.join(sorted(name for name in names if not name.endswith(ALWAYS)))}"
-            )
+        if names is None or full in names:
+            return
+        problem = (
+            f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives: "
+            f"{', '.join(sorted(name for name in names if not name.endswith(ALWAYS)))}"
+        )
+        if not self._names_may_be_added():
+            raise MetricError(problem)
+        logger.warning(f"{problem}. Going on, since an overridden log() or a callback's on_evaluate may add it")
+
+    def _names_may_be_added(self) -> bool:
+        """Whether code of the user's is handed the metrics of an evaluation before the best model is chosen."""
+        listeners = [getattr(callback, "on_evaluate", None) for callback in self.callback_handler.callbacks]
+        homes = [getattr(listener, "__module__", None) or "loopwright." for listener in listeners]
+        theirs = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
+        return is_overridden(self, "log") or bool(theirs)
 
     def _metric_names(self) -> set[str] | None:
         """The names of one batch's metrics, of every named set; None when one batch cannot tell."""
@@ -56,7 +67,7 @@ class RehearsalMethods(EvaluationMethods):
         try:
             with untouched_rng():
                 loader = self.get_eval_dataloader(key)  # type: ignore[attr-defined]
-                plan = self._evaluation_plan(loader, self.compute_metrics is None)
+                plan = self._evaluation_plan(loader, self.compute_metrics is None or self.args.prediction_loss_only)
                 steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.ignore_keys_for_eval)
                 plan.expected_rows = None
                 output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)

@@ -16,7 +16,6 @@ from .checkpoint import plain_module
 from .prompts import answers_of, prompts_of
 from .trainer import Trainer
 
-
 DEFAULT_MAX_LENGTH = 20
 """How long transformers generates when nobody says how long."""
 
@@ -78,7 +77,7 @@ class Seq2SeqTrainer(Trainer):
     def _generation_options(self, given: dict[str, Any]) -> dict[str, Any]:
         """The call's own options, then those of the arguments.
 
-        For decoder-only models the longest length counts new tokens, so that it does not depend on how a batch is padded.
+        For decoder-only models the longest length counts new tokens, so that it does not depend on a batch's padding.
         """
         options = dict(given)
         longest = getattr(self.args, "generation_max_length", None)
@@ -118,10 +117,19 @@ class Seq2SeqTrainer(Trainer):
 
     def _loss_beside_generation(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The loss as training computes it, overrides and loss functions included."""
-        if not self._has_encoder() and inputs["labels"].shape != inputs["input_ids"].shape:
-            return None  # prompts and answers apart: nothing that a causal loss could be computed of
+        if self._answers_are_apart(inputs):
+            return None
         with torch.no_grad():
             return self._loss_and_outputs(model, dict(inputs), True)[0]
+
+    def _answers_are_apart(self, inputs: Any) -> bool:
+        """Whether labels are not those of the inputs' tokens: then there is nothing to compute a causal loss of."""
+        if self._has_encoder() or not getattr(self.args, "predict_with_generate", False):
+            return False
+        return inputs.get("labels") is not None and inputs["labels"].shape != inputs["input_ids"].shape
+
+    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
+        return super()._eval_items(inputs, learn=learn and not self._answers_are_apart(inputs))
 
     # ---- generating -------------------------------------------------------------------------------------------------
 

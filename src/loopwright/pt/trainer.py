@@ -29,7 +29,7 @@ from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
 from .oom import run_or_halve, split_all
 from .optimizing import OptimizerMethods
-from .outputs import decodes_from_labels, loss_in
+from .outputs import decodes_from_labels, find_loss, loss_in
 from .precision import choose_precision, set_tf32
 from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
 from .rehearsal import RehearsalMethods
@@ -46,6 +46,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
     strategy: Any
     loss_is_scaled_for_ga: bool | None = None
     """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
+    _noise: Any = None
 
     # What other trainers have and overrides may ask for.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
@@ -162,12 +163,17 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         if args.gradient_checkpointing:
             checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
         if args.neftune_noise_alpha is not None:
-            self._neftune = add_embedding_noise(self.model, args.neftune_noise_alpha)
+            self._noise = add_embedding_noise(self.model, args.neftune_noise_alpha)
         if args.torch_compile:
             compile_blocks(
                 self.model, backend=args.torch_compile_backend, mode=args.torch_compile_mode, notices=self.notices
             )
         self.model_wrapped = self._wrap_model(self.model)
+
+    def finish_with_model(self) -> None:
+        if self._noise is not None:
+            self._noise.remove()
+            self._noise = None
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model as the loop calls it; on one device it is the model itself."""
@@ -302,6 +308,8 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
             update.flos, update.tokens = self.work.measure(batches)
         if self.micro_split > 1:
             update.batches = split_all(batches, self.micro_split)
+        if self.label_smoother is not None:
+            self.accounting.learn_shift(batches[0], self._shift_probe())
         if len(update.batches) > 1 or self.accounting.wants_items:
             self._count(update)
         return update
@@ -322,7 +330,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
         if learn and self._labels_in(inputs):
-            self.accounting.learn_shift(inputs, self._probe())
+            self.accounting.learn_shift(inputs, self._shift_probe())
         return self.accounting.items_in(inputs)
 
     def _probe(self) -> LossProbe:
@@ -333,8 +341,21 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
 
         return LossProbe(compute, self.model)
 
+    def _shift_probe(self) -> LossProbe:
+        """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
+        if self.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
+            return self._probe()
+
+        def compute(inputs: dict[str, Any], items: Any) -> Any:
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss = find_loss(self.model_wrapped(**self._for_model(inputs)))
+            return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
+
+        return LossProbe(compute, self.model)
+
     def micro_step(self, update: Update, index: int) -> Any:
-        if index and self.signals.received:
+        if index and self.signals.wants_save:
             raise Interrupted
         items = self.accounting.begin(update, index)
         loss = self._training_step(self.model_wrapped, update.batches[index], num_items_in_batch=items)

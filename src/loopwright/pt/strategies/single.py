@@ -37,6 +37,7 @@ class SingleDevice:
         self.optimizer: Any = None
         self._parameters: list[nn.Parameter] = []
         self._clipped: list[Any] = []
+        self._buffers: list[tuple[dict[str, Any], str]] = []
         self._broken: Tensor | None = None
         self.reads_are_free = device.type == "cpu"
         # Bound once: these run for every micro-batch.
@@ -51,6 +52,13 @@ class SingleDevice:
         if place and self.device.type != "meta":
             model.to(self.device)
         self.model = model
+        # Looked up once; the place of each, because a module may put another tensor there.
+        self._buffers = [
+            (module._buffers, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -109,6 +117,8 @@ class SingleDevice:
 
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
         """A device flag: loss or norm is NaN or infinite; a sticky one stays set for the updates that follow."""
+        if self.precision.scales:
+            norm = None  # gradients that overflow are the scaler's business
         flag = ~torch.isfinite(loss if norm is None else loss + norm)
         if not sticky:
             return flag
@@ -125,10 +135,12 @@ class SingleDevice:
             self.optimizer.found_inf = None
         elif not bool(veto):
             return self.precision.step(self.optimizer)
+        else:
+            self.precision.skip()
         return True
 
     def _can_skip_on_device(self) -> bool:
-        if self.device.type == "cpu" or not isinstance(self.optimizer, FUSED):
+        if self.device.type == "cpu" or self.precision.scales or not isinstance(self.optimizer, FUSED):
             return False
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
@@ -158,15 +170,16 @@ class SingleDevice:
 
     def hold(self) -> Any:
         """Random states and buffers as they are now."""
-        return snapshot_rng(), [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        held = [(place, name, place[name], place[name].clone()) for place, name in self._buffers]
+        return snapshot_rng(), held
 
     def undo(self, held: Any) -> None:
         """Back to what was held; gradients of the unfinished update are dropped."""
         rng, buffers = held
         restore_rng(rng)
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for place, name, buffer, value in buffers:
+                place[name] = buffer.copy_(value)
         self.zero_grad()
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------

@@ -1,0 +1,46 @@
+"""Will the checkpoints fit? Compared before step 1, when it is still cheap to find out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ...errors import OutputError
+
+
+def free_bytes(folder: str | os.PathLike[str]) -> int:
+    """Free space where the folder is, or would be."""
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_space(folder: str | os.PathLike[str], *, size: int, keep: int | None, saves: int) -> str | None:
+    """Raise if not even one checkpoint fits; returns a warning if not all that the run will keep do."""
+    if saves <= 0 or size <= 0:
+        return None
+    free = free_bytes(folder)
+    if free < size:
+        raise OutputError(
+            f"a checkpoint takes about {readable(size)}, and {folder} has {readable(free)} free: not one would fit. "
+            "Make room, choose another output_dir, or set save_only_model=True or save_strategy='no'"
+        )
+    # The new one is published before the oldest goes, so one more than is kept must fit.
+    most = min(saves, (keep or saves) + 1)
+    if free < most * size:
+        return (
+            f"checkpoints take about {readable(size)} each and this run would hold up to {most} of them, but {folder} has "
+            f"{readable(free)} free; set save_total_limit lower, or make room"
+        )
+    return None
+
+
+def readable(size: float) -> str:
+    """Bytes in the largest unit that leaves a number above one."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "bytes" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"

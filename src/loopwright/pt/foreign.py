@@ -1,0 +1,84 @@
+"""transformers' checkpoint files: written when checkpoint_format="transformers", and read to go on from them.
+
+These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file that
+was tampered with runs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+
+OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
+ARGUMENTS = "training_args.bin"
+
+HARMLESS = [
+    np.core.multiarray._reconstruct if hasattr(np, "core") else None,
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+]
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a checkpoint has transformers' optimizer file instead of ours."""
+    return (folder / OPTIMIZER).is_file()
+
+
+def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:
+    """Write everything but weights and trainer_state.json under transformers' names."""
+    torch.save(optimizer, folder / OPTIMIZER)
+    torch.save(scheduler, folder / SCHEDULER)
+    if scaler is not None:
+        torch.save(scaler, folder / SCALER)
+    torch.save(_their_rng(rng), folder / RNG)
+    torch.save(args, folder / ARGUMENTS)
+
+
+def read_foreign(folder: Path) -> dict[str, Any]:
+    """Optimizer, scheduler, scaler and random states of a transformers checkpoint, as far as they are there."""
+    found = {
+        "optimizer": _read(folder / OPTIMIZER),
+        "scheduler": _read(folder / SCHEDULER),
+        "scaler": _read(folder / SCALER),
+        "rng": _our_rng(_read(folder / RNG)),
+    }
+    missing = [name for name in ("optimizer", "scheduler") if found[name] is None]
+    if missing:
+        raise CheckpointError(
+            f"{folder.name} holds no {' and no '.join(missing)} state; resuming would silently start those afresh. "
+            "Load its weights and train without resume_from_checkpoint instead"
+        )
+    return found
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        with torch.serialization.safe_globals([each for each in HARMLESS if each is not None]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read safely: {error}") from error
+
+
+def _their_rng(rng: dict[str, Any]) -> dict[str, Any]:
+    states = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
+    if rng.get("accelerator"):
+        states["cuda"] = rng["accelerator"][0] if len(rng["accelerator"]) == 1 else rng["accelerator"]
+    return states
+
+
+def _our_rng(states: dict[str, Any] | None) -> dict[str, Any] | None:
+    if states is None:
+        return None
+    rng = {"python": states["python"], "numpy": states["numpy"], "torch": states["cpu"]}
+    cuda = states.get("cuda")
+    if cuda is not None:
+        rng["accelerator"] = list(cuda) if isinstance(cuda, (list, tuple)) else [cuda]
+    return rng
