@@ -471,6 +471,7 @@ def test_metrics_are_readable_as_transformers_shows_them(tmp_path: Any) -> None:
 def test_metrics_are_printed_and_written(tmp_path: Any, capsys: Any) -> None:
     trainer = make(tmp_path, compute_metrics=accuracy)
     first, second = trainer.evaluate(points()), trainer.predict(points()).metrics
+    capsys.readouterr()
     trainer.log_metrics("eval", first)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "***** eval metrics *****"

@@ -139,8 +139,8 @@ def check_stream_order(args: Any) -> None:
     """Refuse an order that a stream cannot have: its samples come as they come."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
-            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not a "
-            "stream; use 'random', or sort the stream itself"
+            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not "
+            "a stream; use 'random', or sort the stream itself"
         )
 
 
