@@ -20,8 +20,6 @@ PACKAGE = ROOT / "src" / "loopwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORK_FREE = sorted([*(PACKAGE / "core").rglob("*.py"), *(PACKAGE / "args").rglob("*.py")])
 
-# Public names promised in `loopwright.__init__` whose module is still to come.
-NOT_YET = {"pt.seq2seq"}
 # What the rooms without a framework may import beside the standard library.
 ALLOWED = {"core": {"numpy"}, "args": {"yaml"}}
 # Rooms that a room may import from; the rest is above it. Callbacks and reporters live on one floor.
@@ -129,14 +127,8 @@ def test_import_takes_less_than_100_ms():
 @pytest.mark.parametrize("name", sorted(loopwright._HOME))
 def test_public_name_is_there(name):
     home = loopwright._HOME[name]
-    if home in NOT_YET:
-        pytest.skip(f"loopwright.{home} is still to come")
     assert getattr(loopwright, name) is getattr(import_module(f"loopwright.{home}"), name)
     assert name in dir(loopwright) and name in loopwright.__all__
-
-
-def test_not_yet_holds_only_what_is_missing():
-    assert not [home for home in NOT_YET if (PACKAGE / f"{home.replace('.', '/')}.py").exists()]
 
 
 def test_names_taken_from_transformers_are_its_own():

@@ -21,14 +21,14 @@ def counterpart(name: str) -> type[Enum]:
     return next(getattr(home, name) for home in (trainer_utils, training_args, debug_utils) if hasattr(home, name))
 
 
-@pytest.mark.parametrize("enum", set(ENUMS), ids=lambda enum: enum.__name__)
+@pytest.mark.parametrize("enum", dict.fromkeys(ENUMS), ids=lambda enum: enum.__name__)
 def test_members_are_those_of_transformers(enum):
     theirs = {member.name: member.value for member in counterpart(enum.__name__)}
     ours = {member.name: member.value for member in enum}
     assert ours == {**theirs, **EXTRA.get(enum.__name__, {})}
 
 
-@pytest.mark.parametrize("enum", set(ENUMS), ids=lambda enum: enum.__name__)
+@pytest.mark.parametrize("enum", dict.fromkeys(ENUMS), ids=lambda enum: enum.__name__)
 def test_members_of_transformers_are_accepted(enum):
     assert [enum(member).value for member in counterpart(enum.__name__)] == [
         member.value for member in counterpart(enum.__name__)

@@ -141,7 +141,7 @@ class Acting:
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         started = time.monotonic()
-        self._save_checkpoint(self.model, None)
+        adapt(self._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")
 

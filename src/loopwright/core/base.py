@@ -88,7 +88,11 @@ class BaseTrainer(Acting):
         finally:
             self.checkpoints.wait()
             self.finish_with_model()
+            self.release_data()
             self.is_in_train = False
+
+    def release_data(self) -> None:
+        """Let go of whatever loads the training data."""
 
     def finish_with_model(self) -> None:
         """Take away what training put on the model."""
@@ -213,6 +217,7 @@ class BaseTrainer(Acting):
         self._add_memory_metrics("train", metrics)
         self._log(metrics)
         self.checkpoints.wait()
+        self.checkpoints.raise_if_failed()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self._load_best_model()
         self.callback_handler.fire("on_train_end")

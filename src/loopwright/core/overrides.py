@@ -35,6 +35,14 @@ NEVER_CALLED = {
     "_clip_grad_norm": "max_grad_norm in the arguments, or a callback's on_pre_optimizer_step",
     "_get_grad_norm": "a callback's on_pre_optimizer_step",
     "_track_num_input_tokens": "include_num_input_tokens_seen in the arguments",
+    "_load_callback_state": "state_dict and load_state_dict of the callback",
+    "_issue_warnings_after_load": "_load_from_checkpoint",
+    "_push_from_checkpoint": "a callback's on_save",
+    "_finish_current_push": "a callback's on_train_end",
+    "_hp_search_setup": "model_init",
+    "_report_to_hp_search": "a callback's on_evaluate",
+    "_validate_args": "__init__",
+    "_get_output_dir": "output_dir in the arguments",
 }
 """Methods of other trainers that this one does not have, and what to override instead."""
 

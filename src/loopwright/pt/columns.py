@@ -6,7 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.data import get_worker_info
 
 from ..errors import DataError
 from ..notices import Notices
@@ -58,13 +60,21 @@ class ColumnFilter:
     """
 
     def __init__(
-        self, collator: Callable[[Any], Any], accepted: set[str], *, notices: Notices | None, description: str = "training"
+        self,
+        collator: Callable[[Any], Any],
+        accepted: set[str],
+        *,
+        notices: Notices,
+        description: str = "training",
+        in_workers: bool = False,
     ) -> None:
         self.collator = collator
         self.accepted = accepted
         self.description = description
         self._notices = notices
         self._before = _chokes_on_extras(collator)
+        # Every worker of every epoch holds a copy of this object: shared memory knows whether one has spoken.
+        self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
         self._seen: list[str] = []
         self._keep: list[str] = []
 
@@ -77,9 +87,6 @@ class ColumnFilter:
             if len(keep) < len(first):
                 features = [{name: each[name] for name in keep} for each in features]
         return self.collator(features)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_notices": None}
 
     def _of_batch(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping):
@@ -96,12 +103,20 @@ class ColumnFilter:
                 f"Columns: {', '.join(columns) or 'none'}. The model takes: {', '.join(sorted(self.accepted))}. "
                 "Rename the columns, or set remove_unused_columns=False to pass everything on"
             )
-        if len(keep) < len(columns) and self._notices is not None:
+        if len(keep) < len(columns):
             withheld = ", ".join(name for name in columns if name not in self.accepted)
-            self._notices.tell_once(
+            self._tell(
                 f"columns of the {self.description} data withheld because the model's forward does not take them: {withheld}"
             )
         return keep
+
+    def _tell(self, text: str) -> None:
+        worker = get_worker_info()
+        if worker is not None and self._told is not None:
+            if worker.id or self._told:
+                return
+            self._told.fill_(True)
+        self._notices.tell_once(text)
 
 
 def _chokes_on_extras(collator: Any) -> bool:

@@ -23,6 +23,7 @@ from .loaders import (
     check_stream_order,
     has_length,
     ordered_sampler,
+    stop_workers,
     training_sampler,
 )
 from .loss import count_samples
@@ -163,6 +164,7 @@ class DataMethods(BaseTrainer):
             set(self._signature_columns),
             notices=self.notices,
             description=description or "training",
+            in_workers=self.args.dataloader_num_workers > 0,
         )
 
     # ---- plan and position ------------------------------------------------------------------------------------------
@@ -217,6 +219,11 @@ class DataMethods(BaseTrainer):
             num_train_epochs=self.args.num_train_epochs,
             world_size=self.strategy.world_size,
         )
+
+    def release_data(self) -> None:
+        """Stop loading processes that would outlive the run, and then take seconds to be collected."""
+        if self.train_dataloader is not None and not is_overridden(self, "get_train_dataloader"):
+            stop_workers(self.train_dataloader)
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch, from where progress stands.

@@ -168,7 +168,7 @@ class EvaluationMethods(BaseTrainer):
         for inputs in loader:
             items = self._eval_items(inputs, learn=True)
             if isinstance(self.compute_metrics, MetricObjects):
-                self.compute_metrics.shifted = self.accounting.shifts
+                self.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
             loss, logits, labels = predict(self.model_wrapped, inputs, loss_only, ignore_keys=ignore_keys)
             if logits is not None and self.preprocess_logits_for_metrics is not None:
@@ -180,6 +180,10 @@ class EvaluationMethods(BaseTrainer):
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
             weights = (self._summed_over, items, samples)
             yield EvalStep(loss, logits, labels, kept, next(each for each in weights if each is not None), samples)
+
+    def _predicts_next_token(self) -> bool:
+        """Whether a prediction belongs to the label after it."""
+        return self.accounting.shifts
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
         """The targets of an evaluation batch; with `learn`, the first batch shows which ones the loss counts."""

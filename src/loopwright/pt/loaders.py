@@ -206,6 +206,12 @@ def build_loader(
     return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)
 
 
+def stop_workers(loader: Any) -> None:
+    """End the processes a loader keeps from epoch to epoch; it can be used again."""
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        loader._iterator = None
+
+
 def announce_epoch(loader: Any, epoch: int) -> None:
     """Tell everything that shuffles by epoch which epoch begins."""
     seen: set[int] = set()

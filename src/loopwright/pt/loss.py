@@ -87,6 +87,15 @@ def check_loss(loss: Any) -> Tensor:
     )
 
 
+def check_has_gradient(loss: Tensor) -> None:
+    """Raise if nothing trainable took part in the loss."""
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss has no gradient: nothing trainable took part in it, or it was detached on the way (.detach(), "
+            ".item(), torch.no_grad()); compute it from the model's outputs"
+        )
+
+
 ComputeLoss = Callable[[dict[str, Any], Any], Any]
 """The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
 

@@ -102,7 +102,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Loss, generated ids and labels of one batch; without generation, as Trainer.prediction_step."""
-        if prediction_loss_only or not getattr(self.args, "predict_with_generate", False):
+        if prediction_loss_only or not self._generates():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._prepare_inputs(inputs)
         options = gen_kwargs or self._gen_kwargs or self._generation_options({})
@@ -124,14 +124,20 @@ class Seq2SeqTrainer(Trainer):
 
     def _answers_are_apart(self, inputs: Any) -> bool:
         """Whether labels are not those of the inputs' tokens: then there is nothing to compute a causal loss of."""
-        if self._has_encoder() or not getattr(self.args, "predict_with_generate", False):
+        if self._has_encoder() or not self._generates():
             return False
         return inputs.get("labels") is not None and inputs["labels"].shape != inputs["input_ids"].shape
+
+    def _predicts_next_token(self) -> bool:
+        return super()._predicts_next_token() and not self._generates()
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
         return super()._eval_items(inputs, learn=learn and not self._answers_are_apart(inputs))
 
     # ---- generating -------------------------------------------------------------------------------------------------
+
+    def _generates(self) -> bool:
+        return bool(getattr(self.args, "predict_with_generate", False))
 
     def _has_encoder(self) -> bool:
         return bool(getattr(getattr(plain_module(self.model), "config", None), "is_encoder_decoder", False))

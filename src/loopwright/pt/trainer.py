@@ -23,7 +23,7 @@ from .arguments import TrainingArguments
 from .columns import LABEL_COLUMNS, find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .data import DataMethods
-from .loss import LabelSmoother, LossKind, LossProbe, count_samples, predicts_next_token
+from .loss import LabelSmoother, LossKind, LossProbe, check_has_gradient, count_samples, predicts_next_token
 from .memory import MemoryMeter
 from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
@@ -73,7 +73,13 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         args = TrainingArguments("tmp_trainer") if args is None else args
         processing_class = old_tokenizer(processing_class, old_names)
         check_constructor(
-            model, model_init, optimizers, optimizer_cls_and_kwargs, args, (train_dataset, eval_dataset)
+            model,
+            model_init,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            args,
+            (train_dataset, eval_dataset),
+            compute_metrics=compute_metrics,
         )
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         set_tf32(args.tf32)
@@ -105,8 +111,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         self.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
         if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
             model.config.use_cache = self.args.use_cache
-        place = self.args.place_model_on_device is not False and not self.is_model_parallel
-        if place:
+        if self.place_model_on_device:
             self._move_model_to_device(model, self.device)
         self.model_wrapped = self.strategy.setup_model(model, place=False)
         self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
@@ -132,6 +137,38 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         if model is None:
             raise ModelError("model_init() returned None; it must return the model")
         return model
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether the trainer moves the model to the device."""
+        return self.args.place_model_on_device is not False and not self.is_model_parallel
+
+    @property
+    def current_gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.args.gradient_accumulation_steps
+
+    @property
+    def gather_function(self) -> Callable[[Any], Any]:
+        """Collects values from all processes."""
+        return self.strategy.gather
+
+    @property
+    def neftune_noise_alpha(self) -> float | None:
+        """The size of the noise on embeddings."""
+        return self.args.neftune_noise_alpha
+
+    def get_tp_size(self) -> int:
+        """Devices one tensor is split over."""
+        return 1
+
+    def get_cp_size(self) -> int:
+        """Devices one sequence is split over."""
+        return 1
+
+    def get_sp_size(self) -> int:
+        """Devices the tokens of one sequence are split over."""
+        return 1
 
     # ---- getting ready ----------------------------------------------------------------------------------------------
 
@@ -208,7 +245,11 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         loss = self.accounting.weigh(loss)
-        self.strategy.backward(loss)
+        try:
+            self.strategy.backward(loss)
+        except RuntimeError:
+            check_has_gradient(loss)
+            raise
         return loss.detach()
 
     def compute_loss(
@@ -220,8 +261,8 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         """
         if self.compute_loss_func is None and self.label_smoother is None:
             outputs = model(**self._for_model(inputs, num_items_in_batch))
-            found = type(outputs) is dict and "loss" in outputs
-            loss = outputs["loss"] if found else loss_in(outputs, inputs)
+            loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
+            loss = loss_in(outputs, inputs) if loss is None else loss
         else:
             labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
             outputs = model(**self._for_model(inputs))
@@ -252,7 +293,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around forward and loss: autocast, and whatever a subclass adds."""
-        return self.strategy.forward_context()
+        return self.autocast_smart_context_manager() if self._autocast_is_theirs else self.strategy.forward_context()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         return self.strategy.forward_context()
@@ -269,6 +310,8 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
         self._input_is_theirs = is_overridden(self, "_prepare_input")
+        self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
+        self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -310,7 +353,7 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
             update.batches = split_all(batches, self.micro_split)
         if self.label_smoother is not None:
             self.accounting.learn_shift(batches[0], self._shift_probe())
-        if len(update.batches) > 1 or self.accounting.wants_items:
+        if len(update.batches) > 1 or self.accounting.wants_items or self._items_are_theirs:
             self._count(update)
         return update
 
@@ -320,6 +363,8 @@ class Trainer(DataMethods, OptimizerMethods, RehearsalMethods, SavingMethods):
             # Only a model whose loss really changes with the item count is told it from now on.
             self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
         self.accounting.count(update)
+        if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
+            update.total_items = self._get_num_items_in_batch(update.batches, self.device)
 
     def _loss_is_theirs(self) -> bool:
         return is_overridden(self, "compute_loss") or self.compute_loss_func is not None

@@ -1,0 +1,253 @@
+"""`loopwright replay RUN --step N`: run up to a logged step once more and see whether it gives the logged numbers.
+
+The script of the run is started again in this process, but its trainer writes to a temporary folder, starts from the
+newest complete checkpoint before the step, logs where the run logged, saves nothing and stops at the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..callbacks.metrics_file import FILE_NAME, read_metrics
+from ..core.events import TrainerCallback
+from ..core.record import read_record
+from ..errors import ArgumentsError, CheckpointError
+from ..notices import Notices
+from .script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
+
+COMPARED = ("loss", "grad_norm", "learning_rate")
+INERT = {"save_trigger_file": None, "max_runtime": None, "push_to_hub": False, "logging_dir": None}
+"""Arguments that reach outside the output folder, and the values with which they do not."""
+
+
+class Replayed(BaseException):
+    """Leaves the user's script once the step has been replayed; not an Exception, so that scripts let it pass."""
+
+
+@dataclass
+class Replay:
+    """One replay: what is asked, and what came of it."""
+
+    run: Path
+    step: int
+    rows: dict[int, dict[str, Any]]
+    """The logged rows by step."""
+    scratch: Path
+    trainer: Any = None
+    requested: Any = None
+    """The checkpoint the user's script asked to resume from."""
+    start: str | None = None
+    samples: list[int] | None = None
+    row: dict[str, Any] = field(default_factory=dict)
+
+    def adjust(self, trainer: Any, args: Any, callbacks: list[Any]) -> list[Any]:
+        """Send everything a trainer writes to the temporary folder; the first one of this run is the one to replay."""
+        from ..callbacks.notebook import NotebookProgressCallback
+        from ..callbacks.printer import PrinterCallback
+        from ..callbacks.progress import ProgressCallback
+
+        if self.trainer is None and Path(str(args.output_dir)).resolve() == self.run:
+            self.trainer = trainer
+        for name, value in {**INERT, "output_dir": str(self.scratch)}.items():
+            setattr(args, name, value)
+        screens = (NotebookProgressCallback, PrinterCallback, ProgressCallback)
+        return [each for each in without_reporters(callbacks) if not isinstance(each, screens)]
+
+    def train(self, trainer: Any) -> Any:
+        """Stands in for `train()`: replays the run's trainer; any other one trains as it did."""
+        from ..core.base import BaseTrainer
+
+        if trainer is self.trainer:
+            self._replay(trainer)
+            raise Replayed
+        BaseTrainer.train_instead = None
+        try:
+            return trainer.train()
+        finally:
+            BaseTrainer.train_instead = self.train
+
+    def _replay(self, trainer: Any) -> None:
+        from ..core.loop import run_training
+
+        self.requested = trainer.args.resume_from_checkpoint
+        self.start = self._checkpoint()
+        trainer.add_callback(Conductor(self))
+        trainer.save_now = lambda: None
+        trainer.is_in_train = True
+        trainer.prepare_training(self.start)
+        trainer._start_clock()
+        run_training(trainer)
+        rows = read_metrics(self.scratch) if (self.scratch / FILE_NAME).exists() else []
+        self.row = logged_rows(rows).get(self.step, {})
+
+    def _checkpoint(self) -> str | None:
+        """The newest intact checkpoint before the step: of the run, or the one its script began with."""
+        from ..core.checkpoint.manager import CheckpointManager
+
+        manager = CheckpointManager(self.run, notices=Notices(quiet=True))
+        complete = manager.complete()
+        for step in sorted((each for each in complete if each < self.step), reverse=True):
+            try:
+                return _resumable(manager, str(complete[step]))
+            except CheckpointError as error:
+                print(f"left out: {error}", file=sys.stderr)
+        if isinstance(self.requested, str) and os.path.isdir(self.requested):
+            return self.requested
+        return None
+
+
+def _resumable(manager: Any, path: str) -> str:
+    """The path of a checkpoint that is intact and holds more than weights."""
+    from ..core.checkpoint.layout import PROGRESS
+
+    found = manager.find(path)
+    if not os.path.isfile(os.path.join(path, PROGRESS)):
+        raise CheckpointError(f"{os.path.basename(path)} holds weights only")
+    return str(found)
+
+
+class Conductor(TrainerCallback):
+    """Logs where the run logged and stops at the step; added last, so that it has the last word."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self._place: tuple[int, int] = (0, 0)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        progress = self.replay.trainer.progress
+        self._place = (progress.epoch, progress.samples_in_epoch)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_log = state.global_step in self.replay.rows
+        control.should_save = False
+        control.should_training_stop = state.global_step >= self.replay.step
+        if control.should_training_stop:
+            control.should_evaluate = False
+            self.replay.samples = self._samples()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_log = False
+        if state.global_step >= self.replay.step:
+            control.should_evaluate = False
+
+    def _samples(self) -> list[int] | None:
+        """Which samples the last update took, where the order is loopwright's own."""
+        trainer = self.replay.trainer
+        sampler = getattr(trainer, "_ordered", None)
+        if sampler is None:
+            return None
+        epoch, start = self._place
+        return [int(each) for each in sampler.order.epoch(epoch)[start : trainer.progress.samples_in_epoch]]
+
+
+def run(words: list[str]) -> int:
+    """Replay a logged step and compare; 0 equal, 1 different, 2 bad input."""
+    own, command = split_at_dashes(words)
+    parser = argparse.ArgumentParser(
+        "loopwright replay",
+        usage="loopwright replay RUN --step N [-- python train.py ...]",
+        description="Run up to a logged step once more and compare the numbers with those in metrics.jsonl.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of the run")
+    parser.add_argument("--step", type=int, required=True, help="a step that was logged")
+    options = parser.parse_args(own)
+    rows = _rows_with(options.run, options.step)
+    with tempfile.TemporaryDirectory(prefix="loopwright-replay-") as scratch:
+        replay = Replay(options.run.resolve(), options.step, rows, Path(scratch).resolve())
+        _run_script(replay, _script(options.run, command))
+    differences = compare(rows[options.step], replay.row)
+    print(report(replay, differences))
+    return 1 if differences else 0
+
+
+def _rows_with(folder: Path, step: int) -> dict[int, dict[str, Any]]:
+    """The logged rows of a run, the asked-for step among them."""
+    if not (folder / FILE_NAME).is_file():
+        raise ArgumentsError(f"{folder} holds no {FILE_NAME}: it is not the output folder of a run that logged anything")
+    rows = logged_rows(read_metrics(folder))
+    if step not in rows:
+        raise ArgumentsError(f"step {step} was not logged in {folder}; logged steps: {_ranges(sorted(rows)) or 'none'}")
+    return rows
+
+
+def logged_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The rows of training by step; those of evaluations are left out."""
+    return {row["step"]: row for row in rows if "loss" in row}
+
+
+def _script(folder: Path, command: list[str]) -> Script:
+    """The script of a command, or else of the run's own record; the working folder becomes the run's."""
+    if command:
+        return script_in(command)
+    record = read_record(folder)
+    if record is None:
+        raise ArgumentsError(f"{folder} has no run.json that says how it was started; give the command after --")
+    if record["python"] != sys.executable:
+        print(f"the run used {record['python']}; this is {sys.executable}", file=sys.stderr)
+    os.chdir(record["folder"])
+    return script_of_record(record["argv"])
+
+
+def _run_script(replay: Replay, script: Script) -> None:
+    from ..core.base import BaseTrainer
+
+    BaseTrainer.train_instead = replay.train
+    try:
+        with adjusted_trainers(replay.adjust):
+            script.run()
+    except Replayed:
+        return
+    finally:
+        BaseTrainer.train_instead = None
+    raise ArgumentsError(f"{script.target} ended without training into {replay.run}; is this the command of that run?")
+
+
+def compare(logged: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
+    """The compared names whose values are not the same to the last bit."""
+    return [name for name in COMPARED if not _same(logged.get(name), replayed.get(name))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    return bool(one == other)
+
+
+def report(replay: Replay, differences: list[str]) -> str:
+    """What was replayed, value by value, and the verdict."""
+    logged = replay.rows[replay.step]
+    start = os.path.basename(replay.start) if replay.start else "the start"
+    samples = "unknown: the data has an order of its own" if replay.samples is None else _some(replay.samples)
+    lines = [f"step {replay.step} of {replay.run}, replayed from {start}", f"samples: {samples}"]
+    lines.append(f"{'':<14} {'logged':<24} {'replayed':<24}")
+    for name in COMPARED:
+        if name in logged or name in replay.row:
+            mark = "differs" if name in differences else "same"
+            lines.append(f"{name:<14} {_shown(logged, name):<24} {_shown(replay.row, name):<24} {mark}")
+    if not replay.row:
+        lines.append(f"the replay did not reach step {replay.step}: it ended at {replay.trainer.state.global_step}")
+    return "\n".join([*lines, f"different: {', '.join(differences)}" if differences else "equal"])
+
+
+def _shown(row: dict[str, Any], name: str) -> str:
+    return repr(row[name]) if name in row else "-"
+
+
+def _some(values: list[int], most: int = 64) -> str:
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
+
+
+def _ranges(steps: list[int], most: int = 30) -> str:
+    """Steps in words: all of them, or both ends when there are many."""
+    if len(steps) <= most:
+        return ", ".join(map(str, steps))
+    half = most // 2
+    return f"{_ranges(steps[:half])}, ... ({len(steps)} in all) ..., {_ranges(steps[-half:])}"

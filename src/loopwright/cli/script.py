@@ -1,0 +1,108 @@
+"""A user's training script, run inside this process with its trainers adjusted but its text untouched."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentsError
+
+Adjust = Callable[[Any, Any, list[Any]], list[Any]]
+"""Gets a trainer, its arguments and its callbacks before the trainer is set up; returns the callbacks to use."""
+
+FLAGS = frozenset({"-u", "-B", "-E", "-I", "-O", "-OO", "-s", "-S", "-P", "-v", "-q"})
+WITH_VALUE = frozenset({"-X", "-W"})
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script or module with the words after it."""
+
+    target: str
+    words: tuple[str, ...] = ()
+    is_module: bool = False
+    python: str | None = None
+    """The interpreter the command names."""
+
+    def run(self) -> None:
+        """Run it as Python itself would: as __main__, with its own sys.argv and import path."""
+        sys.argv = [self.target, *self.words]
+        if self.is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(self.target).resolve().parent))
+            runpy.run_path(self.target, run_name="__main__")
+
+    def as_words(self) -> list[str]:
+        """The words that `script_in` reads back as this script, without the interpreter."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.words]
+
+
+def script_in(command: Sequence[str]) -> Script:
+    """The script in a command such as `python train.py --lr 1`, `python -m package.train` or `train.py`."""
+    words = list(command)
+    python = words.pop(0) if words and Path(words[0]).name.lower().startswith("python") else None
+    while words and words[0] in FLAGS | WITH_VALUE:
+        del words[: 2 if words[0] in WITH_VALUE else 1]
+    if words and words[0] == "-m" and len(words) > 1:
+        return Script(words[1], tuple(words[2:]), is_module=True, python=python)
+    if not words or not (python or words[0].endswith(".py")):
+        raise ArgumentsError(f"{' '.join(command) or 'an empty command'!r} does not run a Python script: say it as "
+                             "`python train.py ...` or `python -m package.train ...`")  # fmt: skip
+    if not Path(words[0]).is_file():
+        raise ArgumentsError(f"there is no script {words[0]!r} in {os.getcwd()}")
+    return Script(words[0], tuple(words[1:]), python=python)
+
+
+def script_of_record(argv: Sequence[str]) -> Script:
+    """The script that a process with this sys.argv was running; a file inside a package is run as its module."""
+    path, words = Path(argv[0]).absolute(), tuple(argv[1:])
+    if not path.is_file():
+        raise ArgumentsError(f"the run was started as {argv[0]!r}, which is no file; give the command after --")
+    package = []
+    while (path.parent / "__init__.py").is_file():
+        package.insert(0, path.stem)
+        path = path.parent
+    if not package:
+        return Script(argv[0], words)
+    sys.path.insert(0, str(path.parent))
+    return Script(".".join([path.name, *package]).removesuffix(".__main__"), words, is_module=True)
+
+
+def split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own words and the user's command after `--`."""
+    if "--" not in words:
+        return words, []
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
+
+
+@contextmanager
+def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
+    """While entered, every trainer that is created passes through `adjust` first."""
+    from ..core.base import BaseTrainer
+
+    original = BaseTrainer._set_up
+
+    def set_up(self: Any, args: Any, callbacks: list[Any], **context: Any) -> None:
+        original(self, args, adjust(self, args, callbacks), **context)
+
+    BaseTrainer._set_up = set_up  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        BaseTrainer._set_up = original  # type: ignore[method-assign]
+
+
+def without_reporters(callbacks: list[Any]) -> list[Any]:
+    """The callbacks that tell nobody outside: a rehearsal is not a run that trackers should hear of."""
+    from ..reporters.callback import ReporterCallback
+
+    return [each for each in callbacks if not isinstance(each, ReporterCallback)]
