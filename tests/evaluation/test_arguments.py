@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -499,3 +501,20 @@ def test_predict_tells_its_own_event_and_logs_nothing(tmp_path: Any) -> None:
     listener = Listener()
     make(tmp_path, callbacks=[listener]).predict(points())
     assert listener.predicted == 1 and listener.evaluated == [] and listener.logged == []
+
+
+# ---- the page about evaluation -----------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
+
+
+def test_the_examples_of_the_page_run(capsys: Any) -> None:
+    pytest.importorskip("transformers")
+    shared: dict[str, Any] = {}
+    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    for example in examples:
+        exec(compile(example, str(PAGE), "exec"), shared)
+    assert len(examples) == 4
+    shown = capsys.readouterr().out
+    assert "eval_long_accuracy" in shown and "test_loss" in shown
+    assert shared["trainer"].state.log_history[-1]["eval_exact_match"] == 1.0

@@ -36,7 +36,7 @@ def evaluate_metric(name: str = "accuracy", fewest: int = 0, **options: Any) -> 
                 raise ValueError(f"{len(predictions)} are too few")
             return {name: float((np.asarray(predictions) == np.asarray(references)).mean())}
 
-    return Own(**options)
+    return Own(cache_dir="evaluate", **options)  # in the folder of the test
 
 
 class HandMade:
@@ -71,6 +71,7 @@ def next_token_accuracy(prediction: Any) -> dict[str, float]:
 OBJECTS = {
     "torchmetrics": torch_accuracy,
     "evaluate": lambda classes: evaluate_metric(),
+    "evaluate in memory": lambda classes: evaluate_metric(keep_in_memory=True),
     "hand made": lambda classes: HandMade(),
 }
 TASKS: dict[str, tuple[Any, Any, Any, int]] = {
@@ -151,17 +152,17 @@ def test_a_regression(shape: tuple[int, ...], tmp_path: Any) -> None:
     assert found["eval_mse"] == pytest.approx(found["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["torchmetrics", "evaluate"])
+@pytest.mark.parametrize("kind", ["torchmetrics", "evaluate", "evaluate in memory"])
 def test_what_a_broken_evaluation_left_behind_is_forgotten(kind: str, tmp_path: Any) -> None:
     trainer, rows = make("classes", tmp_path, {"accuracy": OBJECTS[kind](4)}, per_device_eval_batch_size=4)
     expected = trainer.evaluate(rows)["eval_accuracy"]
     broken = [*rows[:9], {"x": torch.zeros(5, dtype=torch.float64), "labels": torch.tensor(0)}]
-    with pytest.raises(RuntimeError):
+    with pytest.raises(DataError):
         trainer.evaluate(broken)
     assert trainer.evaluate(rows)["eval_accuracy"] == expected
 
 
-@pytest.mark.parametrize("kind", ["torchmetrics", "evaluate"])
+@pytest.mark.parametrize("kind", ["torchmetrics", "evaluate", "evaluate in memory"])
 def test_the_look_before_the_first_step_leaves_no_trace(kind: str, tmp_path: Any) -> None:
     options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4,
                "learning_rate": 0.0, "metric_for_best_model": "accuracy", "eval_dataset": points(22)}  # fmt: skip

@@ -202,3 +202,20 @@ def test_predictions_can_be_compared_with_labels_row_by_row(tmp_path: Any) -> No
     predictions, labels = seen[0]
     assert predictions.shape == labels.shape == (5, 3)
     assert np.array_equal(labels[2], [2, -100, -100])
+
+
+def test_images_go_with_the_prompts(tmp_path: Any) -> None:
+    """What belongs to the sample is passed on; what belongs to its tokens no longer stands where they do."""
+    trainer = trainer_of(tmp_path, None)
+    given: list[dict[str, Any]] = []
+    plain = trainer.model.generate
+
+    def generate(**inputs: Any) -> Any:
+        given.append(inputs)
+        return plain(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=1)
+
+    trainer.model.generate = generate
+    batch = {**collate("right")(SAMPLES), "pixel_values": torch.zeros(5, 3, 4, 4)}
+    batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
+    trainer._generate_from_prompts(trainer.model, batch, {"max_new_tokens": 1})
+    assert set(given[0]) == {"input_ids", "attention_mask", "pixel_values", "max_new_tokens"}

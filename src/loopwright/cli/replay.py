@@ -7,6 +7,7 @@ newest complete checkpoint before the step, logs where the run logged, saves not
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -53,12 +54,26 @@ class Replay:
         from ..callbacks.printer import PrinterCallback
         from ..callbacks.progress import ProgressCallback
 
+        folder = str(self.scratch)
         if self.trainer is None and Path(str(args.output_dir)).resolve() == self.run:
             self.trainer = trainer
-        for name, value in {**INERT, "output_dir": str(self.scratch)}.items():
+            self._listen_for_request(trainer)
+        else:
+            folder = tempfile.mkdtemp(dir=folder)
+        for name, value in {**INERT, "output_dir": folder}.items():
             setattr(args, name, value)
         screens = (NotebookProgressCallback, PrinterCallback, ProgressCallback)
         return [each for each in without_reporters(callbacks) if not isinstance(each, screens)]
+
+    def _listen_for_request(self, trainer: Any) -> None:
+        """Note what `train()` is asked to resume from: a run may have begun with a checkpoint from elsewhere."""
+        original = trainer._resume_request
+
+        def noted(*request: Any) -> Any:
+            self.requested = original(*request)
+            return self.requested
+
+        trainer._resume_request = noted
 
     def train(self, trainer: Any) -> Any:
         """Stands in for `train()`: replays the run's trainer; any other one trains as it did."""
@@ -76,7 +91,6 @@ class Replay:
     def _replay(self, trainer: Any) -> None:
         from ..core.loop import run_training
 
-        self.requested = trainer.args.resume_from_checkpoint
         self.start = self._checkpoint()
         trainer.add_callback(Conductor(self))
         trainer.save_now = lambda: None
@@ -159,7 +173,8 @@ def run(words: list[str]) -> int:
     parser.add_argument("--step", type=int, required=True, help="a step that was logged")
     options = parser.parse_args(own)
     rows = _rows_with(options.run, options.step)
-    with tempfile.TemporaryDirectory(prefix="loopwright-replay-") as scratch:
+    here = contextlib.chdir(os.getcwd())  # the script may need another folder to run in
+    with tempfile.TemporaryDirectory(prefix="loopwright-replay-") as scratch, here:
         replay = Replay(options.run.resolve(), options.step, rows, Path(scratch).resolve())
         _run_script(replay, _script(options.run, command))
     differences = compare(rows[options.step], replay.row)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,17 @@ def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         alike = same.shape == tensor.shape and same.dtype == tensor.dtype and same.stride() == tensor.stride()
         result[name] = same if alike else tensor.to("cpu", copy=True)
     return result
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested values in which no tensor shares memory with the original, in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(copied(each) for each in value)
+    return copy.copy(value)
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
@@ -184,6 +197,30 @@ def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], 
         groups.append({"params": [names[index] for index in group["params"]], "options": options})
     extra = {key: _encode(value, key, tensors) for key, value in saved.items() if key not in ("state", "param_groups")}
     return {"groups": groups, "state": state, "extra": extra}, tensors
+
+
+def rehearsed(optimizer: Any) -> Any:
+    """A shadow of the optimizer after one step on tiny parameters: it shows what kind of state there will be.
+
+    The optimizer itself if it cannot be rehearsed.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
+        return optimizer
+    shadow = copy.copy(optimizer)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": [_tiny()]} for group in optimizer.param_groups]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            shadow.step()
+    except Exception:
+        return optimizer
+    return shadow
+
+
+def _tiny() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    return parameter
 
 
 def decode_optimizer(

@@ -17,12 +17,18 @@ from ..errors import CheckpointError
 OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
 ARGUMENTS = "training_args.bin"
 
-HARMLESS = [
-    np.core.multiarray._reconstruct if hasattr(np, "core") else None,
-    np.ndarray,
-    np.dtype,
-    type(np.dtype(np.uint32)),
-]
+HARMLESS = [getattr(np, "_core", np).multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+"""What the random state of numpy is made of."""
+
+
+def foreign_progress(step: int, *, batches_per_epoch: int | None, accumulation: int, batch_size: int) -> dict[str, int]:
+    """Where a run of transformers stands after this many updates."""
+    if batches_per_epoch is None:
+        epoch, batches = 0, step * accumulation
+    else:
+        epoch, updates = divmod(step, -(-batches_per_epoch // accumulation))
+        batches = updates * accumulation
+    return {"epoch": epoch, "batches_in_epoch": batches, "samples_in_epoch": batches * batch_size}
 
 
 def is_foreign(folder: Path) -> bool:
@@ -61,7 +67,7 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        with torch.serialization.safe_globals([each for each in HARMLESS if each is not None]):
+        with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read safely: {error}") from error

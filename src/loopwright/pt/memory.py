@@ -49,6 +49,16 @@ def host_memory() -> int:
         return host_peak()
 
 
+def free_memory() -> int | None:
+    """Bytes of memory the host can still give, or None where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+
+
 def host_peak() -> int:
     """Bytes of physical memory this process used at most."""
     peak: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.base import BaseTrainer
 from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ..core.checkpoint.space import check_space
 from ..core.overrides import adapt, is_overridden
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
 from .checkpoint import (
+    copied,
     decode_optimizer,
     encode_optimizer,
     host_copy,
@@ -25,9 +27,11 @@ from .checkpoint import (
     plain_module,
     read_json,
     read_optimizer,
-    write_json,
+    rehearsed,
     write_optimizer,
 )
+from .foreign import foreign_progress, is_foreign, read_foreign, write_foreign
+from .memory import free_memory
 from .seeding import rng_from_json, rng_to_json
 
 
@@ -70,10 +74,11 @@ class SavingMethods(BaseTrainer):
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        background = self.args.async_save and not self._saves_models_itself()
+        background = self.args.async_save and not self._saves_models_itself() and self._fits_in_memory()
         self.checkpoints.save(
             step,
             self._checkpoint_writer(copy=background),
+            format=self.args.checkpoint_format,
             keep=self.args.save_total_limit,
             protect=[self.state.best_global_step],
             background=background,
@@ -93,7 +98,12 @@ class SavingMethods(BaseTrainer):
             module = plain_module(self.model)
             writers += [model_writer(module, keep(module.state_dict())), self._save_companions]
         documents: dict[str, Any] = {STATE: self._state_document()}
-        if not self.args.save_only_model:
+        if self.args.save_only_model:
+            pass
+        elif self.args.checkpoint_format == "transformers":
+            writers.append(self._foreign_writer(copy=copy))
+            documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
+        else:
             described, tensors = encode_optimizer(self.optimizer, plain_module(self.model))
             tensors = keep(tensors)
             writers.append(lambda folder: write_optimizer(folder, described, tensors))
@@ -107,6 +117,49 @@ class SavingMethods(BaseTrainer):
                 (folder / name).write_text(text, encoding="utf-8")
 
         return write
+
+    def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
+        parts = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict(),
+                 "scaler": self.strategy.precision.state_dict(), "rng": self.strategy.rng_state()}  # fmt: skip
+        parts = copied(parts) if copy else parts
+        return lambda folder: write_foreign(folder, args=self.args, **parts)
+
+    def _fits_in_memory(self) -> bool:
+        """Whether the host has room for a copy of everything a checkpoint holds."""
+        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0)
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
+        module = plain_module(self.model)
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+        if self.args.save_only_model:
+            return weights
+        known = sum(
+            value.numel() * value.element_size()
+            for slots in self.optimizer.state.values()
+            for value in slots.values()
+            if isinstance(value, Tensor)
+        )
+        trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        return weights + (known or 2 * trained)
+
+    def check_saving(self) -> None:
+        """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
+        args = self.args
+        if args.save_strategy == "no" or not args.should_save:
+            return
+        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
+        warning = check_space(
+            args.output_dir,
+            size=self.checkpoint_bytes(),
+            keep=args.save_total_limit,
+            saves=saves.get(str(args.save_strategy), 1),
+        )
+        if warning:
+            self.notices.tell_once(warning)
+        if not args.save_only_model:
+            encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
+            json.dumps(self.lr_scheduler.state_dict())
 
     def _state_document(self) -> dict[str, Any]:
         self.state.stateful_callbacks = self._callback_states()
@@ -139,23 +192,51 @@ class SavingMethods(BaseTrainer):
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
-        if not (folder / PROGRESS).is_file():
+        foreign = is_foreign(folder)
+        if not foreign and not (folder / PROGRESS).is_file():
             raise CheckpointError(
                 f"{folder} holds weights but nothing to resume from (no {PROGRESS}); it was saved with "
-                "save_only_model=True or by another trainer. Load its weights and train without resume_from_checkpoint"
+                "save_only_model=True. Load its weights and train without resume_from_checkpoint"
             )
         self._adopt_state(saved)
-        document = read_json(folder / PROGRESS)
-        for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
-            setattr(self.progress, name, value)
-        self.state.samples_seen = self.progress.samples_seen
-        self.meter.load_state_dict(document["meter"])
-        self._load_part_states(document.get("parts", {}))
+        if (folder / PROGRESS).is_file():
+            self._resume_progress(read_json(folder / PROGRESS))
+        else:
+            self._guess_progress()
+        if foreign:
+            self._resume_foreign(folder)
+            return
         decode_optimizer(*read_optimizer(folder), self.optimizer, plain_module(self.model))
         self.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
         if (folder / SCALER).is_file():
             self.strategy.precision.load_state_dict(read_json(folder / SCALER))
         self._resume_rng = rng_from_json(read_json(folder / RNG))
+
+    def _resume_progress(self, document: dict[str, Any]) -> None:
+        for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
+            setattr(self.progress, name, value)
+        self.state.samples_seen = self.progress.samples_seen
+        self.meter.load_state_dict(document["meter"])
+        self._load_part_states(document.get("parts", {}))
+
+    def _guess_progress(self) -> None:
+        """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
+        plan, step = self.plan, self.state.global_step
+        place = foreign_progress(
+            step, batches_per_epoch=plan.batches_per_epoch, accumulation=plan.accumulation, batch_size=plan.batch_size
+        )
+        for name, value in place.items():
+            setattr(self.progress, name, value)
+        self.progress.last_logged_step = step
+        self.notices.tell_once(f"resuming a checkpoint of transformers at step {step}: epoch {place['epoch']}")
+
+    def _resume_foreign(self, folder: Path) -> None:
+        found = read_foreign(folder)
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.lr_scheduler.load_state_dict(found["scheduler"])
+        if found["scaler"] is not None:
+            self.strategy.precision.load_state_dict(found["scaler"])
+        self._resume_rng = found["rng"]
 
     def _adopt_state(self, saved: TrainerState) -> None:
         """Take over a saved state, but keep this run's own length and intervals."""
@@ -172,5 +253,3 @@ class SavingMethods(BaseTrainer):
         assert best is not None
         load_model(plain_module(self.model), best)
 
-
-__all__ = ["SavingMethods", "write_json"]

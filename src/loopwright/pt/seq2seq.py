@@ -150,7 +150,11 @@ class Seq2SeqTrainer(Trainer):
 
     def _generate_from_prompts(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
         prompts, mask = prompts_of(inputs, pad=self._pad_token(model))
-        generated = model.generate(input_ids=prompts, attention_mask=mask, **options)
+        hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.label_names}
+        # Images and the like go with the prompt; what belongs to single tokens no longer stands where they do.
+        shape = inputs["input_ids"].shape
+        others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
+        generated = model.generate(input_ids=prompts, attention_mask=mask, **others, **options)
         return self._padded(model, generated[:, prompts.shape[1] :], options, extra=0)
 
     def _padded(self, model: Any, generated: Tensor, options: dict[str, Any], *, extra: int) -> Tensor:

@@ -17,7 +17,10 @@ RNG = "rng.json"
 MODEL = "model.safetensors"
 ALIASES = "aliases.json"
 
-_NAME = re.compile(rf"^{PREFIX}-(\d+)$")
+REPLACED = ".replaced"
+"""Ending of a checkpoint that has just got a successor of the same step; complete until it is removed."""
+
+_NAME = re.compile(rf"^{PREFIX}-(\d+)({re.escape(REPLACED)})?$")
 _STAGING = re.compile(rf"^\.{PREFIX}-\d+\.partial-.*$")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -11,9 +12,11 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
-from .layout import STATE, folder_name, is_staging, staging_name, step_in_name
+from .layout import REPLACED, STATE, folder_name, is_staging, staging_name, step_in_name
 from .manifest import Manifest, damage, describe, read_manifest
 from .rotation import to_delete
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Write = Callable[[Path], None]
 """Writes the files of a checkpoint into the folder it is given."""
@@ -35,8 +38,8 @@ class CheckpointManager:
 
     def complete(self) -> dict[int, Path]:
         """Every published checkpoint by the step its manifest names."""
-        found = {}
-        for path in self._candidates():
+        found: dict[int, Path] = {}
+        for path in sorted(self._candidates(), reverse=True):  # a replaced one before its successor, which then counts
             manifest = read_manifest(path)
             if manifest is not None:
                 found[manifest.step] = path
@@ -122,9 +125,9 @@ class CheckpointManager:
 
         def publish() -> None:
             started = time.monotonic()
-            self._publish(step, write, format)
-            self.last_seconds = time.monotonic() - started
-            self._rotate(keep, list(protect))
+            if self._published(step, write, format):
+                self.last_seconds = time.monotonic() - started
+                self._rotate(keep, list(protect))
 
         if background:
             self._thread = threading.Thread(target=self._guarded(publish), name=f"save-{step}")
@@ -153,6 +156,17 @@ class CheckpointManager:
                 self.failure = error
 
         return run
+
+    def _published(self, step: int, write: Write, format: str) -> bool:
+        """Publish; a full disk costs this checkpoint, not the run."""
+        try:
+            self._publish(step, write, format)
+        except CheckpointError as error:
+            if getattr(error.__cause__, "errno", None) not in FULL:
+                raise
+            logger.error(f"the disk is full: {folder_name(step)} was not saved; training goes on. {error}")
+            return False
+        return True
 
     def _publish(self, step: int, write: Write, format: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -184,8 +198,10 @@ class CheckpointManager:
             shutil.rmtree(complete[step], ignore_errors=True)
 
     def _remove_leftovers(self) -> None:
-        for path in self.folder.iterdir():
-            if is_staging(path):
+        """Staging folders of runs that died, and replaced checkpoints whose successor is there."""
+        for path in list(self.folder.iterdir()):
+            successor = path.with_name(path.name.removesuffix(REPLACED))
+            if is_staging(path) or (path.name.endswith(REPLACED) and read_manifest(successor) is not None):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -194,7 +210,9 @@ def _replace(staging: Path, final: Path) -> None:
     if not final.exists():
         os.rename(staging, final)
         return
-    old = staging.with_name(staging.name + ".old")
+    # Under its new name the old one still counts, so that there is a complete checkpoint at every moment.
+    old = final.with_name(final.name + REPLACED)
+    shutil.rmtree(old, ignore_errors=True)
     os.rename(final, old)
     os.rename(staging, final)
     shutil.rmtree(old, ignore_errors=True)

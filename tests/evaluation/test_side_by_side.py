@@ -1,0 +1,174 @@
+"""Evaluation and prediction give what transformers gives, to the last digit where the arithmetic is the same."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import loopwright
+from tests.side_by_side.tasks import TASKS, token_data
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = ("regression", "bert", "t5", "llama")
+TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    """Numbers that change with any prediction, label, or their order."""
+    predictions = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    places = np.arange(1, 1 + len(predictions)).reshape(-1, *[1] * (predictions.ndim - 1))
+    return {
+        "weighed": float((predictions.astype(np.float64) * places).sum()),
+        "labels": float((prediction.label_ids * np.arange(1, 1 + len(prediction.label_ids)).reshape(
+            -1, *[1] * (prediction.label_ids.ndim - 1))).sum()),
+    }  # fmt: skip
+
+
+def trainers(name: str, folder: Any, **options: Any) -> tuple[Any, Any]:
+    """Ours and theirs on copies of the same model."""
+    torch.manual_seed(0)
+    model = TASKS[name].model(0.0)
+    given = {key: options.pop(key) for key in ("compute_metrics", "preprocess_logits_for_metrics") if key in options}
+    made = []
+    for library, own in ((loopwright, {"eval_loss_reduction": "batch_mean"}), (transformers, {})):
+        shared = {"use_cpu": True, "disable_tqdm": True, "report_to": [], **options}
+        args = library.TrainingArguments(output_dir=str(folder), **shared, **own)
+        made.append(library.Trainer(copy.deepcopy(model), args, **given))
+    return made[0], made[1]
+
+
+def assert_same_nest(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, (tuple, list)):
+        assert isinstance(ours, (tuple, list)) and len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_same_nest(mine, other)
+    elif theirs is None:
+        assert ours is None
+    else:
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def timeless(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if not name.endswith(TIMES)}
+
+
+def assert_same_output(ours: Any, theirs: Any) -> None:
+    assert_same_nest(ours.predictions, theirs.predictions)
+    assert_same_nest(ours.label_ids, theirs.label_ids)
+    assert timeless(ours.metrics).keys() == timeless(theirs.metrics).keys()
+    for name, value in timeless(theirs.metrics).items():
+        assert ours.metrics[name] == pytest.approx(value, rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("batch", [1, 4, 5, 64])
+def test_predict_gives_the_same(name: str, batch: int, tmp_path: Any) -> None:
+    data = TASKS[name].data(19)
+    ours, theirs = trainers(name, tmp_path, per_device_eval_batch_size=batch, compute_metrics=metrics)
+    assert_same_output(ours.predict(data), theirs.predict(data))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluate_gives_the_same_under_the_same_names(name: str, tmp_path: Any) -> None:
+    data = TASKS[name].data(19)
+    ours, theirs = trainers(name, tmp_path, per_device_eval_batch_size=4, compute_metrics=metrics)
+    for prefix in ("eval", "valid"):
+        mine, other = (timeless(each.evaluate(data, metric_key_prefix=prefix)) for each in (ours, theirs))
+        mine.pop("epoch", None), other.pop("epoch", None)
+        assert mine.keys() == other.keys()
+        assert mine == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_ragged_batches_are_joined_in_the_same_way(name: str, tmp_path: Any) -> None:
+    """Every batch has its own width; what is missing is -100 in both."""
+    labels = "class" if name == "bert" else "token"
+    data = [
+        {key: value[: 4 + i % 7] if value.dim() else value for key, value in row.items()}
+        for i, row in enumerate(token_data(17, labels=labels))
+    ]
+    fills = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+
+    def pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        width = max(len(row["input_ids"]) for row in rows)
+        return {key: torch.stack([
+            torch.nn.functional.pad(row[key], (0, width - len(row[key])), value=fill) if row[key].dim() else row[key]
+            for row in rows]) for key, fill in fills.items()}  # fmt: skip
+
+    ours, theirs = trainers(name, tmp_path, per_device_eval_batch_size=3, compute_metrics=metrics)
+    ours.data_collator = theirs.data_collator = pad
+    assert_same_output(ours.predict(data), theirs.predict(data))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"eval_accumulation_steps": 2},
+    {"prediction_loss_only": True},
+    {"eval_do_concat_batches": False},
+    {"preprocess_logits_for_metrics": lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_arguments_mean_the_same(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+    data = TASKS[name].data(11)
+    ours, theirs = trainers(name, tmp_path, per_device_eval_batch_size=4, **options)
+    assert_same_output(ours.predict(data), theirs.predict(data))
+
+
+@pytest.mark.parametrize("include", [["inputs"], ["loss"], ["inputs", "loss"]])
+def test_metrics_receive_the_same(include: list[str], tmp_path: Any) -> None:
+    seen: list[Any] = []
+    data = TASKS["bert"].data(11)
+    both = trainers("bert", tmp_path, per_device_eval_batch_size=4, include_for_metrics=include,
+                    compute_metrics=lambda p: seen.append(p) or {})  # fmt: skip
+    for each in both:
+        each.evaluate(data)
+    ours, theirs = seen
+    assert_same_nest(ours.predictions, theirs.predictions)
+    assert_same_nest(ours.inputs, theirs.inputs)
+    assert (ours.losses is None) == (theirs.losses is None) == ("loss" not in include)
+    if "loss" in include:
+        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+def test_data_without_labels_gives_the_same(name: str, tmp_path: Any) -> None:
+    data = [{key: value for key, value in row.items() if key != "labels"} for row in TASKS[name].data(7)]
+    if name == "t5":
+        data = [{**row, "decoder_input_ids": row["input_ids"]} for row in data]
+    ours, theirs = trainers(name, tmp_path, per_device_eval_batch_size=3)
+    assert_same_output(ours.predict(data), theirs.predict(data))
+
+
+def test_batches_collected_one_by_one_are_the_same(tmp_path: Any) -> None:
+    data = TASKS["bert"].data(11)
+    calls: dict[int, list[Any]] = {}
+
+    def collect(who: int) -> Any:
+        def function(prediction: Any, compute_result: bool) -> dict[str, float]:
+            calls.setdefault(who, []).append((prediction.predictions.tolist(), prediction.label_ids.tolist(), compute_result))
+            return {"batches": len(calls[who])}
+
+        return function
+
+    results = []
+    for who, each in enumerate(trainers("bert", tmp_path, per_device_eval_batch_size=4, batch_eval_metrics=True)):
+        each.compute_metrics = collect(who)
+        results.append(timeless(each.evaluate(data)))
+    assert calls[0] == calls[1] and [last for *_, last in calls[0]] == [False, False, True]
+    assert results[0]["eval_batches"] == results[1]["eval_batches"] == 3
+    assert results[0]["eval_loss"] == pytest.approx(results[1]["eval_loss"], rel=1e-6)
+
+
+def test_named_sets_have_the_same_names_and_numbers(tmp_path: Any) -> None:
+    sets = {"a": TASKS["bert"].data(5), "b": TASKS["bert"].data(9)}
+    ours, theirs = (timeless(each.evaluate(sets)) for each in trainers("bert", tmp_path, compute_metrics=metrics))
+    ours.pop("epoch", None), theirs.pop("epoch", None)
+    assert ours == pytest.approx(theirs, rel=1e-6)
