@@ -66,7 +66,7 @@ class Seen:
         return {"calls": len(self.calls)}
 
 
-# ---- what is kept ------------------------------------------------------------------------------------------------------
+# ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
 def test_outputs_keep_their_nesting_and_their_order(tmp_path: Any) -> None:
@@ -281,7 +281,7 @@ def test_a_metrics_function_must_be_able_to_collect(tmp_path: Any) -> None:
         make(tmp_path, compute_metrics=lambda prediction: {}, batch_eval_metrics=True).evaluate(points())
 
 
-# ---- names -------------------------------------------------------------------------------------------------------------
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["eval", "valid", "eval_long"])
@@ -342,7 +342,7 @@ def test_named_sets_have_their_own_keys_and_events(tmp_path: Any) -> None:
         trainer.evaluate("medium")
 
 
-# ---- when --------------------------------------------------------------------------------------------------------------
+# ---- when ------------------------------------------------------------------------------------------------------------
 
 EPOCH = 5  # updates of an epoch: 20 points, batches of 4
 
@@ -366,7 +366,8 @@ WHEN: list[tuple[dict[str, Any], list[int]]] = [
 @pytest.mark.parametrize("options, steps", WHEN, ids=str)
 def test_evaluations_come_when_asked(options: dict[str, Any], steps: list[int], tmp_path: Any) -> None:
     listener = Listener()
-    trainer = make(tmp_path, data=points(20), eval_dataset=points(), num_train_epochs=2, callbacks=[listener], **options)
+    options = {"num_train_epochs": 2, "callbacks": [listener], **options}
+    trainer = make(tmp_path, data=points(20), eval_dataset=points(), **options)
     trainer.train()
     assert listener.steps() == steps
     history = [row for row in trainer.state.log_history if "eval_loss" in row]
@@ -391,7 +392,7 @@ def test_early_stopping_counts_evaluations(patience: int, stops: int, tmp_path: 
     assert trainer.state.best_metric == 0.5 and trainer.state.best_global_step == 4
 
 
-# ---- what evaluation leaves alone --------------------------------------------------------------------------------------
+# ---- what evaluation leaves alone ------------------------------------------------------------------------------------
 
 
 class Draws(torch.utils.data.Dataset):
@@ -458,7 +459,7 @@ def test_the_model_goes_back_to_the_mode_it_was_in(mode: bool, fails: bool, tmp_
     assert trainer.model.training is mode
 
 
-# ---- results as text and files -----------------------------------------------------------------------------------------
+# ---- results as text and files ---------------------------------------------------------------------------------------
 
 
 def test_metrics_are_readable_as_transformers_shows_them(tmp_path: Any) -> None:
@@ -503,7 +504,7 @@ def test_predict_tells_its_own_event_and_logs_nothing(tmp_path: Any) -> None:
     assert listener.predicted == 1 and listener.evaluated == [] and listener.logged == []
 
 
-# ---- the page about evaluation -----------------------------------------------------------------------------------------
+# ---- the page about evaluation ---------------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
 

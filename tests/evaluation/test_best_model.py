@@ -204,7 +204,8 @@ def test_the_start_can_be_the_best(tmp_path: Path) -> None:
 @pytest.mark.parametrize("save_strategy, limit", [("steps", None), ("steps", 1), ("best", None)])
 def test_the_best_is_remembered_after_a_resume(shape: str, save_strategy: str, limit: Any, tmp_path: Path) -> None:
     script, best, value = scripted(shape, 2)
-    options = {"load_best_model_at_end": True, "save_strategy": save_strategy, "save_steps": 3, "save_total_limit": limit}
+    options = {"save_strategy": save_strategy, "save_steps": 3, "save_total_limit": limit}
+    options["load_best_model_at_end"] = True
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -219,7 +220,7 @@ def test_the_best_is_remembered_after_a_resume(shape: str, save_strategy: str, l
     assert_best(second, snapshots, tmp_path, best, value)
 
 
-# ---- the metric's name -------------------------------------------------------------------------------------------------
+# ---- the metric's name -----------------------------------------------------------------------------------------------
 
 
 def scores(prediction: Any) -> dict[str, float]:

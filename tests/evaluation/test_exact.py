@@ -109,7 +109,7 @@ def assert_exact(metrics: dict[str, float], case: Case, rows: list[dict[str, Ten
     assert metrics[f"{prefix}_targets"] == sum(int((row["labels"] != -100).sum()) for row in rows)
 
 
-def test_every_number_of_samples_and_every_batch_size_give_the_value_of_the_whole_set(case: Case, tmp_path: Any) -> None:
+def test_every_number_of_samples_and_every_batch_size_give_the_same(case: Case, tmp_path: Any) -> None:
     rows, trainer = ragged(), case.trainer(tmp_path)
     sizes = EVERY if len(case.batches) == 8 else (1, 2, 3, 5, 8, 13, 16, 21, 32, 33)
     for batch in case.batches:

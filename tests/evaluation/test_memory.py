@@ -24,13 +24,14 @@ ONE_BATCH = BATCH * CLASSES * 8
 class Wide(nn.Module):
     """Makes large logits out of nothing, and knows which of them are still in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = CLASSES) -> None:
         super().__init__()
+        self.classes = classes
         self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
         self.made: list[weakref.ref[Any]] = []
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = (x[:, None] + torch.arange(CLASSES, dtype=torch.float64)).remainder(7.0) + self.bias
+        logits = (x[:, None] + torch.arange(self.classes, dtype=torch.float64)).remainder(7.0) + self.bias
         self.made.append(weakref.ref(logits.untyped_storage()))
         outputs = {"logits": logits}
         return outputs if labels is None else {"loss": nn.functional.cross_entropy(logits, labels), **outputs}
@@ -109,10 +110,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def trainer_of(folder: Any, **options: Any) -> tuple[Any, Watch]:
+def trainer_of(folder: Any, classes: int = CLASSES, **options: Any) -> tuple[Any, Watch]:
     watch = Watch()
     made = tiny.trainer_of(
-        Wide(), None, folder, collator=collate, callbacks=[watch], per_device_eval_batch_size=BATCH, **options
+        Wide(classes), None, folder, collator=collate, callbacks=[watch], per_device_eval_batch_size=BATCH, **options
     )
     return made, watch
 
@@ -141,7 +142,7 @@ def test_the_peak_of_a_thousand_batches_is_that_of_ten(kind: str, tmp_path: Any)
     assert trainer.model.alive() == 0
 
 
-@pytest.mark.parametrize("kind", ["loss only, no metrics", "prediction_loss_only"], ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "loss" in kind], ids=lambda name: name.replace(" ", "_"))
 def test_the_loss_alone_never_keeps_logits(kind: str, tmp_path: Any) -> None:
     trainer, _ = trainer_of(tmp_path, **KINDS[kind])
     alive = []
@@ -208,7 +209,8 @@ def test_large_predictions_are_kept_in_a_file(tmp_path: Any, monkeypatch: pytest
 def test_memory_of_the_process_stays_flat(tmp_path: Any) -> None:
     psutil = pytest.importorskip("psutil")
     process = psutil.Process()
-    trainer, _ = trainer_of(tmp_path, **KINDS["metric object"])
+    classes = 64 * CLASSES  # a batch of 16 MiB, well above what an allocator may keep to itself
+    trainer, _ = trainer_of(tmp_path, classes, **KINDS["metric object"])
 
     class Resident(loopwright.TrainerCallback):
         peak = 0
@@ -219,7 +221,6 @@ def test_memory_of_the_process_stays_flat(tmp_path: Any) -> None:
     resident = Resident()
     trainer.add_callback(resident)
     trainer.evaluate(Rows(10))
-    trainer.evaluate(Rows(10))
     of_ten, resident.peak = resident.peak, 0
-    trainer.evaluate(Rows(1000))
-    assert resident.peak - of_ten < 16 * ONE_BATCH  # an allocator's noise; all logits together are 1,000 batches
+    trainer.evaluate(Rows(150))
+    assert resident.peak - of_ten < 64 * ONE_BATCH

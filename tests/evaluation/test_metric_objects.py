@@ -28,7 +28,7 @@ def evaluate_metric(name: str = "accuracy", fewest: int = 0, **options: Any) -> 
 
     class Own(evaluate.Metric):
         def _info(self) -> Any:
-            features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+            features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("int64")))
             return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
 
         def _compute(self, predictions: Any, references: Any) -> dict[str, float]:
@@ -114,7 +114,8 @@ def test_an_object_gives_what_a_function_gives(kind: str, task: str, batch: int,
 
 
 def test_several_objects_of_several_kinds_together(tmp_path: Any) -> None:
-    collection = torchmetrics.MetricCollection({"micro": torch_accuracy(4), "f1": torchmetrics.classification.MulticlassF1Score(4)})
+    f1 = torchmetrics.classification.MulticlassF1Score(4)
+    collection = torchmetrics.MetricCollection({"micro": torch_accuracy(4), "f1": f1})
     metrics = {"accuracy": torch_accuracy(4), "all": collection, "own": HandMade(), "third": evaluate_metric("share")}
     trainer, rows = make("classes", tmp_path, metrics, per_device_eval_batch_size=4)
     found = trainer.evaluate(rows)

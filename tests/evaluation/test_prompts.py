@@ -15,7 +15,7 @@ from loopwright.pt.prompts import answers_of, prompts_of
 
 PAD = 0
 tokens = st.integers(1, 9)
-rows_of_tokens = st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=6), st.lists(tokens, max_size=5)), min_size=1, max_size=6)
+samples = st.tuples(st.lists(tokens, min_size=1, max_size=6), st.lists(tokens, max_size=5))
 
 
 def padded(rows: list[list[int]], fill: int, *, left: list[bool]) -> Tensor:
@@ -24,7 +24,7 @@ def padded(rows: list[list[int]], fill: int, *, left: list[bool]) -> Tensor:
     return torch.tensor([pad + row if side else row + pad for row, pad, side in zip(rows, fills, left, strict=True)])
 
 
-@given(rows=rows_of_tokens, left=st.lists(st.booleans(), min_size=6, max_size=6))
+@given(rows=st.lists(samples, min_size=1, max_size=6), left=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_prompts_are_what_stands_before_the_answer(rows: Any, left: list[bool]) -> None:
     """Whatever side a sample is padded on, its prompt ends at the right edge."""
     left = left[: len(rows)]
@@ -80,20 +80,20 @@ def test_a_sample_without_a_prompt_is_told(labels: Any) -> None:
         prompts_of({"input_ids": torch.full_like(labels, 3), "labels": labels}, pad=PAD)
 
 
-# ---- generating --------------------------------------------------------------------------------------------------------
+# ---- generating ------------------------------------------------------------------------------------------------------
 
-transformers = pytest.importorskip("transformers")
+SAMPLES = [
+    ([5, 6, 7], [8, 9]), ([4], [3, 2, 9]), ([11, 12, 13, 14, 15, 16], [2]), ([9, 9], [8]), ([7, 3, 21, 4], [6, 6])
+]  # fmt: skip
 
 
 def llama() -> Any:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=64, pad_token_id=PAD, eos_token_id=31, bos_token_id=1, initializer_range=0.6,
     ))  # fmt: skip
-
-
-SAMPLES = [([5, 6, 7], [8, 9]), ([4], [3, 2, 9]), ([11, 12, 13, 14, 15, 16], [2]), ([9, 9], [8]), ([7, 3, 21, 4], [6, 6])]
 
 
 def alone(model: Any, prompt: list[int], new: int, **options: Any) -> list[int]:
@@ -136,7 +136,8 @@ def test_generation_is_that_of_every_prompt_alone(collator: Any, batch: int, tmp
     trainer = trainer_of(tmp_path, collator, generation_max_length=6, per_device_eval_batch_size=batch)
     output = trainer.predict(SAMPLES)
     assert output.predictions.shape == (5, 6)
-    for (prompt, answer), row, labels in zip(SAMPLES, output.predictions.tolist(), output.label_ids.tolist(), strict=True):
+    found = zip(SAMPLES, output.predictions.tolist(), output.label_ids.tolist(), strict=True)
+    for (prompt, answer), row, labels in found:
         expected = alone(trainer.model, prompt, 6)
         assert row == expected + [PAD] * (6 - len(expected))
         assert [label for label in labels if label not in (-100, 30)] == answer

@@ -106,11 +106,15 @@ def test_ragged_batches_are_joined_in_the_same_way(name: str, tmp_path: Any) -> 
     assert_same_output(ours.predict(data), theirs.predict(data))
 
 
+def best(logits: Any, labels: Any) -> Any:
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"eval_accumulation_steps": 2},
     {"prediction_loss_only": True},
     {"eval_do_concat_batches": False},
-    {"preprocess_logits_for_metrics": lambda logits, labels: (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)},
+    {"preprocess_logits_for_metrics": best},
 ]
 
 
@@ -153,7 +157,8 @@ def test_batches_collected_one_by_one_are_the_same(tmp_path: Any) -> None:
 
     def collect(who: int) -> Any:
         def function(prediction: Any, compute_result: bool) -> dict[str, float]:
-            calls.setdefault(who, []).append((prediction.predictions.tolist(), prediction.label_ids.tolist(), compute_result))
+            predictions, labels = prediction
+            calls.setdefault(who, []).append((predictions.tolist(), labels.tolist(), compute_result))
             return {"batches": len(calls[who])}
 
         return function

@@ -12,18 +12,20 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ..core.events import TrainerCallback
 from .faults import FAULTS, Fault, Moment
+from .processes import NURSERY, nurse
 from .replay import INERT
 from .script import adjusted_trainers, script_in, split_at_dashes, without_reporters
 
 OUTPUT = "run"
 KEPT = 3
 """Checkpoints kept when the user's arguments set no limit."""
-FACTS = ("on_nonfinite", "auto_find_batch_size", "enable_jit_checkpoint", "save_total_limit")
+FACTS = ("on_nonfinite", "auto_find_batch_size", "enable_jit_checkpoint")
 """Arguments that decide what surviving means."""
 
 
@@ -67,8 +69,15 @@ def main(words: list[str]) -> int:
     options = _options(own)
     folder = Path(options.folder).resolve()
     journal = Journal(options.journal)
-    moment = Moment(options.at, options.save_every, options.seed, folder / OUTPUT, lambda what: journal.note("fault", what=what))
-    fault = FAULTS[options.fault](moment)
+    fault = FAULTS[options.fault](
+        Moment(
+            options.at,
+            options.save_every,
+            options.seed,
+            output=folder / OUTPUT,
+            tell=lambda what: journal.note("fault", what=what),
+        )
+    )
     script = script_in(command)
     fault.install()
     _end_after_training(journal)
@@ -78,11 +87,8 @@ def main(words: list[str]) -> int:
         trainer._resume_request = lambda *request: "auto"
         return [*without_reporters(callbacks), Witness(trainer, journal, fault)]
 
-    try:
-        with adjusted_trainers(adjust):
-            script.run()
-    except Finished:
-        return 0
+    with suppress(Finished), adjusted_trainers(adjust):
+        script.run()
     return 0
 
 
@@ -155,4 +161,4 @@ def _hash(tensors: dict[str, Any], text: str = "") -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(nurse() if sys.argv[1:] == [NURSERY] else sys.argv[1:]))

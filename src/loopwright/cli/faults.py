@@ -78,7 +78,8 @@ class MicroStepFault(Fault):
     def step_begins(self, trainer: Any, step: int, seconds: float) -> None:
         if step != self.moment.step:
             return
-        original, struck = trainer.micro_step, []
+        original = trainer.micro_step
+        struck: list[int] = []
 
         def micro_step(update: Any, index: int) -> Any:
             loss = original(update, index)
@@ -185,9 +186,9 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 def _watch_tensor_files(notice: Callable[[Any], None]) -> None:
     """Have every module that writes safetensors files call `notice` first: they are written outside Python's sight."""
-    import loopwright.pt.trainer  # noqa: F401  (it binds the function at import)
-
     from safetensors import torch as home
+
+    from ..pt import trainer  # noqa: F401  (it binds the function at import)
 
     original = home.save_file
 

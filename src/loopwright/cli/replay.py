@@ -185,7 +185,9 @@ def run(words: list[str]) -> int:
 def _rows_with(folder: Path, step: int) -> dict[int, dict[str, Any]]:
     """The logged rows of a run, the asked-for step among them."""
     if not (folder / FILE_NAME).is_file():
-        raise ArgumentsError(f"{folder} holds no {FILE_NAME}: it is not the output folder of a run that logged anything")
+        raise ArgumentsError(
+            f"{folder} holds no {FILE_NAME}: it is not the output folder of a run that logged anything"
+        )
     rows = logged_rows(read_metrics(folder))
     if step not in rows:
         raise ArgumentsError(f"step {step} was not logged in {folder}; logged steps: {_ranges(sorted(rows)) or 'none'}")

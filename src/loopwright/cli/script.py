@@ -66,7 +66,7 @@ def script_of_record(argv: Sequence[str]) -> Script:
     path, words = Path(argv[0]).absolute(), tuple(argv[1:])
     if not path.is_file():
         raise ArgumentsError(f"the run was started as {argv[0]!r}, which is no file; give the command after --")
-    package = []
+    package: list[str] = []
     while (path.parent / "__init__.py").is_file():
         package.insert(0, path.stem)
         path = path.parent

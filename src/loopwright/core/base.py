@@ -135,6 +135,13 @@ class BaseTrainer(Acting):
         self.notices.tell_once(f"the training data gave no batch in epoch {epoch}: training stops here")
         self.control.should_training_stop = True
 
+    def part_states(self) -> dict[str, Any]:
+        """What parts of the trainer want back when the run goes on, as JSON values."""
+        return {}
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        """The counterpart of `part_states`."""
+
     def update_step(self, update: Update) -> None:
         """One optimizer step: micro-batches, clip, step, schedule."""
         strategy, events = self.strategy, self.callback_handler

@@ -13,6 +13,7 @@ from ..core.base import BaseTrainer
 from ..core.overrides import adapt, is_overridden
 from ..core.plan import Plan, make_plan
 from ..errors import ArgumentsError, DataError
+from ..notices import logger
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
 from .devices import can_pin_memory
 from .loaders import (
@@ -27,7 +28,8 @@ from .loaders import (
     training_sampler,
 )
 from .loss import count_samples
-from .seeding import restore_rng
+from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng
+from .streams import load_stream_state, replay, stream_state
 
 
 class DataMethods(BaseTrainer):
@@ -45,6 +47,10 @@ class DataMethods(BaseTrainer):
     _ordered: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
     _batches_are_theirs: bool = False
+    _stream: Any = None
+    """The state of a stream, from the checkpoint the run goes on from."""
+    _epoch_rng: dict[str, Any] | None = None
+    """Random states at the beginning of the epoch, where the data owns its order."""
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -242,11 +248,35 @@ class DataMethods(BaseTrainer):
         self._ordered = sampler = ordered_sampler(loader)
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
-        batches = iter(loader)
-        if done and sampler is None:
-            self._skip(batches, done)
+            batches = iter(loader)
+        else:
+            batches = self._stream_from(loader, done)
         self._put_back_rng()
         return batches
+
+    def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
+        """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
+        if done and self._stream is not None and load_stream_state(loader, self._stream):
+            return iter(loader)
+        if done and self._epoch_rng is not None:
+            restore_rng(self._epoch_rng)  # whatever the order is drawn from is drawn again
+        self._epoch_rng = snapshot_rng()
+        batches = iter(loader)
+        if done:
+            self._skip(batches, done)
+        return batches
+
+    def part_states(self) -> dict[str, Any]:
+        states = super().part_states()
+        if self._ordered is None and self.train_dataloader is not None:
+            states["stream"] = stream_state(self.train_dataloader) if self.progress.batches_in_epoch else None
+            states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
+        return states
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self._stream = states.get("stream")
+        self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
 
     def _put_back_rng(self) -> None:
         """Random streams as the checkpoint holds them, once."""
@@ -258,8 +288,7 @@ class DataMethods(BaseTrainer):
         self.notices.tell_once(
             f"this data cannot be positioned: {count} batches already trained on are read again and left out"
         )
-        for _ in range(count):
-            next(batches, None)
+        replay(batches, count, logger.warning)
 
     def _samples_in(self, batches: list[Any]) -> int:
         """The samples of an update: from the order where it is ours, else as counted in the batches."""

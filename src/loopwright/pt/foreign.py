@@ -39,7 +39,7 @@ def is_foreign(folder: Path) -> bool:
 def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:
     """Write everything but weights and trainer_state.json under transformers' names."""
     torch.save(optimizer, folder / OPTIMIZER)
-    torch.save(scheduler, folder / SCHEDULER)
+    torch.save(_their_schedule(scheduler), folder / SCHEDULER)
     if scaler is not None:
         torch.save(scaler, folder / SCALER)
     torch.save(_their_rng(rng), folder / RNG)
@@ -71,6 +71,13 @@ def _read(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read safely: {error}") from error
+
+
+def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:
+    """Our schedule's state with what torch's LambdaLR asks for besides."""
+    if "base_lrs" not in state or "lr_lambdas" in state:
+        return state
+    return {**state, "_step_count": state["last_epoch"] + 1, "lr_lambdas": [{} for _ in state["base_lrs"]]}
 
 
 def _their_rng(rng: dict[str, Any]) -> dict[str, Any]:

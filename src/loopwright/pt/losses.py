@@ -229,8 +229,9 @@ class LossMethods(BaseTrainer):
         )
         return True
 
-    def _part_states(self) -> dict[str, Any]:
-        return {"micro_split": self.micro_split}
+    def part_states(self) -> dict[str, Any]:
+        return {**super().part_states(), "micro_split": self.micro_split}
 
-    def _load_part_states(self, states: dict[str, Any]) -> None:
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
         self.micro_split = states.get("micro_split", 1)

@@ -168,19 +168,12 @@ class SavingMethods(BaseTrainer):
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
         documents = {
-            PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self._part_states()},
+            PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
             SCHEDULER: self.lr_scheduler.state_dict(),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
         scaler = self.strategy.precision.state_dict()
         return {**documents, **({SCALER: scaler} if scaler is not None else {})}
-
-    def _part_states(self) -> dict[str, Any]:
-        """What other parts of the trainer want back when the run goes on."""
-        return {}
-
-    def _load_part_states(self, states: dict[str, Any]) -> None:
-        """The counterpart of `_part_states`."""
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +210,7 @@ class SavingMethods(BaseTrainer):
             setattr(self.progress, name, value)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
-        self._load_part_states(document.get("parts", {}))
+        self.load_part_states(document.get("parts", {}))
 
     def _guess_progress(self) -> None:
         """transformers counts updates: the position follows from them, if batch and accumulation are the same."""

@@ -1,0 +1,235 @@
+"""`loopwright drill -- python train.py ...`: put the user's own training through faults and say what survived.
+
+Every case runs the script in a process of its own (drill_child.py) with a fault inside, starts it again until it
+finishes, and compares the weights with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentsError, CheckpointError
+from ..notices import Notices
+from .drill_child import OUTPUT
+from .processes import Anew, Launcher, Warm
+from .script import Script, script_in, split_at_dashes
+from .verdicts import CASES, Attempt, Row, judge, table
+
+FEWEST_STEPS = 10
+RESTARTS = 3
+"""Times a run is started again before it counts as one that does not finish."""
+SAVES = 10
+"""Saves in a run: often enough that some are behind every fault."""
+QUIET_SAVES = 4
+"""Saves that are over before a fault strikes, so that losing everything is more than any fault may cost."""
+
+
+@dataclass
+class Drill:
+    """One drill of one script."""
+
+    script: Script
+    launcher: Launcher
+    home: Path
+    steps: int
+    timeout: float
+    seed: int
+    keep: bool = False
+    reference: Attempt = field(default_factory=lambda: Attempt(None, []))
+
+    @property
+    def save_every(self) -> int:
+        return max(1, self.steps // SAVES)
+
+    def undisturbed(self, name: str = "undisturbed") -> Attempt:
+        """The run as it is without a fault."""
+        attempt = self._start("none", self.home / name, at=0, number=1, deadline=time.monotonic() + self.timeout)
+        shutil.rmtree(self.home / name / OUTPUT, ignore_errors=True)
+        return attempt
+
+    def attempts(self, name: str) -> list[Attempt]:
+        """The run with the fault, and its restarts until it finishes."""
+        folder, deadline = self.home / name, time.monotonic() + self.timeout
+        fault = CASES[name].fault or name
+        attempts = [self._start(fault, folder, at=self._moment(name), number=1, deadline=deadline)]
+        while not attempts[-1].finished and attempts[-1].code is not None and len(attempts) <= RESTARTS:
+            if len(attempts) == 1 and name in DAMAGES:
+                damage_newest(folder / OUTPUT, DAMAGES[name])
+            attempts.append(self._start("none", folder, at=0, number=len(attempts) + 1, deadline=deadline))
+        return attempts
+
+    def _moment(self, name: str) -> int:
+        """The step at which the fault strikes; a disk fault comes with a save."""
+        chosen = random.Random(f"{self.seed} {name}")
+        if name in ("kill-in-save", "full-disk", "slow-disk"):
+            return chosen.randrange(QUIET_SAVES, self.steps // self.save_every - 2) * self.save_every
+        return chosen.randrange(QUIET_SAVES * self.save_every, self.steps - 1)
+
+    def _start(self, fault: str, folder: Path, *, at: int, number: int, deadline: float) -> Attempt:
+        folder.mkdir(parents=True, exist_ok=True)
+        journal, log = folder / f"journal-{number}.jsonl", folder / f"log-{number}.txt"
+        values = {"--folder": folder, "--journal": journal, "--steps": self.steps, "--save-every": self.save_every,
+                  "--at": at, "--seed": self.seed}  # fmt: skip
+        words = [str(word) for pair in values.items() for word in pair]
+        code = self.launcher.run([fault, *words, "--", "python", *self.script.as_words()], log, deadline)
+        return Attempt(code, _journal(journal), log.read_text(encoding="utf-8", errors="replace"))
+
+    def row(self, name: str, attempts: list[Attempt], *, comparable: bool = True) -> Row:
+        """The verdict on a case."""
+        damage = damaged(self.home / name / OUTPUT)
+        return judge(name, attempts, self.reference, save_every=self.save_every, comparable=comparable, damage=damage)
+
+
+def _journal(path: Path) -> list[dict[str, Any]]:
+    """What the process noted; a last line cut short by a kill is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+# ---- checkpoints, seen from outside ----------------------------------------------------------------------------------
+
+
+def cut_short(path: Path) -> None:
+    """Take away the second half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_bit(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    with open(path, "rb+") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"truncated": cut_short, "bit-flip": flip_bit}
+
+
+def damage_newest(folder: Path, how: Callable[[Path], None]) -> None:
+    """Damage the largest file of the newest complete checkpoint, if there is one."""
+    complete = _manager(folder).complete()
+    if complete:
+        files = [path for path in Path(complete[max(complete)]).rglob("*") if path.is_file()]
+        how(max(files, key=lambda path: path.stat().st_size))
+
+
+def damaged(folder: Path) -> str | None:
+    """What is wrong with the checkpoints a run ended with: each complete one has to be intact."""
+    manager = _manager(folder)
+    for path in manager.complete().values():
+        try:
+            manager.find(str(path))
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+def _manager(folder: Path) -> Any:
+    from ..core.checkpoint.manager import CheckpointManager
+
+    return CheckpointManager(folder, notices=Notices(quiet=True))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def run(words: list[str]) -> int:
+    """Drill a script; 0 if every case survived, 1 if not, 2 for bad input."""
+    own, command = split_at_dashes(words)
+    options = _parser().parse_args(own)
+    names = _chosen(options.only)
+    if options.steps < FEWEST_STEPS:
+        raise ArgumentsError(f"--steps {options.steps} is too short for a drill; at least {FEWEST_STEPS}")
+    script = script_in(command)
+    home = Path(tempfile.mkdtemp(prefix="loopwright-drill-"))
+    launcher = (Warm if options.warm else Anew)(script.python)
+    drill = Drill(script, launcher, home, options.steps, options.timeout, options.seed, options.keep)
+    try:
+        with launcher:
+            _rehearse(drill)
+            rows = _all_rows(drill, names)
+    except BaseException:
+        shutil.rmtree(home, ignore_errors=True)
+        raise
+    print(table(rows))
+    return _end(drill, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    cases = "\n".join(f"  {name:<14} {case.help}" for name, case in CASES.items())
+    parser = argparse.ArgumentParser(
+        "loopwright drill",
+        usage="loopwright drill [options] -- python train.py ...",
+        description="Put a training script through faults and print what survived.",
+        epilog=f"cases:\n{cases}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=30, help="length of the runs in updates (30)")
+    parser.add_argument("--only", help="cases to run, separated by commas; all by default")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a case may take (600)")
+    parser.add_argument("--seed", type=int, default=0, help="decides at which moments faults strike (0)")
+    parser.add_argument("--warm", action="store_true", help="fork runs from a process that has imported torch: faster")
+    parser.add_argument("--keep", action="store_true", help="keep journals, logs and checkpoints of every case")
+    return parser
+
+
+def _chosen(only: str | None) -> list[str]:
+    names = list(CASES) if only is None else [name.strip() for name in only.split(",") if name.strip()]
+    unknown = [name for name in names if name not in CASES]
+    if unknown or not names:
+        raise ArgumentsError(f"--only {only}: the cases are {', '.join(CASES)}")
+    return names
+
+
+def _rehearse(drill: Drill) -> None:
+    """Run the script undisturbed: what it ends with is what every case is compared with."""
+    _say("undisturbed")
+    attempt = drill.undisturbed()
+    if not attempt.finished:
+        tail = "\n".join(attempt.text.splitlines()[-15:])
+        reason = attempt.outcome() if attempt.code != 0 else "ended without calling train() of a loopwright trainer"
+        raise ArgumentsError(f"{drill.script.target} did not train to the end undisturbed ({reason}):\n{tail}")
+    if attempt.reached < FEWEST_STEPS:
+        raise ArgumentsError(f"the training is over after {attempt.reached} steps; a drill needs {FEWEST_STEPS}")
+    drill.reference, drill.steps = attempt, attempt.reached
+
+
+def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
+    attempts = {}
+    rows = {}
+    for name in names:
+        _say(f"{name}: {CASES[name].help}")
+        attempts[name] = drill.attempts(name)
+        rows[name] = drill.row(name, attempts[name])
+        if rows[name].survived != "no" and not drill.keep:
+            shutil.rmtree(drill.home / name / OUTPUT, ignore_errors=True)
+    if any(row.same == "no" for row in rows.values()) and drill.undisturbed("again").weights != drill.reference.weights:
+        _say("two undisturbed runs end with different weights, so weights are not compared; try full_determinism=True")
+        rows = {name: drill.row(name, attempts[name], comparable=False) for name in names}
+    return list(rows.values())
+
+
+def _end(drill: Drill, rows: list[Row]) -> int:
+    failed = [row.name for row in rows if row.survived == "no"]
+    if failed or drill.keep:
+        print(f"journals and logs are in {drill.home}")
+    else:
+        shutil.rmtree(drill.home, ignore_errors=True)
+    print(f"not survived: {', '.join(failed)}" if failed else "everything survived")
+    return 1 if failed else 0
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -1,0 +1,204 @@
+"""What came of a drill: attempts of one run in, one row of the table out. docs/drill.md says it in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+_ERROR = re.compile(r"^(?:[\w.]*\.)?(\w*(?:Error|Exception|Interrupt|Exit)): ?(.*)$", re.M)
+EXITS = {
+    75: "saved and stopped (exit code 75)",
+    130: "was interrupted",
+    -2: "was interrupted",
+    -9: "was killed",
+    -15: "was terminated",
+    None: "did not end in time",
+}
+"""What the exit code of an attempt says."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fault, and how many save intervals it may cost at most."""
+
+    help: str
+    intervals: int
+    fault: str = ""
+    """What the training process does to itself, when that is not the name of the case."""
+    stays_up: bool = False
+    """Whether the run has to go on by itself, without being started again."""
+
+
+CASES: dict[str, Case] = {
+    # A save runs while training goes on, so a kill may cost the interval it belongs to and the next one.
+    "kill": Case("SIGKILL at a random moment", 2),
+    "kill-in-save": Case("SIGKILL while a checkpoint is written", 2),
+    "sigterm": Case("SIGTERM, as a scheduler sends it", 0),
+    "ctrl-c": Case("Ctrl-C", 1),
+    "out-of-memory": Case("no memory left in one micro-batch", 1),
+    "nan": Case("a NaN loss in one micro-batch", 2),
+    "full-disk": Case("no space left for two checkpoints", 0, stays_up=True),
+    "slow-disk": Case("a slow disk for two checkpoints", 0, stays_up=True),
+    "truncated": Case("a kill, then the newest checkpoint is cut short", 3, fault="kill"),
+    "bit-flip": Case("a kill, then one bit of the newest checkpoint is flipped", 3, fault="kill"),
+}
+"""Every case of the drill."""
+
+
+@dataclass
+class Attempt:
+    """One training process: its exit code (None: stopped by the time limit), journal and printed text."""
+
+    code: int | None
+    journal: list[dict[str, Any]]
+    text: str = ""
+
+    def last(self, event: str) -> dict[str, Any]:
+        return next((each for each in reversed(self.journal) if each["event"] == event), {})
+
+    @property
+    def began(self) -> int | None:
+        return self.last("begin").get("step")
+
+    @property
+    def reached(self) -> int:
+        return self.last("step").get("step", self.began or 0)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.last("end"))
+
+    @property
+    def weights(self) -> tuple[str, str] | None:
+        end = self.last("end")
+        return (end["model"], end["optimizer"]) if end else None
+
+    def outcome(self) -> str:
+        """How it ended, in words."""
+        if self.finished:
+            return "finished"
+        if self.code in EXITS:
+            return EXITS[self.code]
+        errors = _ERROR.findall(self.text)
+        name, message = errors[-1] if errors else (f"exit code {self.code}", "")
+        return f"{name} ({re.split('[;.] ', message)[0][:100]})" if message else name
+
+
+@dataclass
+class Row:
+    """One line of the table."""
+
+    name: str
+    happened: str
+    survived: str
+    """yes, no, or as asked: the arguments ask for what happened, and the weights suffered."""
+    lost: int | None = None
+    same: str = "-"
+    """Whether the weights are the undisturbed run's: yes, no, or - where they need not or cannot be."""
+    trouble: list[str] = field(default_factory=list)
+
+
+def judge(
+    name: str,
+    attempts: list[Attempt],
+    reference: Attempt,
+    *,
+    save_every: int,
+    comparable: bool = True,
+    damage: str | None = None,
+) -> Row:
+    """The row of a case. `comparable` says whether two undisturbed runs are equal; `damage` what is wrong on disk."""
+    case, first, final = CASES[name], attempts[0], attempts[-1]
+    facts = first.last("begin").get("facts", {})
+    row = Row(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
+    row.trouble = [*_trouble(case, attempts), *([damage] if damage else [])]
+    allowed = _allowed(name, case, facts, save_every)
+    if row.lost is not None and row.lost > allowed:
+        row.trouble.append(f"{row.lost} steps were lost, {allowed} at most were expected")
+    if final.finished and _must_be_equal(name, facts, attempts) and comparable:
+        row.same = "yes" if final.weights == reference.weights else "no"
+        if row.same == "no":
+            row.trouble.append("the weights are not those of the undisturbed run")
+    if name == "nan":
+        _judge_nan(row, facts.get("on_nonfinite"), first)
+    if row.trouble:
+        row.survived = "no"
+    return row
+
+
+def _story(attempts: list[Attempt]) -> str:
+    parts = []
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=True):
+        if attempt.finished:
+            parts.append("finished")
+            break
+        parts.append(f"{attempt.outcome()} at step {attempt.reached}")
+        if following is not None and following.began is not None:
+            parts.append(f"went on from {following.began}" if following.began else "started anew")
+    return "; ".join(parts)
+
+
+def _lost(attempts: list[Attempt]) -> int:
+    """Steps that were trained more than once."""
+    pairs = zip(attempts, attempts[1:], strict=False)
+    return sum(max(0, one.reached - (other.began or 0)) for one, other in pairs)
+
+
+def _trouble(case: Case, attempts: list[Attempt]) -> list[str]:
+    first, final = attempts[0], attempts[-1]
+    if not first.last("fault"):
+        return ["the fault could not be caused"]
+    if not final.finished:
+        return [f"the run did not finish in {len(attempts)} starts"]
+    if case.stays_up and len(attempts) > 1:
+        return ["training did not go on by itself"]
+    return []
+
+
+def _allowed(name: str, case: Case, facts: dict[str, Any], save_every: int) -> int:
+    # Without enable_jit_checkpoint a signal is as good as a kill.
+    intervals = 2 if name == "sigterm" and not facts.get("enable_jit_checkpoint", True) else case.intervals
+    return intervals * save_every
+
+
+def _must_be_equal(name: str, facts: dict[str, Any], attempts: list[Attempt]) -> bool:
+    """Whether the fault leaves the weights alone: an update left out, or split to save memory, does not."""
+    went_on = len(attempts) == 1
+    if name == "nan":
+        return not went_on
+    return not (name == "out-of-memory" and went_on and facts.get("auto_find_batch_size"))
+
+
+def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
+    if not first.finished:
+        if "NonFiniteError" not in first.text:
+            row.trouble.append("the run did not end with a NonFiniteError")
+        return
+    if policy == "raise":
+        row.trouble.append("on_nonfinite='raise', but nothing was raised")
+    elif first.last("end")["finite"]:
+        row.happened += f"; the update was left out (on_nonfinite={policy!r})"
+    elif policy == "skip":
+        row.trouble.append("on_nonfinite='skip', but weights are NaN now")
+    else:
+        row.survived = "as asked"
+        row.happened += f"; on_nonfinite={policy!r}, so weights are NaN now: set it to 'raise' or 'skip'"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    head = ("fault", "survived", "steps lost", "same weights", "what happened")
+    lines = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head) - 1)]
+    rule = tuple("-" * width for width in [*widths, len(head[-1])])
+    padded = [lines[0], rule, *lines[1:]]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]])
+        for line in padded
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    lost = "-" if row.lost is None else str(row.lost)
+    return (row.name, row.survived, lost, row.same, "; ".join([row.happened, *row.trouble]))
