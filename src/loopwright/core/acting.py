@@ -69,9 +69,10 @@ class Acting:
         first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
         policy = self.args.on_nonfinite
         if policy == "raise":
+            folder = self.write_incident(first)
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
-                f"{first - 1}. "
+                f"{first - 1}. What was found by running that step again is in {folder}. "
                 'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
             )
         if self.meter.nonfinite > reading.nonfinite:
@@ -81,6 +82,10 @@ class Acting:
             f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates "
             f"{done}. Every log says how many there were (nonfinite_updates)"
         )
+
+    def write_incident(self, step: int) -> str:
+        """Run a step whose numbers were not finite once more and write down what it shows; returns the folder."""
+        raise NotImplementedError
 
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         adapt(self.log, "start_time")(logs, start_time=start_time)

@@ -11,7 +11,7 @@ from ..args.base import BaseArguments
 from ..errors import DataError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
-from .batches import Update
+from .batches import Place, Update
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
@@ -34,6 +34,7 @@ class BaseTrainer(Acting):
     strategy: Strategy
     plan: Plan
     optimizer: Any = None
+    _places: dict[int, Place]
     model_wrapped: Any = None
     is_in_train: bool = False
 
@@ -46,6 +47,7 @@ class BaseTrainer(Acting):
             is_local_process_zero=args.local_process_index == 0, is_world_process_zero=args.process_index == 0
         )
         self.control = TrainerControl()
+        self._places = {}
         self.progress = Progress()
         self.callback_handler = CallbackHandler(
             callbacks, args=args, state=self.state, control=self.control, **context
@@ -176,6 +178,8 @@ class BaseTrainer(Acting):
     def finish_update(self, update: Update) -> None:
         """Count the update."""
         progress, state = self.progress, self.state
+        if self.args.on_nonfinite == "raise":
+            self._remember_place(update)
         progress.batches_in_epoch += update.micro_batches
         progress.samples_in_epoch += update.samples
         progress.samples_seen += update.samples
@@ -190,6 +194,13 @@ class BaseTrainer(Acting):
             self.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
+
+    def _remember_place(self, update: Update) -> None:
+        """Which samples an update took, kept until its numbers are known to be finite."""
+        step, progress = self.state.global_step + 1, self.progress
+        for known in [each for each in self._places if each <= progress.last_logged_step]:
+            del self._places[known]
+        self._places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""

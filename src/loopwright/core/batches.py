@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """Which samples of an epoch's order an update took."""
+
+    epoch: int
+    first: int
+    samples: int
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from ..core.base import BaseTrainer
+from ..core.batches import Place
 from ..core.overrides import adapt, is_overridden
 from ..core.plan import Plan, make_plan
 from ..errors import ArgumentsError, DataError
@@ -28,7 +29,7 @@ from .loaders import (
     training_sampler,
 )
 from .loss import count_samples
-from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng
+from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
 from .streams import load_stream_state, replay, stream_state
 
 
@@ -297,6 +298,18 @@ class DataMethods(BaseTrainer):
         whole = len(batches) * self.plan.batch_size
         left = self._ordered.order.n - self.progress.samples_in_epoch
         return whole if whole < left else left
+
+    def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
+        """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
+        if self._ordered is None:
+            return None
+        dataset: Any = self.train_dataset
+        indices = self._ordered.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        size = self.plan.batch_size
+        with untouched_rng():
+            batches = [collate([dataset[i] for i in indices[k : k + size]]) for k in range(0, len(indices), size)]
+        return indices, batches
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self._batches_are_theirs:

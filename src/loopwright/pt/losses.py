@@ -15,6 +15,7 @@ from ..core.overrides import accepts, adapt, is_overridden
 from ..core.signals import Interrupted
 from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS
+from .incident import write_incident
 from .loss import LabelSmoother, LossKind, LossProbe, check_has_gradient, count_samples, predicts_next_token
 from .oom import run_or_halve, split_all
 from .outputs import decodes_from_labels, find_loss, loss_in
@@ -228,6 +229,28 @@ class LossMethods(BaseTrainer):
             f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
         )
         return True
+
+    def write_incident(self, step: int) -> str:
+        place = self._places.get(step)
+        found = self.samples_at(place) if place is not None else None
+        self.strategy.zero_grad()
+        folder = write_incident(
+            self.args.output_dir,
+            step=step,
+            sample_ids=found[0] if found else None,
+            batches=found[1] if found else None,
+            model=self.model,
+            run=self._run_again,
+        )
+        self.strategy.zero_grad()
+        return str(folder)
+
+    def _run_again(self, batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            loss = self._compute_loss(self.model_wrapped, self._prepare_inputs(batch), num_items_in_batch=None)
+        loss = self.accounting.weigh(loss)
+        loss.backward()
+        return loss.detach()
 
     def part_states(self) -> dict[str, Any]:
         return {**super().part_states(), "micro_split": self.micro_split}

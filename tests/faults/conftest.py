@@ -1,0 +1,67 @@
+"""The forking server, and which cases run when nobody asks for all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases of the whole grids run with `-m grid`; without it, the spread that is not marked."""
+    if "grid" in (config.getoption("-m") or ""):
+        return
+    here = str(Path(__file__).parent)
+    whole = [item for item in items if str(item.path).startswith(here) and item.get_closest_marker("grid")]
+    if whole:
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if item not in set(whole)]
+
+
+class Forks:
+    """Runs functions of tests/faults/runs.py, each in a process of its own forked from a warmed one."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.server"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
+        )  # fmt: skip
+        self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        assert line, "the forking server died"
+        return json.loads(line)
+
+    def run(
+        self, call: str, folder: Path, *, timeout: float = 60, kill_after: float | None = None, **options: Any
+    ) -> int:
+        """The exit status of one call; what it printed is added to FOLDER.out."""
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        job = {"call": call, "options": {"folder": str(folder), **options}, "timeout": timeout,
+               "kill_after": kill_after, "out": f"{folder}.out"}  # fmt: skip
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        return int(self._read()["status"])
+
+    def close(self) -> None:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+        self._server.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    server = Forks()
+    yield server
+    server.close()
