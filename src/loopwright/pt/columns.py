@@ -106,7 +106,8 @@ class ColumnFilter:
         if len(keep) < len(columns):
             withheld = ", ".join(name for name in columns if name not in self.accepted)
             self._tell(
-                f"columns of the {self.description} data withheld because the model's forward does not take them: {withheld}"
+                f"columns of the {self.description} data withheld because the model's forward does not take them: "
+                f"{withheld}"
             )
         return keep
 
@@ -122,4 +123,4 @@ class ColumnFilter:
 def _chokes_on_extras(collator: Any) -> bool:
     """Collators that stack or pad every column they see."""
     home = getattr(collator, "__module__", None) or type(collator).__module__
-    return home.startswith("transformers.data") or home.startswith("loopwright.pt.collators") or home.startswith("torch.utils.data")
+    return home.startswith(("transformers.data", "loopwright.pt.collators", "torch.utils.data"))

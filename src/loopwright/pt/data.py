@@ -122,7 +122,7 @@ class DataMethods(BaseTrainer):
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The samples behind a loader; an estimate when the dataset has no length."""
-        dataset = getattr(dataloader, "dataset", None)
+        dataset: Any = getattr(dataloader, "dataset", None)
         return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
 
     # ---- order ------------------------------------------------------------------------------------------------------

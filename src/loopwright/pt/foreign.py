@@ -1,7 +1,7 @@
 """transformers' checkpoint files: written when checkpoint_format="transformers", and read to go on from them.
 
-These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file that
-was tampered with runs nothing.
+These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file
+that was tampered with runs nothing.
 """
 
 from __future__ import annotations

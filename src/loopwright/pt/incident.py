@@ -51,7 +51,8 @@ def _examine(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) ->
         if parameter.grad is not None
     }
     bad = [name for name, norm in norms.items() if isinstance(norm, str)]
-    return {"losses": losses, "first_bad_module": found[0] if found else None, "gradient_norms": norms, "bad_gradients": bad}
+    first = found[0] if found else None
+    return {"losses": losses, "first_bad_module": first, "gradient_norms": norms, "bad_gradients": bad}
 
 
 @contextmanager

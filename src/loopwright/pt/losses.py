@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.base import BaseTrainer
 from ..core.batches import Update
 from ..core.overrides import accepts, adapt, is_overridden
 from ..core.signals import Interrupted
 from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS
+from .data import DataMethods
+from .evaluating import EvaluationMethods
 from .incident import write_incident
 from .loss import LabelSmoother, LossKind, LossProbe, check_has_gradient, count_samples, predicts_next_token
 from .oom import run_or_halve, split_all
 from .outputs import decodes_from_labels, find_loss, loss_in
 
 
-class LossMethods(BaseTrainer):
+class LossMethods(DataMethods, EvaluationMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
     args: Any

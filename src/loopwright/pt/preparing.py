@@ -40,7 +40,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(model: nn.Module, *, backend: str | None, mode: str | None, notices: Notices) -> None:
-    """Compile each repeated block in place (the whole model if nothing repeats); names in its state stay as they are."""
+    """Compile each repeated block in place (the whole model if nothing repeats); names in its state stay."""
     options = {"backend": backend or "inductor", "mode": mode}
     blocks = repeated_blocks(model)
     if not blocks:

@@ -18,7 +18,6 @@ from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
-from .data import DataMethods
 from .loss import LabelSmoother
 from .losses import LossMethods
 from .memory import MemoryMeter
@@ -34,7 +33,7 @@ from .strategies.single import SingleDevice
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(DataMethods, OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
+class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -90,7 +89,7 @@ class Trainer(DataMethods, OptimizerMethods, LossMethods, RehearsalMethods, Savi
         self.strategy = SingleDevice(
             self.device,
             choose_precision(args, self.device),
-            non_blocking=bool(args.accelerator_config.non_blocking) or args.dataloader_pin_memory,
+            non_blocking=bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory,
         )
         self.accelerator = AcceleratorFace(self.strategy)
         self.memory = MemoryMeter(self.device)

@@ -31,8 +31,8 @@ def check_space(folder: str | os.PathLike[str], *, size: int, keep: int | None, 
     most = min(saves, (keep or saves) + 1)
     if free < most * size:
         return (
-            f"checkpoints take about {readable(size)} each and this run would hold up to {most} of them, but {folder} has "
-            f"{readable(free)} free; set save_total_limit lower, or make room"
+            f"checkpoints take about {readable(size)} each and this run would hold up to {most} of them, but "
+            f"{folder} has {readable(free)} free; set save_total_limit lower, or make room"
         )
     return None
 
