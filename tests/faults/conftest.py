@@ -65,3 +65,10 @@ def forks() -> Iterator[Forks]:
     server = Forks()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def reference(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from .checks import Reference
+
+    return Reference(forks, tmp_path_factory.mktemp("references"))

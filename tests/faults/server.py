@@ -64,13 +64,13 @@ def main() -> None:
 
     import torch
 
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     torch.set_num_threads(1)
     from tests.faults import runs
 
     runs.warm_up()
     gc.freeze()  # so that a collection in a child does not copy every page
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     while line := sys.stdin.readline():
         job = json.loads(line)
@@ -86,6 +86,7 @@ def main() -> None:
         except ProcessLookupError:
             pass
         print(json.dumps({"status": status, "seconds": time.monotonic() - started}), file=answers, flush=True)
+    os._exit(0)  # nothing to tidy up, and doing so takes seconds
 
 
 if __name__ == "__main__":

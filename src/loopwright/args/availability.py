@@ -70,7 +70,6 @@ MISSING: dict[str, Missing] = {
     "per_device_train_batch_tokens": Missing("a token budget per micro-batch"),
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
     "speed": Missing("accelerations beyond those that are always on", _only("max"), "max"),
-    "on_spike": Missing("rolling back after a jump of the loss"),
     "max_recompiles": Missing("counting recompilations", lambda value: value is not None and str(value)),
     "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }

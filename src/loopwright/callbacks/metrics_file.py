@@ -69,6 +69,11 @@ class MetricsFileCallback(TrainerCallback):
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
 
+    def rewind(self, args: Any, state: Any) -> None:
+        """Drop the rows of steps that were undone."""
+        if state.is_world_process_zero:
+            self._resume(_path(args), state.global_step)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
 

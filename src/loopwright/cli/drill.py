@@ -24,7 +24,7 @@ from ..notices import Notices
 from .drill_child import OUTPUT
 from .processes import Anew, Launcher, Warm
 from .script import Script, script_in, split_at_dashes
-from .verdicts import CASES, Attempt, Row, judge, table
+from .verdicts import CASES, Attempt, Row, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3
@@ -63,7 +63,7 @@ class Drill:
         folder, deadline = self.home / name, time.monotonic() + self.timeout
         fault = CASES[name].fault or name
         attempts = [self._start(fault, folder, at=self._moment(name), number=1, deadline=deadline)]
-        while not attempts[-1].finished and attempts[-1].code is not None and len(attempts) <= RESTARTS:
+        while not attempts[-1].finished and not is_hopeless(attempts) and len(attempts) <= RESTARTS:
             if len(attempts) == 1 and name in DAMAGES:
                 damage_newest(folder / OUTPUT, DAMAGES[name])
             attempts.append(self._start("none", folder, at=0, number=len(attempts) + 1, deadline=deadline))
@@ -223,11 +223,13 @@ def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
 
 def _end(drill: Drill, rows: list[Row]) -> int:
     failed = [row.name for row in rows if row.survived == "no"]
+    asked = [row.name for row in rows if row.survived == "as asked"]
     if failed or drill.keep:
         print(f"journals and logs are in {drill.home}")
     else:
         shutil.rmtree(drill.home, ignore_errors=True)
-    print(f"not survived: {', '.join(failed)}" if failed else "everything survived")
+    verdict = f"not survived: {', '.join(failed)}" if failed else "everything survived"
+    print(verdict + (f"; as asked only: {', '.join(asked)}" if asked else ""))
     return 1 if failed else 0
 
 

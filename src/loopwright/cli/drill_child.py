@@ -132,7 +132,7 @@ def _end_after_training(journal: Journal) -> None:
 
 
 def digest(trainer: Any) -> dict[str, Any]:
-    """Hashes of model and optimizer, bit for bit, and whether all weights are finite."""
+    """Hashes of model and optimizer, bit for bit, and whether both are finite."""
     import torch
 
     from ..pt.checkpoint import encode_optimizer, plain_module
@@ -140,7 +140,8 @@ def digest(trainer: Any) -> dict[str, Any]:
     module = plain_module(trainer.model)
     weights = module.state_dict()
     described, tensors = encode_optimizer(trainer.optimizer, module)
-    floating = [each for each in weights.values() if torch.is_tensor(each) and each.is_floating_point()]
+    both = [*weights.values(), *tensors.values()]
+    floating = [each for each in both if torch.is_tensor(each) and each.is_floating_point()]
     return {
         "model": _hash(weights),
         "optimizer": _hash(tensors, json.dumps(described, sort_keys=True)),

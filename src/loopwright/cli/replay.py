@@ -208,6 +208,10 @@ def _script(folder: Path, command: list[str]) -> Script:
         raise ArgumentsError(f"{folder} has no run.json that says how it was started; give the command after --")
     if record["python"] != sys.executable:
         print(f"the run used {record['python']}; this is {sys.executable}", file=sys.stderr)
+    if not os.path.isdir(record["folder"]):
+        raise ArgumentsError(
+            f"the run was started in {record['folder']}, which is not there; give the command after --"
+        )
     os.chdir(record["folder"])
     return script_of_record(record["argv"])
 

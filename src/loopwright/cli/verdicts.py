@@ -85,6 +85,14 @@ class Attempt:
         return f"{name} ({re.split('[;.] ', message)[0][:100]})" if message else name
 
 
+def is_hopeless(attempts: list[Attempt]) -> bool:
+    """Whether starting again is in vain: time is up, or the last start ended as the one before, no step further."""
+    if attempts[-1].code is None:
+        return True
+    ends = [(attempt.outcome(), attempt.reached) for attempt in attempts[-2:]]
+    return len(ends) == 2 and ends[0] == ends[1]
+
+
 @dataclass
 class Row:
     """One line of the table."""
@@ -178,12 +186,12 @@ def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
     if policy == "raise":
         row.trouble.append("on_nonfinite='raise', but nothing was raised")
     elif first.last("end")["finite"]:
-        row.happened += f"; the update was left out (on_nonfinite={policy!r})"
+        row.happened += "; the update was left out"
     elif policy == "skip":
-        row.trouble.append("on_nonfinite='skip', but weights are NaN now")
+        row.trouble.append("on_nonfinite='skip', but the weights are NaN now")
     else:
         row.survived = "as asked"
-        row.happened += f"; on_nonfinite={policy!r}, so weights are NaN now: set it to 'raise' or 'skip'"
+        row.happened += f"; on_nonfinite={policy!r}, so the weights became NaN: set it to 'raise' or 'skip'"
 
 
 def table(rows: list[Row]) -> str:

@@ -16,6 +16,7 @@ from .metrics import better, readable, table, write_results
 from .outputs import speed_metrics
 from .overrides import adapt
 from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
+from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
 
 
@@ -31,6 +32,7 @@ class Acting:
     notices: Notices
     meter: Meter
     signals: SignalWatch
+    spikes: SpikeWatch
     model: Any = None
     lr_scheduler: Any = None
     learning_rate: float = 0.0
@@ -39,6 +41,7 @@ class Acting:
     ignore_keys_for_eval: list[str] | None = None
     _started: float = 0.0
     _interval_length: int = 0
+    _first_token: int = 0
 
     # ---- log, evaluate, save --------------------------------------------------------------------------------------
 
@@ -59,6 +62,29 @@ class Acting:
             self._report_nonfinite(step, reading)
         self.store_flos()
         self._log(logs, start_time=self._started)
+        if self.args.on_spike == "rollback" and self.spikes.is_spike(reading.loss):
+            self.roll_back(step - self._interval_length)
+
+    def roll_back(self, step: int) -> None:
+        """Go back to the newest checkpoint that is not after this step, and on with the data that comes next."""
+        self.checkpoints.wait()
+        good = [each for each in self.checkpoints.complete() if each <= step]
+        if not good:
+            self.notices.tell_once(f"the loss jumped after step {step}, but there is no earlier checkpoint to go back to")
+            return
+        jumped = self.state.global_step
+        self.restore_weights(max(good))
+        for callback in self.callback_handler.callbacks:
+            if callable(getattr(callback, "rewind", None)):
+                callback.rewind(self.args, self.state)
+        logger.warning(
+            f"the loss jumped between steps {step} and {jumped}: back to checkpoint-{max(good)}; "
+            "the samples since then are left out"
+        )
+
+    def restore_weights(self, step: int) -> None:
+        """Weights, optimizer, schedule and state of a checkpoint; the position in the data stays."""
+        raise NotImplementedError
 
     def _stop_if_nonfinite(self) -> None:
         self.meter.settle()
@@ -97,7 +123,7 @@ class Acting:
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
-                tokens = self.state.num_input_tokens_seen - getattr(self, "_first_token", 0)
+                tokens = self.state.num_input_tokens_seen - self._first_token
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)

@@ -20,6 +20,7 @@ from .overrides import refuse_dead_overrides
 from .plan import Plan
 from .record import write_record
 from .signals import Interrupted, SignalWatch
+from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
 
@@ -53,6 +54,7 @@ class BaseTrainer(Acting):
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
+        self.spikes = SpikeWatch()
         self.signals = SignalWatch(enabled=args.enable_jit_checkpoint)
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
@@ -139,10 +141,12 @@ class BaseTrainer(Acting):
 
     def part_states(self) -> dict[str, Any]:
         """What parts of the trainer want back when the run goes on, as JSON values."""
-        return {}
+        return {"spikes": self.spikes.state_dict()}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         """The counterpart of `part_states`."""
+        if "spikes" in states:
+            self.spikes.load_state_dict(states["spikes"])
 
     def update_step(self, update: Update) -> None:
         """One optimizer step: micro-batches, clip, step, schedule."""
@@ -221,6 +225,7 @@ class BaseTrainer(Acting):
         self._started = time.time()
         self._first_step = self.state.global_step
         self._first_sample = self.progress.samples_seen
+        self._first_token = self.state.num_input_tokens_seen
 
     def _finish_training(self) -> TrainOutput:
         steps = self.state.global_step - self._first_step

@@ -41,6 +41,8 @@ class EvalPlan:
     host_every: int = 1
     """Batches kept on the device before their outputs move to the host."""
     expected_rows: int | None = None
+    read_every: int = 512
+    """Batches whose losses are read together; reading waits for the device, where there is one to wait for."""
     keep_always: bool = False
     """Predictions are what the caller wants, whatever the metrics need."""
 
@@ -64,7 +66,8 @@ def run_evaluation(
     prefix: str,
 ) -> EvalLoopOutput:
     """Go through the batches; returns predictions and labels (if kept), metrics and the number of samples."""
-    losses, kept, collected, samples = WeightedLoss(read), Kept(plan, to_host), BatchMetrics(plan), 0
+    losses, kept, collected = WeightedLoss(read, plan.read_every), Kept(plan, to_host), BatchMetrics(plan)
+    samples = 0
     for step in steps:
         samples += step.samples
         losses.add(step.loss, plan.weight_of(step))
@@ -155,8 +158,8 @@ class WeightedLoss:
 
     READ_AT = 512
 
-    def __init__(self, read: Callable[[list[Any]], list[float]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[list[Any]], list[float]], read_every: int = READ_AT) -> None:
+        self._read, self._read_every = read, read_every
         self._losses: list[Any] = []
         self._weights: list[Any] = []
         self._sum = self._weight = 0.0
@@ -167,7 +170,7 @@ class WeightedLoss:
             return
         self._losses.append(loss)
         self._weights.append(weight)
-        if len(self._losses) >= self.READ_AT:
+        if len(self._losses) >= self._read_every:
             self._settle()
 
     def mean(self) -> float | None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -56,6 +58,19 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
+@contextmanager
+def _full_disk_is_an_os_error() -> Iterator[None]:
+    """safetensors reports what the system said in an error of its own; a full disk is told apart by its number."""
+    try:
+        yield
+    except SafetensorError as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if f"(os error {number})" in str(error):
+                raise OSError(number, os.strerror(number)) from error
+        raise
+
+
+@_full_disk_is_an_os_error()
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors to a safetensors file; one that is another one under a second name is written once."""
     stored: dict[str, Tensor] = {}
@@ -102,6 +117,7 @@ def model_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[P
     return lambda folder: write_tensors(folder / MODEL, tensors)
 
 
+@_full_disk_is_an_os_error()
 def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Let the model write itself, without the progress bar it would draw over ours."""
     try:

@@ -160,6 +160,8 @@ class EvaluationMethods(BaseTrainer):
             weight_by_items=self.args.eval_loss_reduction == "item_mean",
             host_every=self.args.eval_accumulation_steps or 1,
             expected_rows=len(dataset) if has_length(dataset) else None,
+            # In host memory a small tensor that is kept splits the room its batch leaves behind.
+            read_every=1 if self.strategy.reads_are_free else 512,
             keep_always=self._wants_predictions,
         )
 

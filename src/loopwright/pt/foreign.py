@@ -38,12 +38,11 @@ def is_foreign(folder: Path) -> bool:
 
 def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:
     """Write everything but weights and trainer_state.json under transformers' names."""
-    torch.save(optimizer, folder / OPTIMIZER)
-    torch.save(_their_schedule(scheduler), folder / SCHEDULER)
-    if scaler is not None:
-        torch.save(scaler, folder / SCALER)
-    torch.save(_their_rng(rng), folder / RNG)
-    torch.save(args, folder / ARGUMENTS)
+    parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
+    for name, values in {**parts, ARGUMENTS: args}.items():
+        if values is not None:
+            with open(folder / name, "wb") as file:  # given a path, torch hides what the system says about a full disk
+                torch.save(values, file)
 
 
 def read_foreign(folder: Path) -> dict[str, Any]:

@@ -240,6 +240,19 @@ class SavingMethods(BaseTrainer):
                 setattr(self.state, each.name, getattr(saved, each.name))
         self._restore_callbacks(saved.stateful_callbacks)
 
+    def restore_weights(self, step: int) -> None:
+        folder = Path(self.checkpoints.complete()[step])
+        place = dataclasses.replace(self.progress)
+        rng = self.strategy.rng_state()
+        self._load_from_checkpoint(str(folder))
+        self._resume(str(folder))
+        logged = self.progress.last_logged_step
+        for each in dataclasses.fields(place):
+            setattr(self.progress, each.name, getattr(place, each.name))
+        self.progress.last_logged_step = logged
+        self._resume_rng = None
+        self.strategy.load_rng_state(rng)
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model."""
         best = self.state.best_model_checkpoint

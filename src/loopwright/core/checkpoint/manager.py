@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -12,9 +11,10 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
-from .layout import REPLACED, STATE, folder_name, is_staging, staging_name, step_in_name
-from .manifest import Manifest, damage, describe, read_manifest
+from .layout import STATE, folder_name, step_in_name
+from .manifest import Manifest, describe
 from .rotation import to_delete
+from .storage import Place, Storage, open_storage, split_place
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -23,10 +23,11 @@ Write = Callable[[Path], None]
 
 
 class CheckpointManager:
-    """The checkpoints of one output folder."""
+    """The checkpoints of one output folder or URL."""
 
     def __init__(self, folder: str | os.PathLike[str] | None, *, notices: Notices) -> None:
-        self.folder = Path(folder or ".")
+        self.storage = open_storage(folder)
+        self.folder: Place = self.storage.root
         self._notices = notices
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -36,76 +37,70 @@ class CheckpointManager:
 
     # ---- finding --------------------------------------------------------------------------------------------------
 
-    def complete(self) -> dict[int, Path]:
+    def complete(self) -> dict[int, Place]:
         """Every published checkpoint by the step its manifest names."""
-        found: dict[int, Path] = {}
-        for path in sorted(self._candidates(), reverse=True):  # a replaced one before its successor, which then counts
-            manifest = read_manifest(path)
-            if manifest is not None:
-                found[manifest.step] = path
-        return dict(sorted(found.items()))
+        return {step: self.storage.place(name) for step, (name, _) in self._complete().items()}
 
     def find(self, request: str | os.PathLike[str] | bool | None) -> str | None:
-        """The folder to resume from: None to start fresh, otherwise a checkpoint whose files are intact."""
+        """The folder to resume from: None to start fresh, otherwise a checkpoint whose files are intact.
+
+        It is a folder of this machine; what is elsewhere is downloaded and stays until the next save.
+        """
         if request is None or request is False:
             return None
         if request is True or request == "auto":
             return self._newest_intact(required=request is True)
-        path = Path(request)
-        if not path.is_dir():
-            raise CheckpointError(f"resume_from_checkpoint={str(path)!r}: there is no such folder")
-        self._check_named(path)
-        return str(path)
+        return self.local(request, asked_by="resume_from_checkpoint=")
 
-    def _check_named(self, path: Path) -> None:
-        manifest = read_manifest(path)
-        if manifest is None:
-            if (path / STATE).is_file():
-                return  # a checkpoint of another trainer, which has no manifest
-            raise CheckpointError(f"{path}: no manifest and no {STATE}, so this is not a complete checkpoint")
-        reason = damage(path, manifest)
+    def local(self, place: str | os.PathLike[str], *, asked_by: str = "") -> str:
+        """A folder of this machine with the files of the checkpoint at a path or URL, all of them intact."""
+        root, asked = split_place(place)
+        storage = self.storage if root == str(self.folder) else open_storage(root)
+        name = storage.resolve(asked)
+        if name is None:
+            raise CheckpointError(f"{asked_by}{str(place)!r}: there is no such folder")
+        manifest = storage.manifest(name)
+        # A checkpoint of another trainer has no manifest.
+        if manifest is None and not storage.holds(name, STATE):
+            raise CheckpointError(f"{place}: no manifest and no {STATE}, so this is not a complete checkpoint")
+        folder, reason = _fetched(storage, name, manifest)
         if reason:
-            raise CheckpointError(f"{path.name}: {reason}. Resume from an older checkpoint of {path.parent}")
+            raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
+        return str(folder)
+
+    def _complete(self) -> dict[int, tuple[str, Manifest]]:
+        """Name and manifest of every published checkpoint by its step."""
+        found: dict[int, tuple[str, Manifest]] = {}
+        for name in self.storage.names():
+            manifest = self.storage.manifest(name)
+            if manifest is not None:
+                found[manifest.step] = (name, manifest)
+        return dict(sorted(found.items()))
 
     def _newest_intact(self, *, required: bool) -> str | None:
         self.wait()
-        complete = self.complete()
-        for step in sorted(complete, reverse=True):
-            path = complete[step]
-            manifest = read_manifest(path)
-            reason = damage(path, manifest) if manifest else "its manifest cannot be read"
+        for name, manifest in reversed(self._complete().values()):
+            folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
-                return str(path)
-            self._set_aside(path, reason)
+                return str(folder)
+            if self.storage.manifest(name) is None:  # not damaged: whoever saves here has removed it meanwhile
+                return self._newest_intact(required=required)
+            where = self.storage.set_aside(name, reason)
+            logger.warning(f"{name}: {reason}. {where}; an older checkpoint is tried.")
         return self._foreign_or_none(required=required)
 
     def _foreign_or_none(self, *, required: bool) -> str | None:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""
-        foreign = [path for path in self._candidates() if (path / STATE).is_file() and not read_manifest(path)]
-        if foreign:
-            newest = max(foreign, key=lambda path: step_in_name(path) or 0)
-            self._notices.tell_once(f"{newest.name} has no manifest: it was written by another trainer")
-            return str(newest)
+        newest = _newest_foreign(self.storage)
+        if newest is not None:
+            self._notices.tell_once(f"{newest} has no manifest: it was written by another trainer")
+            return str(_fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(
                 f"resume_from_checkpoint=True, but {self.folder} holds no complete checkpoint; "
                 'use "auto" to start fresh when there is nothing yet'
             )
         return None
-
-    def _set_aside(self, path: Path, reason: str) -> None:
-        aside = path.with_name(f"damaged-{path.name}")
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = path.with_name(f"damaged-{path.name}-{number}")
-        os.rename(path, aside)
-        logger.warning(f"{path.name}: {reason}. It is now {aside.name}; an older checkpoint is tried.")
-
-    def _candidates(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        return [path for path in self.folder.iterdir() if path.is_dir() and step_in_name(path) is not None]
 
     # ---- publishing -------------------------------------------------------------------------------------------------
 
@@ -118,7 +113,7 @@ class CheckpointManager:
         keep: int | None = None,
         protect: Iterable[int | None] = (),
         background: bool = False,
-    ) -> Path:
+    ) -> Place:
         """Publish a checkpoint, then remove what the limit says; at most one save is in flight."""
         self.wait()
         self.raise_if_failed()
@@ -134,7 +129,7 @@ class CheckpointManager:
             self._thread.start()
         else:
             publish()
-        return self.folder / folder_name(step)
+        return self.storage.place(folder_name(step))
 
     def wait(self) -> None:
         """Until no save is in flight."""
@@ -169,71 +164,49 @@ class CheckpointManager:
         return True
 
     def _publish(self, step: int, write: Write, format: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._remove_leftovers()
-        staging = self.folder / staging_name(step, str(os.getpid()))
-        final = self.folder / folder_name(step)
         try:
-            staging.mkdir()
-            write(staging)
-            describe(staging, step, format=format).write(staging)
-            _sync_folder(staging)
-            _replace(staging, final)
-            _sync_folder(self.folder)
+            with self.storage.staging(step) as folder:
+                write(folder)
+                describe(folder, step, format=format).write(folder)
+                self.storage.publish(folder, step)
         except OSError as error:
-            shutil.rmtree(staging, ignore_errors=True)
             raise CheckpointError(
-                f"{final} could not be written ({error}); earlier checkpoints are intact. "
-                "Make room or choose another output_dir, and resume from the last one"
+                f"{self.storage.place(folder_name(step))} could not be written ({error}); earlier checkpoints are "
+                "intact. Make room or choose another output_dir, and resume from the last one"
             ) from error
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
 
     def _rotate(self, keep: int | None, protect: list[int | None]) -> None:
-        complete = self.complete()
+        if not keep or keep < 0:
+            return
+        complete = self._complete()
         for step in to_delete(complete, keep=keep, protect=protect):
-            # Without its manifest the folder no longer counts, whatever interrupts the rest.
-            (complete[step] / "manifest.json").unlink()
-            shutil.rmtree(complete[step], ignore_errors=True)
-
-    def _remove_leftovers(self) -> None:
-        """Staging folders of runs that died, and replaced checkpoints whose successor is there."""
-        for path in list(self.folder.iterdir()):
-            successor = path.with_name(path.name.removesuffix(REPLACED))
-            if is_staging(path) or (path.name.endswith(REPLACED) and read_manifest(successor) is not None):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _replace(staging: Path, final: Path) -> None:
-    """Give the staged folder its name; a folder of the same name from before goes away afterwards."""
-    if not final.exists():
-        os.rename(staging, final)
-        return
-    # Under its new name the old one still counts, so that there is a complete checkpoint at every moment.
-    old = final.with_name(final.name + REPLACED)
-    shutil.rmtree(old, ignore_errors=True)
-    os.rename(final, old)
-    os.rename(staging, final)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            self.storage.remove(complete[step][0])
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The newest complete checkpoint in a folder, or None."""
+    """The path or URL of the newest complete checkpoint in a folder, or None."""
     manager = CheckpointManager(folder, notices=Notices(quiet=True))
     complete = manager.complete()
     if complete:
         return str(complete[max(complete)])
-    foreign = [path for path in manager._candidates() if (path / STATE).is_file()]
-    return str(max(foreign, key=lambda path: step_in_name(path) or 0)) if foreign else None
+    newest = _newest_foreign(manager.storage)
+    return None if newest is None else str(manager.storage.place(newest))
+
+
+def _fetched(storage: Storage, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
+    """A checkpoint's files on this machine, and what is wrong with them, if anything."""
+    try:
+        return storage.fetch(name, manifest)
+    except OSError as error:
+        raise CheckpointError(f"{storage.place(name)} could not be read ({error})") from error
+
+
+def _newest_foreign(storage: Storage) -> str | None:
+    """The newest checkpoint of another trainer: it has a state file and no manifest."""
+    # The names publications have in a store say no step here: without a manifest those are leftovers.
+    steps = {name: step for name in storage.names() if (step := step_in_name(Path(name))) is not None}
+    foreign = [name for name in steps if storage.manifest(name) is None and storage.holds(name, STATE)]
+    return max(foreign, key=lambda name: steps[name], default=None)
 
 
 __all__ = ["CheckpointManager", "Manifest", "get_last_checkpoint"]

@@ -27,11 +27,13 @@ class Manifest:
     """File/key -> dtype, global shape and the boxes it is stored in."""
     format: str = "native"
     version: int = VERSION
+    check: str | None = None
+    """The hash of all the other fields: nothing else could tell that the manifest itself was damaged."""
 
     def write(self, folder: Path) -> None:
-        path = folder / MANIFEST
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(asdict(self), file, indent=1, sort_keys=True)
+        values = {**asdict(self), "check": _check(asdict(self))}
+        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=1, sort_keys=True))
             file.flush()
             os.fsync(file.fileno())
 
@@ -50,11 +52,19 @@ def describe(folder: Path, step: int, *, format: str) -> Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """The folder's manifest, or None if there is none that can be read."""
     try:
-        with open(folder / MANIFEST, encoding="utf-8") as file:
-            values = json.load(file)
-        return Manifest(**values)
-    except (OSError, ValueError, TypeError):
+        return parsed((folder / MANIFEST).read_bytes())
+    except OSError:
         return None
+
+
+def parsed(content: bytes | str) -> Manifest | None:
+    """The manifest in a file's content, or None if it is none or not as it was written."""
+    try:
+        values = json.loads(content)
+        manifest = Manifest(**values)
+    except (ValueError, TypeError):
+        return None
+    return manifest if manifest.check in (None, _check(values)) else None
 
 
 def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
@@ -69,6 +79,11 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         if hashes and _hash(path) != expected["sha256"]:
             return f"{name} has other contents than when it was written; it was damaged after saving"
     return None
+
+
+def _check(values: dict[str, Any]) -> str:
+    others = {name: value for name, value in values.items() if name != "check"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _hash(path: Path, *, sync: bool = False) -> str:

@@ -1,0 +1,33 @@
+"""Where a run's files go: output_dir is a folder, or a URL with a working folder on this machine beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_PROTOCOL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://")
+_LOCAL = ("file", "local")
+
+
+def is_url(place: str | os.PathLike[str] | None) -> bool:
+    """Whether a place is reached through a protocol such as s3://; file:// is this machine."""
+    found = _PROTOCOL.match(str(place or ""))
+    return found is not None and found.group(1).lower() not in _LOCAL
+
+
+def plain_path(place: str) -> str:
+    """The place without file:// in front of it."""
+    found = _PROTOCOL.match(place)
+    return place if found is None or is_url(place) else place[found.end() :] or "/"
+
+
+def working_folder(place: str | os.PathLike[str] | None) -> str:
+    """The folder on this machine for what is not a checkpoint: for s3://bucket/run it is trainer_output/s3/bucket/run.
+
+    It depends on nothing but the URL, so that a run that is started again finds the files it left here.
+    """
+    text = str(place or ".")
+    if not is_url(text):
+        return plain_path(text)
+    parts = [part for part in re.split(r"[:/\\]+", text) if part not in ("", ".", "..")]
+    return os.path.join("trainer_output", *parts)

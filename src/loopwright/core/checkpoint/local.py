@@ -1,0 +1,114 @@
+"""Checkpoints in a folder of this machine: staged beside the others, flushed, and renamed in one step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from .layout import REPLACED, folder_name, is_staging, staging_name, step_in_name
+from .manifest import Manifest, damage, read_manifest
+
+
+class LocalStorage:
+    """Checkpoints in a folder of this machine; `Storage` says what the methods do."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+
+    def check_writable(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        probe = self.root / f".loopwright-write-test-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+
+    def place(self, name: str) -> Path:
+        return self.root / name
+
+    def resolve(self, name: str) -> str | None:
+        return name if (self.root / name).is_dir() else None
+
+    def names(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        found = [path.name for path in self.root.iterdir() if step_in_name(path) is not None and path.is_dir()]
+        return sorted(found, reverse=True)  # a replaced one before its successor, which then counts
+
+    def manifest(self, name: str) -> Manifest | None:
+        return read_manifest(self.root / name)
+
+    def holds(self, name: str, file: str) -> bool:
+        return (self.root / name / file).is_file()
+
+    def fetch(self, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
+        path = self.root / name
+        return path, damage(path, manifest) if manifest else None
+
+    def staging(self, step: int) -> AbstractContextManager[Path]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._remove_replaced()
+        return staging_folder(self.root, step)
+
+    def publish(self, staged: Path, step: int) -> None:
+        _sync_folder(staged)
+        _replace(staged, self.root / folder_name(step))
+        _sync_folder(self.root)
+
+    def remove(self, name: str) -> None:
+        # Under a staging name it no longer counts, whatever interrupts the rest, and the next save takes it away.
+        going = self.root / staging_name(step_in_name(Path(name)) or 0, f"removed-{os.getpid()}")
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(self.root / name, going)
+        _sync_folder(self.root)
+        shutil.rmtree(going, ignore_errors=True)
+
+    def set_aside(self, name: str, reason: str) -> str:
+        aside, number = self.root / f"damaged-{name}", 1
+        while aside.exists():
+            number += 1
+            aside = self.root / f"damaged-{name}-{number}"
+        os.rename(self.root / name, aside)
+        return f"It is now {aside.name}"
+
+    def _remove_replaced(self) -> None:
+        """Replaced checkpoints whose successor is there."""
+        for name in self.names():
+            if name.endswith(REPLACED) and self.manifest(name.removesuffix(REPLACED)) is not None:
+                shutil.rmtree(self.root / name, ignore_errors=True)
+
+
+@contextmanager
+def staging_folder(root: Path, step: int) -> Iterator[Path]:
+    """A staging folder that is gone afterwards; what runs that died left under such names goes first."""
+    for path in list(root.iterdir()):
+        if is_staging(path):
+            shutil.rmtree(path, ignore_errors=True)
+    staging = root / staging_name(step, str(os.getpid()))
+    staging.mkdir()
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _replace(staging: Path, final: Path) -> None:
+    """Give the staged folder its name; a folder of the same name from before goes away afterwards."""
+    if not final.exists():
+        os.rename(staging, final)
+        return
+    # Under its new name the old one still counts, so that there is a complete checkpoint at every moment.
+    old = final.with_name(final.name + REPLACED)
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(final, old)
+    os.rename(staging, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

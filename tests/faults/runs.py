@@ -1,0 +1,405 @@
+"""What the forked processes do: small training runs that write down how they ended."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from loopwright import Trainer, TrainerCallback, TrainingArguments
+
+from .boundaries import At, Boundaries, Cut, FullDisk, Listed
+
+CLOCKED = ("runtime", "per_second")
+ROWS = 14
+
+
+class Net(nn.Module):
+    """Two layers with dropout and a buffer; remembers which samples it was trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.3)
+        self.seen: list[list[int]] = []
+        self.before: Callable[[Net], None] = lambda net: None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen.append(ids.tolist())
+        self.before(self)
+        y = self.out(self.dropout(self.norm(torch.tanh(self.hidden(x))))).squeeze(-1)
+        return {"loss": nn.functional.mse_loss(y, labels), "y": y}
+
+
+def row(index: int) -> dict[str, Any]:
+    """A sample with noise from Python's, numpy's and torch's streams."""
+    g = torch.Generator().manual_seed(100 + index)
+    x = torch.randn(4, generator=g)
+    noise = random.random() + float(np.random.rand()) + torch.rand(()).item()
+    return {"x": x + noise, "labels": x.sum(), "ids": index}
+
+
+class Rows(Dataset):
+    def __init__(self, n: int = ROWS, before: Callable[[int], None] | None = None) -> None:
+        self.n, self.before = n, before
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.before is not None:
+            self.before(index)
+        return row(index)
+
+
+class Stream(IterableDataset):
+    """A stream without a state of its own; every worker has its share."""
+
+    def __init__(self, n: int = ROWS) -> None:
+        self.n, self.epoch = n, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return (row((i + self.epoch) % self.n) for i in range(first, self.n, step))
+
+
+class Stateful(Stream):
+    """A stream that can say where it stands and go back there."""
+
+    def __init__(self, n: int = ROWS) -> None:
+        super().__init__(n)
+        self.position = 0
+        self._resumed = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        if not self._resumed:
+            self.position = 0
+        self._resumed = False
+        mine = range(first, self.n, step)
+        while self.position < len(mine):
+            self.position += 1
+            yield row((mine[self.position - 1] + self.epoch) % self.n)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.epoch, self._resumed = state["position"], state["epoch"], True
+
+
+def noisy(sample: dict[str, Any]) -> dict[str, Any]:
+    return row(sample["ids"])
+
+
+def streamed(n: int = ROWS, *, buffer: int = 0) -> Any:
+    """A `datasets` stream of two shards, mapped; shuffled through a buffer if it has one."""
+    import datasets
+
+    made = datasets.Dataset.from_dict({"ids": list(range(n))}).to_iterable_dataset(num_shards=2)
+    if buffer:
+        made = made.shuffle(seed=5, buffer_size=buffer)
+    return made.map(noisy).with_format("torch")
+
+
+DATA: dict[str, Callable[[], Any]] = {
+    "map": Rows,
+    "iterable": Stream,
+    "stateful": Stateful,
+    "datasets": streamed,
+    "datasets shuffled": lambda: streamed(buffer=5),
+}
+
+
+class Trace(TrainerCallback):
+    """Writes what happens to a file that survives a kill."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, text: str) -> None:
+        os.write(self._file, f"{text}\n".encode())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.write(f"begin {state.global_step}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.write(f"step {state.global_step}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.write(f"saved {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.write(f"evaluated {state.global_step}")
+
+
+class Traced(Trainer):
+    """Says when a save begins."""
+
+    trace: Trace
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        self.checkpoints.wait()  # as saving does: only then does this one begin
+        self.trace.write(f"saving {self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+
+class SaveTwice(TrainerCallback):
+    """Asks for the checkpoint of an epoch's last step a second time."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = True
+
+
+class Until(TrainerCallback):
+    """Saves and stops after a step, or only when an update begins after some seconds."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+class Pause(TrainerCallback):
+    """Makes updates slow enough for something to happen in them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def make(
+    folder: str,
+    *,
+    data: str = "map",
+    workers: int = 0,
+    accumulation: int = 1,
+    save_twice: bool = False,
+    pause: float = 0.0,
+    train_dataset: Any = None,
+    **options: Any,
+) -> Traced:
+    """The trainer every case uses: four updates (three, with three micro-batches each) make an epoch of 14 samples."""
+    torch.manual_seed(0)
+    os.fsync = lambda descriptor: None  # a killed process loses nothing that the system already has
+    trace = Trace(f"{folder}.trace")
+    arguments = TrainingArguments(
+        folder,
+        **{
+            "per_device_train_batch_size": 4 if accumulation == 1 else 2,
+            "gradient_accumulation_steps": accumulation,
+            "dataloader_num_workers": workers,
+            "max_steps": 10,
+            "logging_steps": 1,
+            "save_steps": 3,
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+            "weight_decay": 0.1,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "report_to": [],
+            **options,
+        },
+    )
+    callbacks = [trace, *([SaveTwice()] if save_twice else []), *([Pause(pause)] if pause else [])]
+    trainer = Traced(
+        Net(),
+        arguments,
+        train_dataset=DATA[data]() if train_dataset is None else train_dataset,
+        eval_dataset=Rows(6),
+        callbacks=callbacks,
+    )
+    trainer.trace = trace
+    return trainer
+
+
+def digest(tensor: Any) -> str:
+    return hashlib.sha256(torch.as_tensor(tensor).detach().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def ending(trainer: Any, loss: float) -> dict[str, Any]:
+    """Everything that must be equal at the end of a run, and the samples this process saw."""
+    slots = {
+        f"{index}/{name}": digest(value)
+        for index, values in trainer.optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    rows = [{k: v for k, v in each.items() if not k.endswith(CLOCKED)} for each in trainer.state.log_history]
+    same = {
+        "weights": {name: digest(value) for name, value in trainer.model.state_dict().items()},
+        "optimizer": slots,
+        "rates": rates,
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "log": rows,
+        "train_loss": loss,
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "samples": trainer.progress.samples_seen,
+        "random": [random.random(), float(np.random.rand()), torch.rand(()).item()],
+    }
+    return {"same": json.loads(json.dumps(same)), "seen": trainer.model.seen}
+
+
+def finish(trainer: Any, resume: Any) -> None:
+    output = trainer.train(resume_from_checkpoint=resume)
+    result = json.dumps(ending(trainer, output.training_loss))
+    Path(f"{trainer.args.output_dir}.result").write_text(result)
+
+
+def warm_up() -> None:
+    """Import what a run needs; no run, since a process with threads of its own must not be forked."""
+    import importlib
+
+    for name in ("loopwright.pt.trainer", "loopwright.callbacks.defaults", "torch.optim.adamw", "safetensors.torch"):
+        importlib.import_module(name)
+    try:
+        importlib.import_module("datasets")
+    except ImportError:
+        pass
+    trainer = make(os.path.join(_scratch(), "warm"), save_strategy="no", max_steps=2)
+    trainer.train()
+
+
+def _scratch() -> str:
+    import tempfile
+
+    return tempfile.mkdtemp(prefix="faults-")
+
+
+# ---- what a forked process can be asked to do -------------------------------------------------------------------------
+
+
+def train(folder: str, *, resume: Any = "auto", **options: Any) -> None:
+    """A run without a fault."""
+    finish(make(folder, **options), resume)
+
+
+def listed(folder: str, **options: Any) -> None:
+    """A run that writes down every boundary it passes."""
+    trainer = make(folder, **options)
+    Boundaries(folder, Listed(f"{folder}.boundaries")).install()
+    finish(trainer, None)
+
+
+def cut(folder: str, *, boundary: int, resume: Any = "auto", **options: Any) -> None:
+    """A run that is killed at one boundary."""
+    trainer = make(folder, **options)
+    Boundaries(folder, Cut(boundary)).install()
+    finish(trainer, resume)
+
+
+def full(folder: str, *, number: int, **options: Any) -> None:
+    """A run whose disk is full for one operation."""
+    trainer = make(folder, **options)
+    Boundaries(folder, FullDisk(number, trainer.trace.write)).install()
+    finish(trainer, None)
+
+
+def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -> None:
+    """A run that is killed in its n-th forward (counted from the start of this process)."""
+    trainer = make(folder, **options)
+
+    def die(net: Net) -> None:
+        if net.training and len(net.seen) == forward:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer.model.before = die
+    finish(trainer, resume)
+
+
+def signalled(
+    folder: str, *, number: int, where: str, step: int, times: int = 1, earlier: bool = False, **options: Any
+) -> None:
+    """A run that gets a signal at one place of one step."""
+    sent: list[int] = []
+    trainer: Any = None
+
+    def send() -> None:
+        if not sent:
+            sent.append(1)
+            trainer.trace.write(f"signal in {where} at {trainer.state.global_step}")
+            for _ in range(times):
+                os.kill(os.getpid(), number)
+
+    def loading(index: int) -> None:
+        if where == "loading" and trainer.state.global_step == step - 1:
+            send()
+
+    trainer = make(folder, train_dataset=Rows(before=loading), **options)
+    accumulation = trainer.args.gradient_accumulation_steps
+
+    def computing(net: Net) -> None:
+        index = (len(net.seen) - 1) % accumulation
+        in_step = net.training and trainer.state.global_step == step - 1
+        if (where == "step" and in_step) or (where == "micro-batch" and in_step and index == 1):
+            send()
+        if where == "evaluation" and not net.training and trainer.state.global_step == step:
+            send()
+
+    trainer.model.before = computing
+    if where.startswith("save"):
+        Boundaries(folder, At("write", {"save begins": 1, "save": 6}[where], send)).install()
+    if earlier:
+        signal.signal(number, lambda *given: trainer.trace.write("earlier handler"))
+    finish(trainer, options.get("resume", "auto"))
+
+
+def stop(folder: str, *, step: int, resume: Any = "auto", **options: Any) -> None:
+    """A run that saves and stops after a step."""
+    trainer = make(folder, **options)
+    trainer.add_callback(Until(step))
+    trainer.train(resume_from_checkpoint=resume)
+    os.unlink(f"{folder}.trace")
+
+
+def filling(folder: str, **options: Any) -> None:
+    """A run whose disk fills up with its checkpoints; logging finds a little room at the end."""
+    trainer = make(folder, **options)
+    trainer.add_callback(Room(Path(folder).parent / "reserve"))
+    finish(trainer, None)
+
+
+class Room(TrainerCallback):
+    """Gives back what was reserved, once saving has used up the rest."""
+
+    def __init__(self, reserve: Path) -> None:
+        self.reserve = reserve
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= 6:
+            self.reserve.unlink(missing_ok=True)
+
+
+def full_metrics(folder: str, *, number: int, **options: Any) -> None:
+    """A run whose disk is full for one row of metrics.jsonl."""
+    trainer = make(folder, **options)
+
+    def refuse() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    Boundaries(folder, At("open metrics.jsonl", number, refuse)).install()
+    finish(trainer, None)
