@@ -55,7 +55,6 @@ UNAVAILABLE = [
     ("per_device_train_batch_tokens", 4096),
     ("train_sampling_strategy", "batch_rebalance"),
     ("speed", "max"),
-    ("on_spike", "rollback"),
     ("max_recompiles", 0),
     ("debug", "underflow_overflow"),
 ]

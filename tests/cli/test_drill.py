@@ -33,9 +33,8 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(self.body(x).squeeze(-1), labels)}
 
 class Forgetful(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        for path in Path(args.output_dir).glob("checkpoint-*"):
-            shutil.rmtree(path, ignore_errors=True)
+    def on_init_end(self, args, state, control, **kwargs):
+        shutil.rmtree(args.output_dir)
 
 rows = [{"x": torch.randn(4), "labels": torch.randn(())} for _ in range(26)]
 args = TrainingArguments("out", per_device_train_batch_size=4, num_train_epochs=20, logging_steps=2, learning_rate=1e-2,
@@ -62,31 +61,16 @@ def drill(*words: str, home: Path, script: tuple[str, ...] = ("train.py",)) -> t
 
 
 def test_a_plain_script_survives_every_fault_with_the_undisturbed_weights(home):
-    names = [name for name in CASES if name != "full-disk"]
-    code, rows = drill("--warm", "--only", ",".join(names), home=home)
-    assert list(rows) == names
-    assert {name: (row[1], row[3]) for name, row in rows.items()} == dict.fromkeys(names, ("yes", "yes"))
+    code, rows = drill("--warm", home=home)
+    assert {name: (row[1], row[3]) for name, row in rows.items()} == dict.fromkeys(CASES, ("yes", "yes"))
     assert code == 0
     assert {path.name for path in home.iterdir()} == {"train.py"}, "the drill wrote where the script was started"
 
 
-def test_a_full_disk_does_not_end_training(home):
-    code, rows = drill("--warm", "--only", "full-disk", home=home)
-    assert rows["full-disk"][1:4] == ["yes", "0", "yes"]
-    assert code == 0
-
-
 def test_a_script_that_loses_its_checkpoints_does_not_survive(home):
-    script = ("train.py", "--forget")
-    code, rows = drill("--warm", "--only", "kill,truncated", home=home, script=script)
+    code, rows = drill("--only", "kill", home=home, script=("train.py", "--forget"))
     assert code == 1
-    assert [row[1] for row in rows.values()] == ["no", "no"]
-
-
-def test_runs_are_started_anew_unless_asked_otherwise(home):
-    code, rows = drill("--only", "sigterm", home=home)
-    assert code == 0
-    assert rows["sigterm"][1:4] == ["yes", "0", "yes"]
+    assert rows["kill"][1] == "no" and "anew" in " ".join(rows["kill"])
 
 
 def test_unknown_cases_and_too_few_steps_are_bad_input(home, capsys):

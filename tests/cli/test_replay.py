@@ -72,13 +72,7 @@ def test_a_logged_step_is_replayed_from_the_nearest_checkpoint_and_nothing_is_ch
     assert contents(run) == before
 
 
-def test_a_step_before_the_first_checkpoint_is_replayed_from_the_start_with_the_given_command(run, tmp_path):
-    code, text = replay("out", "--step", 3, "--", "python", "train.py", "out", cwd=run.parent)
-    assert code == 0, text
-    assert "replayed from the start" in text
-
-
-def test_a_number_that_was_tampered_with_is_reported_as_different(run, tmp_path):
+def test_a_number_that_was_tampered_with_is_reported_as_different(run):
     copy = run.parent / "tampered"
     copy.mkdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -88,7 +82,7 @@ def test_a_number_that_was_tampered_with_is_reported_as_different(run, tmp_path)
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, text = replay("tampered", "--step", 3, "--", "python", "train.py", "tampered", cwd=run.parent)
     assert code == 1, text
-    assert text.splitlines()[-1] == "different: loss"
+    assert "replayed from the start" in text and text.splitlines()[-1] == "different: loss"
 
 
 def test_a_step_that_was_not_logged_is_bad_input_and_the_logged_ones_are_listed(run, capsys):

@@ -200,12 +200,13 @@ def make(
     save_twice: bool = False,
     pause: float = 0.0,
     train_dataset: Any = None,
+    notes: str | None = None,
     **options: Any,
 ) -> Traced:
     """The trainer every case uses: four updates (three, with three micro-batches each) make an epoch of 14 samples."""
     torch.manual_seed(0)
     os.fsync = lambda descriptor: None  # a killed process loses nothing that the system already has
-    trace = Trace(f"{folder}.trace")
+    trace = Trace(f"{notes or folder}.trace")
     arguments = TrainingArguments(
         folder,
         **{
@@ -264,10 +265,11 @@ def ending(trainer: Any, loss: float) -> dict[str, Any]:
     return {"same": json.loads(json.dumps(same)), "seen": trainer.model.seen}
 
 
-def finish(trainer: Any, resume: Any) -> None:
+def finish(trainer: Any, resume: Any, notes: str | None = None) -> None:
+    """Train to the end and write down how it was, beside the run's folder."""
     output = trainer.train(resume_from_checkpoint=resume)
     result = json.dumps(ending(trainer, output.training_loss))
-    Path(f"{trainer.args.output_dir}.result").write_text(result)
+    Path(f"{notes or trainer.args.output_dir}.result").write_text(result)
 
 
 def warm_up() -> None:
@@ -376,11 +378,11 @@ def stop(folder: str, *, step: int, resume: Any = "auto", **options: Any) -> Non
     os.unlink(f"{folder}.trace")
 
 
-def filling(folder: str, **options: Any) -> None:
+def filling(folder: str, *, disk: str, **options: Any) -> None:
     """A run whose disk fills up with its checkpoints; logging finds a little room at the end."""
-    trainer = make(folder, **options)
-    trainer.add_callback(Room(Path(folder).parent / "reserve"))
-    finish(trainer, None)
+    trainer = make(os.path.join(disk, "run"), notes=folder, **options)
+    trainer.add_callback(Room(Path(disk) / "reserve"))
+    finish(trainer, None, notes=folder)
 
 
 class Room(TrainerCallback):

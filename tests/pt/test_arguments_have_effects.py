@@ -55,6 +55,7 @@ ELSEWHERE = {
     "half_precision_backend": "tests/pt/test_precision.py::test_every_other_backend_is_torchs",
     "fp16_opt_level": "tests/pt/test_precision.py::test_apex_is_really_used",
     "on_nonfinite": "tests/pt/test_nonfinite.py::test_a_skipped_update_never_happened",
+    "on_spike": "tests/pt/test_spikes.py::test_the_run_goes_back_and_leaves_the_window_out",
     "logging_nan_inf_filter": (
         "tests/pt/test_nonfinite.py::test_the_filter_leaves_bad_losses_out_of_the_mean_and_nothing_else"
     ),

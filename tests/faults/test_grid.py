@@ -1,0 +1,92 @@
+"""Killed in every step, resumed twice: each kind of data, with and without workers, with and without accumulation."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .checks import differences, newest_intact, said, trace
+
+pytestmark = pytest.mark.xdist_group("faults-grid")
+
+STEPS = 8
+DATA = ("map", "iterable", "stateful", "datasets", "datasets shuffled")
+WORKERS = (0, 2)
+ACCUMULATION = (1, 3)
+MICRO_BATCHES = {1: [1] * STEPS, 3: [3, 3, 1] * 3}
+"""Of each update: an epoch of 14 samples has four batches of four, or seven of two."""
+
+
+def options_of(data: str, workers: int, accumulation: int) -> dict[str, Any]:
+    """Noise from three streams in the data, dropout in the model, an evaluation now and then, seldom logs."""
+    return {
+        "data": data, "workers": workers, "accumulation": accumulation, "max_steps": STEPS, "save_steps": 2,
+        "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 4,
+    }  # fmt: skip
+
+
+def forward_in(step: int, accumulation: int, start: int = 0) -> int:
+    """The number of a forward in this update, counted from the update after `start`: the last but one if it has many."""
+    sizes = MICRO_BATCHES[accumulation]
+    inside = max(sizes[step - 1] - 1, 1)
+    return sum(sizes[start : step - 1]) + inside
+
+
+def interrupted_twice(forks: Any, folder: Path, reference: Any, step: int, options: dict[str, Any]) -> list[str]:
+    """Killed in a step, started again and killed in a later one, started again; returns what went wrong."""
+    accumulation = options["accumulation"]
+    again = min(step + 3, STEPS)
+    for at in (step, again):
+        begun = newest_intact(folder) if folder.exists() else 0
+        number = forward_in(at, accumulation, begun)
+        if options["data"] != "map" and options["workers"]:
+            number = max(number - 1, 1)  # shares of workers make other batches
+        status = forks.run("killed", folder, forward=number, **options)
+        if status != -9:
+            return [f"was to be killed in step {at}, ended with {status}: {said(folder)[-1500:]}"]
+    status = forks.run("train", folder, **options)
+    if status != 0:
+        return [f"ended with {status}: {said(folder)[-1500:]}"]
+    wrong = differences(folder, reference(**options))
+    if len(trace(folder, "begin")) != 3:
+        wrong.append(f"began at {trace(folder, 'begin')}")
+    return wrong
+
+
+def all_equal(forks: Any, tmp_path: Path, reference: Any, cases: list[tuple[str, int, int, int]]) -> None:
+    wrong = {}
+    for data, workers, accumulation, step in cases:
+        folder = tmp_path / f"{data}-{workers}-{accumulation}-{step}".replace(" ", "-")
+        found = interrupted_twice(forks, folder, reference, step, options_of(data, workers, accumulation))
+        if found:
+            wrong[folder.name] = found
+        shutil.rmtree(folder, ignore_errors=True)
+    assert not wrong, f"{len(wrong)} of {len(cases)}: {wrong}"
+
+
+COMBINATIONS = list(itertools.product(DATA, WORKERS, ACCUMULATION))
+
+
+@pytest.mark.parametrize(("data", "workers", "accumulation"), COMBINATIONS)
+def test_killed_in_some_step(
+    data: str, workers: int, accumulation: int, forks: Any, reference: Any, tmp_path: Path
+) -> None:
+    if data.startswith("datasets"):
+        pytest.importorskip("datasets")
+    number = COMBINATIONS.index((data, workers, accumulation))
+    all_equal(forks, tmp_path, reference, [(data, workers, accumulation, 2 + (3 * number) % (STEPS - 2))])
+
+
+@pytest.mark.grid
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "workers", "accumulation"), COMBINATIONS)
+def test_killed_in_every_step(
+    data: str, workers: int, accumulation: int, forks: Any, reference: Any, tmp_path: Path
+) -> None:
+    if data.startswith("datasets"):
+        pytest.importorskip("datasets")
+    all_equal(forks, tmp_path, reference, [(data, workers, accumulation, step) for step in range(1, STEPS + 1)])
