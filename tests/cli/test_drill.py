@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +48,18 @@ Path("after.txt").touch()
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    (tmp_path / "train.py").write_text(TRAIN)
-    return tmp_path
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "train.py").write_text(TRAIN)
+    return home
 
 
 def drill(*words: str, home: Path, script: tuple[str, ...] = ("train.py",)) -> tuple[int, dict[str, list[str]]]:
     """The exit code and the rows of the table by case."""
     own = ["--steps", "20", "--timeout", "60", *words]
     command = [sys.executable, "-m", "loopwright.cli.main", "drill", *own, "--", sys.executable, *script]
-    result = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "TMPDIR": str(home.parent)}
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120)
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.split()[:1]}
     return result.returncode, {name: row for name, row in rows.items() if name in CASES}
 

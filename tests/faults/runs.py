@@ -32,16 +32,18 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
-        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
         self.dropout = nn.Dropout(0.3)
         self.seen: list[list[int]] = []
         self.before: Callable[[Net], None] = lambda net: None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = torch.tanh(self.hidden(x))
         if self.training:
-            self.seen.append(ids.tolist())
-        self.before(self)
-        y = self.out(self.dropout(self.norm(torch.tanh(self.hidden(x))))).squeeze(-1)
+            self.mean.mul_(0.9).add_(hidden.detach().mean(0), alpha=0.1)
+        else:
+            self.before(self)
+        y = self.out(self.dropout(hidden - self.mean)).squeeze(-1)
         return {"loss": nn.functional.mse_loss(y, labels), "y": y}
 
 
@@ -153,9 +155,14 @@ class Trace(TrainerCallback):
 
 
 class Traced(Trainer):
-    """Says when a save begins."""
+    """Says when a save begins, and keeps the samples it was trained on."""
 
     trace: Trace
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.model.seen.append(inputs["ids"].tolist())
+        self.model.before(self.model)
+        return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         self.checkpoints.wait()  # as saving does: only then does this one begin
@@ -322,7 +329,7 @@ def full(folder: str, *, number: int, **options: Any) -> None:
 
 
 def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -> None:
-    """A run that is killed in its n-th forward (counted from the start of this process)."""
+    """A run that is killed in its n-th micro-batch (counted from the start of this process)."""
     trainer = make(folder, **options)
 
     def die(net: Net) -> None:
@@ -363,8 +370,8 @@ def signalled(
             send()
 
     trainer.model.before = computing
-    if where.startswith("save"):
-        Boundaries(folder, At("write", {"save begins": 1, "save": 6}[where], send)).install()
+    if where == "save":
+        Boundaries(folder, At(".partial", 6, send)).install()
     if earlier:
         signal.signal(number, lambda *given: trainer.trace.write("earlier handler"))
     finish(trainer, options.get("resume", "auto"))
@@ -405,3 +412,21 @@ def full_metrics(folder: str, *, number: int, **options: Any) -> None:
 
     Boundaries(folder, At("open metrics.jsonl", number, refuse)).install()
     finish(trainer, None)
+
+
+class Touch(TrainerCallback):
+    """Makes a file before a step."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step - 1:
+            Path(self.path).touch()
+
+
+def triggered(folder: str, *, trigger: str, step: int, **options: Any) -> None:
+    """A run that is asked from outside to save."""
+    trainer = make(folder, save_trigger_file=trigger, **options)
+    trainer.add_callback(Touch(trigger, step))
+    trainer.train()

@@ -17,8 +17,6 @@ STEPS = 8
 DATA = ("map", "iterable", "stateful", "datasets", "datasets shuffled")
 WORKERS = (0, 2)
 ACCUMULATION = (1, 3)
-MICRO_BATCHES = {1: [1] * STEPS, 3: [3, 3, 1] * 3}
-"""Of each update: an epoch of 14 samples has four batches of four, or seven of two."""
 
 
 def options_of(data: str, workers: int, accumulation: int) -> dict[str, Any]:
@@ -29,23 +27,24 @@ def options_of(data: str, workers: int, accumulation: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def forward_in(step: int, accumulation: int, start: int = 0) -> int:
-    """The number of a forward in this update, counted from the update after `start`: the last but one if it has many."""
-    sizes = MICRO_BATCHES[accumulation]
-    inside = max(sizes[step - 1] - 1, 1)
-    return sum(sizes[start : step - 1]) + inside
+def micro_batches(data: str, workers: int, accumulation: int) -> list[int]:
+    """Of each update: an epoch of 14 samples has four batches of four, or seven of two, or eight in two shares."""
+    if accumulation == 1:
+        return [1] * STEPS
+    return [3, 3, 2 if workers and data != "map" else 1] * 3
+
+
+def place_in(step: int, sizes: list[int], start: int) -> int:
+    """The number of a micro-batch in this update, counted from the update after `start`: its second, if it has two."""
+    return sum(sizes[start : step - 1]) + min(sizes[step - 1], 2)
 
 
 def interrupted_twice(forks: Any, folder: Path, reference: Any, step: int, options: dict[str, Any]) -> list[str]:
     """Killed in a step, started again and killed in a later one, started again; returns what went wrong."""
-    accumulation = options["accumulation"]
-    again = min(step + 3, STEPS)
-    for at in (step, again):
+    sizes = micro_batches(*(options[name] for name in ("data", "workers", "accumulation")))
+    for at in (step, min(step + 3, STEPS)):
         begun = newest_intact(folder) if folder.exists() else 0
-        number = forward_in(at, accumulation, begun)
-        if options["data"] != "map" and options["workers"]:
-            number = max(number - 1, 1)  # shares of workers make other batches
-        status = forks.run("killed", folder, forward=number, **options)
+        status = forks.run("killed", folder, forward=place_in(at, sizes, begun), **options)
         if status != -9:
             return [f"was to be killed in step {at}, ended with {status}: {said(folder)[-1500:]}"]
     status = forks.run("train", folder, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -119,6 +120,7 @@ def nurse() -> list[str]:
 
     from ..pt import trainer  # noqa: F401
 
+    gc.freeze()  # what is imported is never garbage; forks need not copy it to find that out
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()
