@@ -259,7 +259,6 @@ class AnyArguments(nn.Module):
         self.inner = inner
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("num_items_in_batch", None)
         return self.inner(*args, **kwargs)
 
 

@@ -159,7 +159,12 @@ class Traced(Trainer):
 
     trace: Trace
 
+    largest = 0
+    """More samples than this in a micro-batch, and memory runs out; 0 for no limit."""
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.largest and len(inputs["ids"]) > self.largest:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
         self.model.seen.append(inputs["ids"].tolist())
         self.model.before(self.model)
         return super().training_step(model, inputs, num_items_in_batch)
@@ -208,6 +213,7 @@ def make(
     pause: float = 0.0,
     train_dataset: Any = None,
     notes: str | None = None,
+    largest: int = 0,
     **options: Any,
 ) -> Traced:
     """The trainer every case uses: four updates (three, with three micro-batches each) make an epoch of 14 samples."""
@@ -240,7 +246,7 @@ def make(
         eval_dataset=Rows(6),
         callbacks=callbacks,
     )
-    trainer.trace = trace
+    trainer.trace, trainer.largest = trace, largest
     return trainer
 
 
@@ -340,6 +346,21 @@ def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -
     finish(trainer, resume)
 
 
+def _micro_batch(trainer: Any, net: Net) -> int:
+    """Which micro-batch of its update runs now, counted from 0."""
+    return len(net.seen) - 1 - getattr(trainer, "_seen_before", 0)
+
+
+class CountedFrom(TrainerCallback):
+    """Notes how many micro-batches came before an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._seen_before = len(self.trainer.model.seen)
+
+
 def signalled(
     folder: str, *, number: int, where: str, step: int, times: int = 1, earlier: bool = False, **options: Any
 ) -> None:
@@ -358,18 +379,19 @@ def signalled(
         if where == "loading" and trainer.state.global_step == step - 1:
             send()
 
-    trainer = make(folder, train_dataset=Rows(before=loading), **options)
-    accumulation = trainer.args.gradient_accumulation_steps
+    own = {"train_dataset": Rows(before=loading)} if where == "loading" else {}
+    trainer = make(folder, **own, **options)
 
     def computing(net: Net) -> None:
-        index = (len(net.seen) - 1) % accumulation
+        index = _micro_batch(trainer, net)
         in_step = net.training and trainer.state.global_step == step - 1
-        if (where == "step" and in_step) or (where == "micro-batch" and in_step and index == 1):
+        if in_step and (where in ("step", "part") or (where == "micro-batch" and index == 1)):
             send()
         if where == "evaluation" and not net.training and trainer.state.global_step == step:
             send()
 
     trainer.model.before = computing
+    trainer.add_callback(CountedFrom(trainer))
     if where == "save":
         Boundaries(folder, At(".partial", 6, send)).install()
     if earlier:

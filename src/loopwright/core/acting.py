@@ -162,7 +162,8 @@ class Acting:
             self.leave()
         is_best = self._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
-            self.control.should_save = is_best
+            # A wish for time's or a trigger file's sake stays; the flow of steps and epochs has none here.
+            self.control.should_save = self.control.should_save or is_best
         elif is_best and self.args.load_best_model_at_end:
             # Saving may come at other steps than evaluating; the best model is kept whenever it shows up.
             self.control.should_save = True
@@ -178,7 +179,7 @@ class Acting:
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self.schedule_follows_metric:
+        if self.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: nothing has moved yet
             self.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 

@@ -118,6 +118,7 @@ class DataMethods(BaseTrainer):
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
             # Every evaluation makes a loader of its own: nobody would use its workers again.
             persistent_workers=self.args.dataloader_persistent_workers and description == "training",
+            keep_order=description != "training",
         )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:

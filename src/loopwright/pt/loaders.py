@@ -183,9 +183,16 @@ def build_loader(
     drop_last: bool = False,
     pin_memory: bool = False,
     persistent_workers: bool = False,
+    keep_order: bool = False,
 ) -> DataLoader[Any]:
-    """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours."""
+    """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours.
+
+    With `keep_order` batches come in the order of the data, each sample once: a stream has one worker then, since
+    several would each go through all of it, or share it out in an order of their own.
+    """
     workers = args.dataloader_num_workers
+    if keep_order and isinstance(dataset, IterableDataset):
+        workers = min(workers, 1)
     options: dict[str, Any] = {
         "batch_size": batch_size,
         "collate_fn": collate_fn,
@@ -196,7 +203,7 @@ def build_loader(
     if workers:
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
-        options["in_order"] = args.dataloader_in_order
+        options["in_order"] = keep_order or args.dataloader_in_order
     if isinstance(dataset, IterableDataset):
         dataset = SeededStream(dataset, data_seed(args)) if workers else dataset
         return DataLoader(dataset, drop_last=drop_last, **options)

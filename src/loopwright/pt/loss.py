@@ -142,8 +142,11 @@ class LossProbe:
         def value(labels: Tensor) -> float:
             return _number(self._loss({**inputs, name: labels}, items))
 
-        plain, without = value(targets), value(torch.where(first, others, targets))
-        if plain == 0 or plain != plain or without != without:
+        plain = value(targets)
+        if plain == 0 or plain != plain:
+            return None
+        without = value(torch.where(first, others, targets))
+        if without != without:
             return None
         # A loss that ignores every target, not just the first ones, is not shifted.
         return plain == without and plain != value(torch.where(first, targets, others))
@@ -162,14 +165,17 @@ def _number(loss: Any) -> float:
 
 
 def _other_classes(targets: Tensor) -> Tensor | None:
-    """Another class for every target that counts; None if there is no second one among them.
+    """Another class for every target that counts; None if no target counts.
 
-    Only classes of the batch are used: not every loss can take one that does not exist, or an ignored target.
+    Not every loss can take a class that does not exist, or an ignored target: the classes are those of the batch or,
+    where it has only one, 0 and 1, which exist wherever the loss is not 0.
     """
     counted = targets[targets != IGNORED]
-    if counted.numel() == 0 or bool((counted == counted[0]).all()):
+    if counted.numel() == 0:
         return None
     low, high = counted.min(), counted.max()
+    if bool(low == high):
+        low = (high == 0).to(high.dtype)
     return torch.where(targets == IGNORED, targets, torch.where(targets == high, low, high))
 
 

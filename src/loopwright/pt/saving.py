@@ -257,5 +257,7 @@ class SavingMethods(BaseTrainer):
         """Load the weights of the best checkpoint into the model."""
         best = self.state.best_model_checkpoint
         assert best is not None
+        if not os.path.isdir(best):  # the run went on in a folder that was moved
+            best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
         load_model(plain_module(self.model), best)
 

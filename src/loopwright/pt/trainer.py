@@ -112,7 +112,12 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self.can_return_loss = takes_loss_flag(model)
         self._forward_takes = forward_parameters(model)
         self.model_accepts_loss_kwargs = bool(
-            getattr(innermost(model), "accepts_loss_kwargs", accepts(innermost(model).forward, "num_items_in_batch"))
+            getattr(
+                innermost(model),
+                "accepts_loss_kwargs",
+                # A forward of *args, **kwargs passes everything on to nobody knows whom: it is told nothing.
+                self._forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
+            )
         )
         self.label_smoother = None
         if self.args.label_smoothing_factor:

@@ -26,7 +26,7 @@ from ...args.places import is_url, plain_path
 from ...errors import MissingPackage, OutputError
 from .layout import MANIFEST, PREFIX, folder_name
 from .local import staging_folder
-from .manifest import Manifest, damage
+from .manifest import Manifest, damage, parsed
 
 DAMAGED = "damaged.json"
 """Stands in for the manifest of a checkpoint that was set aside, and says why."""
@@ -80,12 +80,8 @@ class FsspecStorage:
     def manifest(self, name: str) -> Manifest | None:
         # Only what is not there is None: a failing connection must not look like a checkpoint that is gone.
         try:
-            text = self._fs.cat_file(self._inside(name, MANIFEST))
+            return parsed(self._fs.cat_file(self._inside(name, MANIFEST)))
         except FileNotFoundError:
-            return None
-        try:
-            return Manifest(**json.loads(text))
-        except (ValueError, TypeError):
             return None
 
     def holds(self, name: str, file: str) -> bool:
