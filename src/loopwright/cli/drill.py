@@ -79,6 +79,7 @@ class Drill:
     def _start(self, fault: str, folder: Path, *, at: int, number: int, deadline: float) -> Attempt:
         folder.mkdir(parents=True, exist_ok=True)
         journal, log = folder / f"journal-{number}.jsonl", folder / f"log-{number}.txt"
+        log.touch()
         values = {"--folder": folder, "--journal": journal, "--steps": self.steps, "--save-every": self.save_every,
                   "--at": at, "--seed": self.seed}  # fmt: skip
         words = [str(word) for pair in values.items() for word in pair]
