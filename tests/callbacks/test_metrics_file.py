@@ -263,3 +263,33 @@ def test_a_folder_that_cannot_be_written_does_not_stop_an_evaluation(tmp_path, c
     process.log(eval_loss=1.0, eval_runtime=1.0)
     process.log(eval_loss=1.0, eval_runtime=1.0)
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path, monkeypatch):
+    import errno
+    from types import SimpleNamespace
+
+    from loopwright.callbacks import metrics_file
+
+    callback = metrics_file.MetricsFileCallback()
+    args = SimpleNamespace(output_dir=str(tmp_path))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, epoch=0.0)
+    callback.on_train_begin(args, state, None)
+    full = True
+    write = callback._write
+
+    def maybe_full(path, row):
+        if full:
+            with open(path, "a") as file:
+                file.write('{"step": ')  # half a line
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, row)
+
+    monkeypatch.setattr(callback, "_write", maybe_full)
+    for step in (1, 2):
+        state.global_step = step
+        callback.on_log(args, state, None, logs={"loss": float(step)})
+    full = False
+    state.global_step = 3
+    callback.on_log(args, state, None, logs={"loss": 3.0})
+    assert [row["loss"] for row in metrics_file.read_metrics(tmp_path)] == [1.0, 2.0, 3.0]

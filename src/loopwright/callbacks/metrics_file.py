@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ class MetricsFileCallback(TrainerCallback):
         self._is_off = False
         self._has_begun = False
         self._mended: Path | None = None
+        self._unwritten: list[dict[str, Any]] = []
         self._own_from = 0
         self._inherited: set[tuple[int, str]] = set()
 
@@ -66,7 +69,7 @@ class MetricsFileCallback(TrainerCallback):
         # The rows before a checkpoint are never logged again, so they must survive what the checkpoint survives.
         path = _path(args)
         if state.is_world_process_zero and path.exists():
-            with open(path, "rb+") as file:
+            with suppress(OSError), open(path, "rb+") as file:
                 os.fsync(file.fileno())
 
     def rewind(self, args: Any, state: Any) -> None:
@@ -80,9 +83,16 @@ class MetricsFileCallback(TrainerCallback):
     def _keep(self, path: Path, state: Any, logs: dict[str, Any]) -> None:
         row = {"step": state.global_step, "epoch": state.epoch, "time": self._clock(), **logs}
         row["step"] = state.global_step
+        self._unwritten.append(row)
         try:
-            self._write(path, row)
+            while self._unwritten:
+                self._write(path, self._unwritten[0])
+                del self._unwritten[0]
         except OSError as error:
+            self._mended = None  # half a line may have been written
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                logger.warning(f"the disk is full: {len(self._unwritten)} rows of {path} wait until there is room")
+                return
             if self._is_training:
                 raise _cannot_write(path, error) from error
             # An evaluation alone must not fail because its numbers cannot also be kept.

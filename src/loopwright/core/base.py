@@ -115,11 +115,11 @@ class BaseTrainer(Acting):
 
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
-        batches = self.epoch_batches(epoch)
-        found = self.progress.batches_in_epoch > 0
         self._held = None
+        batches = self.epoch_batches(epoch)
+        found, undoable = self.progress.batches_in_epoch > 0, self._may_be_undone()
         while True:
-            if self.plan.accumulation > 1:  # a signal may come between two micro-batches
+            if undoable and (found or self._held is None):
                 self._held = self.strategy.hold()
             micro_batches = self._next_batches(batches)
             if not micro_batches:
@@ -128,6 +128,10 @@ class BaseTrainer(Acting):
             yield self.make_update(micro_batches)
         if not found:
             self._no_batches(epoch)
+
+    def _may_be_undone(self) -> bool:
+        """Whether a signal can find an update half done: between two of its micro-batches."""
+        return self.plan.accumulation > 1
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""

@@ -13,7 +13,7 @@ FILE = "run.json"
 
 def write_record(output_dir: str | os.PathLike[str]) -> None:
     """Write the command, folder and interpreter of this process into the output folder."""
-    record = {"argv": sys.argv, "folder": os.getcwd(), "python": sys.executable}
+    record = {"argv": sys.argv, "command": sys.orig_argv, "folder": os.getcwd(), "python": sys.executable}
     path = Path(output_dir) / FILE
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

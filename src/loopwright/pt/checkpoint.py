@@ -28,23 +28,58 @@ ADAPTER = "adapter_model.safetensors"
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
+class HostCopies:
+    """Copies of tensors in host memory, for one save after another.
+
+    The memory of the last copies is written over by the next ones: new memory takes several times as long to fill as
+    memory that was used before. So nobody may still read the last copies when the next ones are made.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Tensor] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that share memory among themselves as the originals do."""
+        copies: dict[tuple[int, str], Tensor] = {}
+        result = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            storage = tensor.untyped_storage()
+            place = (storage.data_ptr(), str(tensor.device))
+            if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
+                result[name] = self._copy(name, tensor)  # a view of something larger: copy what it shows
+                continue
+            if place not in copies:
+                copies[place] = self._copy(name, tensor)
+            same = copies[place]
+            result[name] = same if _alike(same, tensor) else self._copy(name, tensor)
+        return result
+
+    @property
+    def size(self) -> int:
+        """Bytes held for the next copies."""
+        return sum(copy.numel() * copy.element_size() for copy in self._last.values())
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._last = {}
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        last = self._last.get(name)
+        if last is not None and _alike(last, tensor):
+            last.copy_(tensor)
+        else:
+            last = self._last[name] = tensor.to("cpu", copy=True)
+        return last
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+
+
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory that share memory among themselves as the originals do."""
-    copies: dict[tuple[int, str], Tensor] = {}
-    result = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        storage = tensor.untyped_storage()
-        place = (storage.data_ptr(), str(tensor.device))
-        if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
-            result[name] = tensor.to("cpu", copy=True)  # a view of something larger: copy what it shows
-            continue
-        if place not in copies:
-            copies[place] = tensor.to("cpu", copy=True)
-        same = copies[place]
-        alike = same.shape == tensor.shape and same.dtype == tensor.dtype and same.stride() == tensor.stride()
-        result[name] = same if alike else tensor.to("cpu", copy=True)
-    return result
+    return HostCopies()(tensors)
 
 
 def copied(value: Any) -> Any:
@@ -100,7 +135,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, second names included."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
             aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error

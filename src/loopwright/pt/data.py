@@ -245,6 +245,9 @@ class DataMethods(BaseTrainer):
         done = progress.batches_in_epoch
         if done == 0:
             self._put_back_rng()
+            if self._may_be_undone():
+                # An epoch whose first update is undone begins again, and its loader draws its seed again.
+                self._held = self.strategy.hold()
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
         self._ordered = sampler = ordered_sampler(loader)

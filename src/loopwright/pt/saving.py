@@ -259,5 +259,8 @@ class SavingMethods(BaseTrainer):
         assert best is not None
         if not os.path.isdir(best):  # the run went on in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
+        if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
+            self.notices.tell_once(f"the best checkpoint, {best}, could not be saved: the last weights are kept")
+            return
         load_model(plain_module(self.model), best)
 
