@@ -75,7 +75,7 @@ class Boundaries:
             self._wrap(name, lambda source, target: self._name(source) and f"{self._name(source)} -> {target}")
         for name in ("mkdir", "unlink", "remove", "rmdir", "truncate"):
             self._wrap(name, self._name_or_entry)
-        self._wrap("fsync", lambda descriptor: f"descriptor {descriptor}")
+        self._wrap("fsync", self._file_of)
         self._wrap_tensors()
 
     def _name(self, path: Any) -> str | None:
@@ -84,6 +84,14 @@ class Boundaries:
             return None
         path = os.path.abspath(os.fspath(path))
         return os.path.relpath(path, self.root) if path.startswith(self.root + os.sep) else None
+
+    def _file_of(self, descriptor: int) -> str:
+        """The file behind a descriptor, where the system can tell."""
+        try:
+            path = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            return f"descriptor {descriptor}"
+        return self._name(path) or path
 
     def _name_or_entry(self, path: Any, *args: Any, dir_fd: Any = None, **kwargs: Any) -> str | None:
         return str(path) if dir_fd is not None else self._name(path)
@@ -166,8 +174,7 @@ GROWS = ("open", "write", "tensors", "mkdir", "fsync", "rename")
 def grows(label: str) -> bool:
     """Whether a full disk could refuse what happens at this boundary of a checkpoint."""
     what, _, about = label.partition(" ")
-    inside = "checkpoint-" in about or what == "fsync"
-    return what in GROWS and inside and not about.endswith(": after")
+    return what in GROWS and "checkpoint-" in about and not about.endswith(": after")
 
 
 class FullDisk:

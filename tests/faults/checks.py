@@ -92,7 +92,7 @@ def leftovers(folder: Path, *, keep: int | None = None) -> list[str]:
     """What should not be in a folder once a save has gone well."""
     names = sorted(path.name for path in folder.iterdir())
     kept = [name for name in names if name.startswith("checkpoint-") and read_manifest(folder / name) is not None]
-    partial = [name for name in names if is_staging(Path(name)) or name.endswith((".replaced", ".tmp", ".new"))]
+    partial = [name for name in names if is_staging(Path(name)) or name.endswith((".replaced", ".new"))]
     return partial + (kept if keep is not None and len(kept) > keep else [])
 
 

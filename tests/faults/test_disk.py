@@ -99,7 +99,6 @@ def test_a_disk_that_is_really_full(
     assert result(notes)["same"]["weights"] == result(reference(**options))["same"]["weights"]
 
 
-@pytest.mark.xfail(strict=False, reason="metrics.jsonl stops the run when it cannot be written")
 def test_a_full_disk_under_metrics_jsonl_does_not_stop_the_run(forks: Any, reference: Any, tmp_path: Path) -> None:
     assert forks.run("full_metrics", tmp_path / "run", number=5) == 0, said(tmp_path / "run")
     assert result(tmp_path / "run")["same"]["weights"] == result(reference())["same"]["weights"]

@@ -70,7 +70,7 @@ class Acting:
         self.checkpoints.wait()
         good = [each for each in self.checkpoints.complete() if each <= step]
         if not good:
-            self.notices.tell_once(f"the loss jumped after step {step}, but there is no earlier checkpoint to go back to")
+            self.notices.tell_once(f"the loss jumped after step {step}, and there is no earlier checkpoint to go back to")
             return
         jumped = self.state.global_step
         self.restore_weights(max(good))
