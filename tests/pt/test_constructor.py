@@ -325,3 +325,10 @@ def test_named_evaluation_sets() -> None:
     metrics = trainer.evaluate()
     assert {"eval_small_loss", "eval_large_loss"} <= set(metrics)
     assert "eval_loss" in trainer.evaluate("small")
+
+
+def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(loopwright.NotAvailable, match="one of 2"):
+        loopwright.Trainer(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path)))

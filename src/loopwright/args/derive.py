@@ -9,6 +9,7 @@ from typing import Any
 
 from .distributed import read_accelerator_config
 from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from .places import plain_path
 from .problems import Problems
 from .tracking import named_trackers
 
@@ -44,8 +45,8 @@ def derive(args: Any, problems: Problems) -> None:
 
 @derivation("output_dir")
 def output_folder(args: Any) -> None:
-    """A folder is always named, and ~ is the home folder."""
-    args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
+    """A folder is always named, ~ is the home folder, and file:// is not needed."""
+    args.output_dir = plain_path(os.path.expanduser(args.output_dir or "trainer_output"))
 
 
 @derivation("include_num_input_tokens_seen")

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from .field import Group, arg
+from .places import working_folder
 
 SERVED = ("tensorboard",)
 """Trackers loopwright sends numbers to."""
@@ -73,4 +74,4 @@ def tensorboard_folder(logging_dir: str | None, output_dir: str) -> str:
     given = logging_dir or os.environ.get("TENSORBOARD_LOGGING_DIR")
     if given:
         return os.path.expanduser(given)
-    return os.path.join(output_dir, "runs", f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}")
+    return os.path.join(working_folder(output_dir), "runs", f"{datetime.now():%b%d_%H-%M-%S}_{socket.gethostname()}")

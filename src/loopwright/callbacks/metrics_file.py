@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..args.places import working_folder
 from ..core.events import TrainerCallback
 from ..errors import OutputError
 
@@ -215,7 +216,7 @@ def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _path(args: Any) -> Path:
-    return Path(args.output_dir) / FILE_NAME
+    return Path(working_folder(args.output_dir)) / FILE_NAME
 
 
 def _temporary(path: Path) -> Path:

@@ -7,6 +7,7 @@ import time
 from typing import Any, NoReturn
 
 from ..args.base import BaseArguments
+from ..args.places import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
@@ -228,14 +229,11 @@ class Acting:
             return
         folder = str(self.args.output_dir)
         try:
-            os.makedirs(folder, exist_ok=True)
-            probe = os.path.join(folder, f".loopwright-write-test-{os.getpid()}")
-            with open(probe, "w", encoding="utf-8"):
-                pass
-            os.remove(probe)
+            os.makedirs(working_folder(folder), exist_ok=True)
+            self.checkpoints.storage.check_writable()
         except OSError as error:
             raise OutputError(
-                f"the output folder {folder!r} cannot be written ({error.strerror}); "
+                f"the output folder {folder!r} cannot be written ({error.strerror or error}); "
                 "choose another output_dir or change its permissions"
             ) from error
 
@@ -253,15 +251,17 @@ class Acting:
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write the metrics to {split}_results.json and all_results.json."""
         if self.is_world_process_zero():
-            os.makedirs(str(self.args.output_dir), exist_ok=True)
-            write_results(str(self.args.output_dir), split, metrics, combined=combined)
+            folder = working_folder(self.args.output_dir)
+            os.makedirs(folder, exist_ok=True)
+            write_results(folder, split, metrics, combined=combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json into the output folder."""
         if self.is_world_process_zero():
-            os.makedirs(str(self.args.output_dir), exist_ok=True)
+            folder = working_folder(self.args.output_dir)
+            os.makedirs(folder, exist_ok=True)
             self.state.stateful_callbacks = self._callback_states()
-            self.state.save_to_json(os.path.join(str(self.args.output_dir), "trainer_state.json"))
+            self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
     def store_flos(self) -> None:
         """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""

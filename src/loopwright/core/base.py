@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
+from ..args.places import working_folder
 from ..errors import DataError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
@@ -80,7 +81,7 @@ class BaseTrainer(Acting):
             return BaseTrainer.train_instead(self)
         self._check_output_dir()
         if self.args.should_save:
-            write_record(str(self.args.output_dir))
+            write_record(working_folder(self.args.output_dir))
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
         self.is_in_train = True
         try:

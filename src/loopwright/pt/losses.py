@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..args.places import working_folder
 from ..core.batches import Update
 from ..core.overrides import accepts, adapt, is_overridden
 from ..core.signals import Interrupted
@@ -236,7 +237,7 @@ class LossMethods(DataMethods, EvaluationMethods):
         found = self.samples_at(place) if place is not None else None
         self.strategy.zero_grad()
         folder = write_incident(
-            self.args.output_dir,
+            working_folder(self.args.output_dir),
             step=step,
             sample_ids=found[0] if found else None,
             batches=found[1] if found else None,

@@ -11,9 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..args.places import is_url, working_folder
 from ..core.base import BaseTrainer
 from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ..core.checkpoint.space import check_space
+from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
@@ -49,10 +51,11 @@ class SavingMethods(BaseTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, its processor and the arguments, ready to be loaded again."""
         if self.args.should_save:
-            self._save(output_dir or self.args.output_dir)
+            with folder_for(output_dir or self.args.output_dir) as folder:
+                self._save(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
+        folder = Path(output_dir or working_folder(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         module = plain_module(self.model)
         model_writer(module, module.state_dict() if state_dict is None else state_dict)(folder)
@@ -149,11 +152,12 @@ class SavingMethods(BaseTrainer):
         if args.save_strategy == "no" or not args.should_save:
             return
         saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
+        held = saves.get(str(args.save_strategy), 1)
         warning = check_space(
-            args.output_dir,
+            working_folder(args.output_dir),
             size=self.checkpoint_bytes(),
             keep=args.save_total_limit,
-            saves=saves.get(str(args.save_strategy), 1),
+            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
         )
         if warning:
             self.notices.tell_once(warning)
@@ -241,7 +245,7 @@ class SavingMethods(BaseTrainer):
         self._restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:
-        folder = Path(self.checkpoints.complete()[step])
+        folder = Path(self.checkpoints.local(self.checkpoints.complete()[step]))
         place = dataclasses.replace(self.progress)
         rng = self.strategy.rng_state()
         self._load_from_checkpoint(str(folder))
@@ -257,10 +261,10 @@ class SavingMethods(BaseTrainer):
         """Load the weights of the best checkpoint into the model."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        if not os.path.isdir(best):  # the run went on in a folder that was moved
+        if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
         if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
             self.notices.tell_once(f"the best checkpoint, {best}, could not be saved: the last weights are kept")
             return
-        load_model(plain_module(self.model), best)
+        load_model(plain_module(self.model), self.checkpoints.local(best))
 
