@@ -14,6 +14,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
+BENCHMARKS ?= overhead checkpoint
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -42,7 +43,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

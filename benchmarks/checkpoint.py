@@ -2,10 +2,10 @@
 
     python benchmarks/checkpoint.py [--width 1024] [--layers 28] [--saves 3] [--arms background now ...] [--json FILE]
 
-Blocked is the time between asking for a checkpoint and going on with training, the median over the saves of a run; a save
-that has to wait for the one before it counts that too. Slower is what a save adds to the whole run beside that: the
-updates that run while a checkpoint is being written share processor and memory with the writing. Whether the file
-system has the bytes for good differs: ours are flushed and hashed, the others' are not.
+Blocked is the time between asking for a checkpoint and going on with training, the median over the saves of a run; a
+save that has to wait for the one before it counts that too. Slower is what a save adds to the whole run beside that:
+updates that run while a checkpoint is being written share processor and memory with the writing. Ours are hashed and
+flushed to the disk, the others' are not.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class SaveTwice(TrainerCallback):
 
 
 class Until(TrainerCallback):
-    """Saves and stops after a step, or only when an update begins after some seconds."""
+    """Saves and stops after a step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -305,7 +305,7 @@ def _scratch() -> str:
     return tempfile.mkdtemp(prefix="faults-")
 
 
-# ---- what a forked process can be asked to do -------------------------------------------------------------------------
+# ---- what a forked process can be asked to do -----------------------------------------------------------------------
 
 
 def train(folder: str, *, resume: Any = "auto", **options: Any) -> None:
@@ -346,57 +346,55 @@ def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -
     finish(trainer, resume)
 
 
-def _micro_batch(trainer: Any, net: Net) -> int:
-    """Which micro-batch of its update runs now, counted from 0."""
-    return len(net.seen) - 1 - getattr(trainer, "_seen_before", 0)
+class Sender(TrainerCallback):
+    """Sends this process a signal, once, at one place of one step."""
 
-
-class CountedFrom(TrainerCallback):
-    """Notes how many micro-batches came before an update."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, number: int, where: str, step: int, times: int) -> None:
+        self.number, self.where, self.step, self.times = number, where, step, times
+        self.trainer: Any = None
+        self._sent = False
+        self._seen_before = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._seen_before = len(self.trainer.model.seen)
+        self._seen_before = len(self.trainer.model.seen)
+
+    def send(self) -> None:
+        if self._sent:
+            return
+        self._sent = True
+        self.trainer.trace.write(f"signal in {self.where} at {self.trainer.state.global_step}")
+        for _ in range(self.times):
+            os.kill(os.getpid(), self.number)
+
+    def loading(self, index: int) -> None:
+        if self.where == "loading" and self.trainer.state.global_step == self.step - 1:
+            self.send()
+
+    def computing(self, net: Net) -> None:
+        done = self.trainer.state.global_step
+        if not net.training:
+            due = self.where == "evaluation" and done == self.step
+        else:
+            second = len(net.seen) - self._seen_before == 2
+            due = done == self.step - 1 and (self.where in ("step", "part") or (self.where == "micro-batch" and second))
+        if due:
+            self.send()
 
 
 def signalled(
     folder: str, *, number: int, where: str, step: int, times: int = 1, earlier: bool = False, **options: Any
 ) -> None:
     """A run that gets a signal at one place of one step."""
-    sent: list[int] = []
-    trainer: Any = None
-
-    def send() -> None:
-        if not sent:
-            sent.append(1)
-            trainer.trace.write(f"signal in {where} at {trainer.state.global_step}")
-            for _ in range(times):
-                os.kill(os.getpid(), number)
-
-    def loading(index: int) -> None:
-        if where == "loading" and trainer.state.global_step == step - 1:
-            send()
-
-    own = {"train_dataset": Rows(before=loading)} if where == "loading" else {}
-    trainer = make(folder, **own, **options)
-
-    def computing(net: Net) -> None:
-        index = _micro_batch(trainer, net)
-        in_step = net.training and trainer.state.global_step == step - 1
-        if in_step and (where in ("step", "part") or (where == "micro-batch" and index == 1)):
-            send()
-        if where == "evaluation" and not net.training and trainer.state.global_step == step:
-            send()
-
-    trainer.model.before = computing
-    trainer.add_callback(CountedFrom(trainer))
+    sender = Sender(number, where, step, times)
+    own = {"train_dataset": Rows(before=sender.loading)} if where == "loading" else {}
+    sender.trainer = trainer = make(folder, **own, **options)
+    trainer.add_callback(sender)
+    trainer.model.before = sender.computing
     if where == "save":
-        Boundaries(folder, At(".partial", 6, send)).install()
+        Boundaries(folder, At(".partial", 6, sender.send)).install()
     if earlier:
         signal.signal(number, lambda *given: trainer.trace.write("earlier handler"))
-    finish(trainer, options.get("resume", "auto"))
+    finish(trainer, "auto")
 
 
 def stop(folder: str, *, step: int, resume: Any = "auto", **options: Any) -> None:

@@ -1,6 +1,6 @@
 """A process that has imported everything and forks itself once per case, so that a case costs no import.
 
-Reads one JSON job per line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"} where
+Reads one JSON job per line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The
 status is that of `subprocess`: an exit code, or minus the number of the signal that ended the child.
 """
 

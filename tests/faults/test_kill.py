@@ -89,7 +89,6 @@ def test_killed_at_every_boundary(how: str, forks: Any, reference: Any, tmp_path
     cut_at(forks, tmp_path, list(range(len(labels))), labels, reference, SAVING[how])
 
 
-@pytest.mark.xfail(strict=False, reason="a removal that was cut off is not finished by later saves")
 def test_a_removal_that_was_cut_off_is_finished_later(forks: Any, tmp_path: Path) -> None:
     options = {"async_save": False, "save_total_limit": 1}
     labels = boundaries(forks, tmp_path / "listed", options)

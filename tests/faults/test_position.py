@@ -56,14 +56,14 @@ class Watch(TrainerCallback):
         self.found = self.found or time.perf_counter()
 
 
-def make(folder: Path, max_steps: int, **options: Any) -> Any:
+def make(folder: Path, max_steps: int, *, samples: int = SAMPLES, **options: Any) -> Any:
     torch.manual_seed(0)
     arguments = TrainingArguments(
         str(folder),
         **{"per_device_train_batch_size": BATCH, "max_steps": max_steps, "use_cpu": True, "disable_tqdm": True,
            "report_to": [], "save_steps": 1, "lr_scheduler_type": "constant", "logging_steps": 1, **options},
     )  # fmt: skip
-    return Trainer(Regression(0.1), arguments, train_dataset=Counting(), data_collator=Collator())
+    return Trainer(Regression(0.1), arguments, train_dataset=Counting(samples), data_collator=Collator())
 
 
 def moved_to(folder: Path, step: int, samples_in_epoch: int, epoch: int = 0) -> Path:
@@ -95,8 +95,7 @@ def test_going_on_at_step_one_million_reads_no_skipped_sample(workers: int, tmp_
     make(tmp_path / "run", 1).train()
     folder = moved_to(tmp_path / "run/checkpoint-1", STEP, STEP * BATCH)
     trainer = make(tmp_path / "run", STEP + 3, dataloader_num_workers=workers, save_strategy="no")
-    order = trainer._get_train_sampler()
-    expected = list(order)[STEP * BATCH : (STEP + 3) * BATCH]
+    expected = trainer._get_train_sampler().order.epoch(0)[STEP * BATCH : (STEP + 3) * BATCH].tolist()
 
     watch = Watch()
     trainer.add_callback(watch)
@@ -114,18 +113,13 @@ def test_a_later_epoch_is_found_as_fast(tmp_path: Path) -> None:
     per_epoch = SAMPLES // BATCH
     folder = moved_to(tmp_path / "run/checkpoint-1", 3 * per_epoch + 77, 77 * BATCH, epoch=3)
     trainer = make(tmp_path / "run", 3 * per_epoch + 79, save_strategy="no")
-    order = trainer._get_train_sampler()
-    order.set_epoch(3)
-    expected = list(order)[77 * BATCH : 79 * BATCH]
+    expected = trainer._get_train_sampler().order.epoch(3)[77 * BATCH : 79 * BATCH].tolist()
     trainer.train(resume_from_checkpoint=str(folder))
     assert trainer.train_dataset.calls == expected
 
 
 def test_a_changed_batch_size_goes_on_at_the_same_sample(tmp_path: Path) -> None:
-    make(tmp_path / "run", 1).train()
-    folder = moved_to(tmp_path / "run/checkpoint-1", 100, 800)
-    trainer = make(tmp_path / "run", 102, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-                   save_strategy="no")  # fmt: skip
-    trainer.train(resume_from_checkpoint=str(folder))
-    order = trainer._get_train_sampler()
-    assert trainer.train_dataset.calls == list(order)[800:816]
+    make(tmp_path / "run", 100, samples=2_000, save_steps=100).train()
+    trainer = make(tmp_path / "run", 102, samples=2_000, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.train_dataset.calls == list(trainer._get_train_sampler())[800:816]

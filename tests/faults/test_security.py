@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import subprocess
@@ -49,8 +50,6 @@ def planted(trained: Path, tmp_path: Path, slot: str, *, vouched: bool) -> Path:
             describe(folder, 3, format="native").write(folder)
         except Exception:  # an attacker can write any manifest: one that is true for this file
             manifest = json.loads((folder / "manifest.json").read_text())
-            import hashlib
-
             content = (folder / slot).read_bytes()
             manifest["files"][slot] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             manifest["check"] = None
@@ -78,10 +77,7 @@ def test_a_malicious_pickle_in_any_slot_runs_nothing(slot: str, vouched: bool, t
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "training_args.bin", "scheduler.pt", "extra.pkl"])
 def test_a_malicious_pickle_beside_the_files_runs_nothing(name: str, trained: Path, tmp_path: Path) -> None:
     folder = planted(trained, tmp_path, name, vouched=False)
-    try:
-        runs.make(str(tmp_path / "run"), max_steps=4).train(resume_from_checkpoint=str(folder))
-    except CheckpointError:
-        pass
+    runs.make(str(tmp_path / "run"), max_steps=4).train(resume_from_checkpoint=str(folder))
     assert not (tmp_path / "trace").exists()
 
 
@@ -130,7 +126,7 @@ print("step", trainer.state.global_step)
 
 
 def test_loading_a_native_checkpoint_unpickles_nothing(trained: Path, tmp_path: Path) -> None:
-    """An audit hook hears of everything that is unpickled, compiled or executed while a checkpoint is found and loaded."""
+    """An audit hook hears of all that is unpickled, compiled or executed while a checkpoint is found and loaded."""
     folder = planted(trained, tmp_path, "arguments.json", vouched=False)
     (folder / "arguments.json").write_bytes((trained / "arguments.json").read_bytes())
     root = Path(__file__).resolve().parents[2]
@@ -138,7 +134,8 @@ def test_loading_a_native_checkpoint_unpickles_nothing(trained: Path, tmp_path: 
         [sys.executable, "-c", AUDITED, str(tmp_path / "run")], capture_output=True, text=True, timeout=120, cwd=root
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in ("heard", "found", "read", "step"))
+    words = ("heard", "found", "read", "step")
+    said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.split(" ")[0] in words)
     assert said["step"] == "6"
     assert int(said["heard"]) == 1, done.stdout
     assert said["found"] == "[]", said["found"]

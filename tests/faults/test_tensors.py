@@ -10,38 +10,40 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.pt.checkpoint import copy_into, host_copy, read_tensors, write_tensors
+from loopwright.pt.checkpoint import HostCopies, copy_into, host_copy, read_tensors, write_tensors
 
-BASE = torch.arange(24, dtype=torch.float32)
 KINDS: dict[str, Any] = {
-    "tied": lambda: {"a": BASE, "b": BASE},
-    "tied views": lambda: {"a": BASE.view(4, 6), "b": BASE.view(4, 6)},
-    "overlapping": lambda: {"a": BASE[:16], "b": BASE[8:]},
-    "one inside another": lambda: {"whole": BASE, "part": BASE[4:8]},
-    "transposed": lambda: {"a": BASE.view(4, 6).t(), "b": BASE.view(4, 6)},
-    "every second": lambda: {"a": BASE[::2], "b": BASE[1::2]},
-    "expanded": lambda: {"a": torch.ones(1).expand(5)},
-    "empty": lambda: {"a": torch.empty(0), "b": torch.empty(0, 3), "c": torch.empty(2, 0, 4)},
-    "scalar": lambda: {"a": torch.tensor(3.5), "b": torch.tensor(2, dtype=torch.int64)},
-    "types": lambda: {
+    "tied": lambda base: {"a": base, "b": base},
+    "tied views": lambda base: {"a": base.view(4, 6), "b": base.view(4, 6)},
+    "overlapping": lambda base: {"a": base[:16], "b": base[8:]},
+    "one inside another": lambda base: {"whole": base, "part": base[4:8]},
+    "transposed": lambda base: {"a": base.view(4, 6).t(), "b": base.view(4, 6)},
+    "every second": lambda base: {"a": base[::2], "b": base[1::2]},
+    "expanded": lambda base: {"a": torch.ones(1).expand(5)},
+    "empty": lambda base: {"a": torch.empty(0), "b": torch.empty(0, 3), "c": torch.empty(2, 0, 4)},
+    "scalar": lambda base: {"a": torch.tensor(3.5), "b": torch.tensor(2, dtype=torch.int64)},
+    "types": lambda base: {
         str(dtype): torch.ones(3).to(dtype)
         for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.bool)
     },
-    "not finite": lambda: {"a": torch.tensor([float("nan"), float("inf"), -0.0, -float("inf")])},
-    "nothing": lambda: {},
+    "not finite": lambda base: {"a": torch.tensor([float("nan"), float("inf"), -0.0, -float("inf")])},
+    "nothing": lambda base: {},
 }
+
+
+def tensors_of(kind: str) -> dict[str, torch.Tensor]:
+    return KINDS[kind](torch.arange(24, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["now", "in the background"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_come_back(kind: str, copied: bool, tmp_path: Path) -> None:
-    tensors = KINDS[kind]()
+    tensors = tensors_of(kind)
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
     kept = host_copy(tensors) if copied else tensors
     if copied:
-        for tensor in tensors.values():
-            if tensor.numel() and tensor.dtype != torch.bool and kind != "expanded":
-                tensor.detach().data = torch.zeros_like(tensor)
+        for tensor in tensors.values():  # training goes on
+            tensor.untyped_storage().fill_(7)
     write_tensors(tmp_path / "file.safetensors", kept)
     found = read_tensors(tmp_path / "file.safetensors")
     assert found.keys() == expected.keys()
@@ -54,17 +56,45 @@ def test_tensors_come_back(kind: str, copied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_shares_no_memory_with_the_original(kind: str) -> None:
-    tensors = KINDS[kind]()
+    tensors = tensors_of(kind)
     copies = host_copy(tensors)
     places = {t.untyped_storage().data_ptr() for t in tensors.values() if t.numel()}
     assert not [name for name, t in copies.items() if t.numel() and t.untyped_storage().data_ptr() in places]
 
 
+def test_memory_of_earlier_copies_is_used_again() -> None:
+    """One copy after another, of tensors that change, that get another shape, and of fewer of them."""
+    copies, base = HostCopies(), torch.arange(24, dtype=torch.float32)
+    first = copies({"a": base, "tied": base, "b": base[:8]})
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    base += 1
+    second = copies({"a": base, "tied": base, "b": base[:8]})
+    assert {name: tensor.data_ptr() for name, tensor in second.items()} == places
+    assert torch.equal(second["a"], base) and second["a"] is second["tied"] and torch.equal(second["b"], base[:8])
+    third = copies({"a": base.view(4, 6), "b": base[:8].double()})
+    assert third["a"].shape == (4, 6) and third["b"].dtype == torch.float64
+    assert torch.equal(third["a"].view(-1), base)
+    assert copies.size == 24 * 4 + 8 * 8
+    copies.clear()
+    assert copies.size == 0
+
+
+def test_ties_that_come_and_go_between_two_copies() -> None:
+    copies, base = HostCopies(), torch.arange(24, dtype=torch.float32)
+    copies({"a": base, "b": base.clone()})
+    tied = copies({"a": base, "b": base})
+    assert tied["a"] is tied["b"]
+    other = base + 5
+    apart = copies({"a": base, "b": other})
+    assert torch.equal(apart["a"], base) and torch.equal(apart["b"], other)
+    assert apart["a"].data_ptr() != apart["b"].data_ptr()
+
+
 @pytest.mark.parametrize("kind", ["tied", "overlapping", "one inside another", "empty"])
 def test_equal_tensors_are_equal_files(kind: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write_tensors(tmp_path / name, KINDS[kind]())
-    write_tensors(tmp_path / "copied", host_copy(KINDS[kind]()))
+        write_tensors(tmp_path / name, tensors_of(kind))
+    write_tensors(tmp_path / "copied", host_copy(tensors_of(kind)))
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes() == (tmp_path / "copied").read_bytes()
 
 

@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
+from loopwright.errors import NonFiniteError
 from tests.side_by_side.tasks import TASKS, Regression, regression_data
 
 HAS_GPU = torch.cuda.is_available()
@@ -200,6 +201,75 @@ def test_out_of_memory_is_answered_by_smaller_micro_batches() -> None:
     assert small.micro_split == 4
     for a, b in zip(losses(small), losses(whole), strict=True):
         assert abs(a - b) < 1e-5 * abs(b)
+
+
+def test_an_update_that_is_not_finite_is_found_at_the_next_log_point() -> None:
+    class Bad(Trainer):
+        def compute_loss(self, model: Any, inputs: Any) -> Any:
+            loss = model(**inputs)["loss"]
+            return loss * float("nan") if self.state.global_step == 6 else loss
+
+    folder = tempfile.mkdtemp()
+    model = Regression()
+    try:
+        train(model, regression_data(60), cls=Bad, on_nonfinite="raise", logging_steps=5, output_dir=folder)
+    except NonFiniteError as error:
+        assert "at step 7;" in str(error), error
+    else:
+        raise AssertionError("the NaN went unnoticed")
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert (Path(folder) / "incident-step-7" / "incident.json").is_file()
+
+
+def test_compiled_blocks_give_the_same_losses_and_names() -> None:
+    torch.manual_seed(0)
+    model, data = TASKS["llama"].model(0.0), TASKS["llama"].data(32)
+    eager = train(copy.deepcopy(model), data)
+    compiled = train(copy.deepcopy(model), data, torch_compile=True)
+    for a, b in zip(losses(compiled), losses(eager), strict=True):
+        assert abs(a - b) <= 1e-3 * abs(b)
+    assert list(compiled.model.state_dict()) == list(eager.model.state_dict())
+
+
+def test_resuming_needs_no_more_memory_than_the_first_run() -> None:
+    folder, peaks = tempfile.mkdtemp(), []
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(8))
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return {"loss": (x.mean(-1) - labels).pow(2).mean()}
+
+    data = [{"x": torch.randn(2048), "labels": torch.randn(())} for _ in range(32)]
+    for resume in (None, f"{folder}/checkpoint-4"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        trainer = train(Wide(), data, output_dir=folder, resume=resume, save_strategy="steps", save_steps=4, max_steps=8)
+        peaks.append(torch.cuda.max_memory_allocated())
+        del trainer
+    assert peaks[1] <= 1.02 * peaks[0], peaks
+
+
+def test_generation_in_evaluation() -> None:
+    from loopwright import Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    args = Seq2SeqTrainingArguments(tempfile.mkdtemp(), predict_with_generate=True, generation_max_length=5)
+    output = Seq2SeqTrainer(TASKS["t5"].model(0.0), args).predict(TASKS["t5"].data(6))
+    assert output.predictions.shape[0] == 6 and output.metrics["test_loss"] > 0
+
+
+def test_evaluation_memory_is_flat() -> None:
+    trainer = train(TASKS["bert"].model(0.0), TASKS["bert"].data(8))
+    peaks = []
+    for batches in (10, 200):
+        torch.cuda.reset_peak_memory_stats()
+        trainer.evaluate(TASKS["bert"].data(8 * batches))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] - peaks[0] < 2**20, peaks
 
 
 def milliseconds_per_update(library: Any, task: str, updates: int = 200) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.checkpoint.layout import OPTIMIZER as NATIVE
 from ..errors import CheckpointError
 
 OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
@@ -33,7 +34,7 @@ def foreign_progress(step: int, *, batches_per_epoch: int | None, accumulation: 
 
 def is_foreign(folder: Path) -> bool:
     """Whether a checkpoint has transformers' optimizer file instead of ours."""
-    return (folder / OPTIMIZER).is_file()
+    return (folder / OPTIMIZER).is_file() and not (folder / f"{NATIVE}.json").is_file()
 
 
 def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:

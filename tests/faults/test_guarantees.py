@@ -1,0 +1,37 @@
+"""docs/guarantees.md names a test for every promise, and each of them exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)`", PAGE)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_named_test_exists(name: str) -> None:
+    path, _, function = name.partition("::")
+    assert (ROOT / path).is_file()
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    assert tests and (not function or function in tests)
+
+
+def test_every_promise_has_a_test() -> None:
+    promises = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| Promise")]
+    assert len(promises) > 30
+    assert [line for line in promises if "`tests/" not in line] == []
+
+
+def test_every_test_of_the_whole_sets_is_named() -> None:
+    """What only runs with `-m grid` is easily forgotten."""
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            marks = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+            if "pytest.mark.grid" in marks:
+                assert f"tests/faults/{path.name}::{node.name}" in NAMED
