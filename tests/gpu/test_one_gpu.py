@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import tempfile
 import time
@@ -62,16 +63,25 @@ class NoWaiting(TrainerCallback):
             torch.cuda.set_sync_debug_mode("default")
 
 
+class NextToken(nn.Module):
+    """A language model that does not look at its own numbers, as transformers' models do when they build masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dropout, self.head = nn.Embedding(50, 16), nn.Dropout(0.1), nn.Linear(16, 50)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.head(self.dropout(self.embedding(input_ids)))
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
 def test_no_wait_between_log_points() -> None:
-    for name in ("regression", "llama"):
+    for model, name in ((Regression(0.1), "regression"), (NextToken(), "llama")):
         for accumulation, extra in ((1, {}), (3, {}), (1, {"bf16": True}), (1, {"on_nonfinite": "skip"})):
             try:
-                data = TASKS[name].data(96 * accumulation)
-                for sample in data:
-                    sample.pop("attention_mask", None)  # transformers looks at it with a Python `if`, which waits
                 trainer = train(
-                    TASKS[name].model(0.1), data, callbacks=[NoWaiting()], max_steps=20, logging_steps=20,
-                    gradient_accumulation_steps=accumulation, **extra,
+                    model, TASKS[name].data(96 * accumulation), callbacks=[NoWaiting()], max_steps=20,
+                    logging_steps=20, gradient_accumulation_steps=accumulation, **extra,
                 )  # fmt: skip
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -246,11 +256,11 @@ def test_resuming_needs_no_more_memory_than_the_first_run() -> None:
 
     data = [{"x": torch.randn(2048), "labels": torch.randn(())} for _ in range(32)]
     for resume in (None, f"{folder}/checkpoint-4"):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        trainer = train(Wide(), data, output_dir=folder, resume=resume, save_strategy="steps", save_steps=4, max_steps=8)
+        train(Wide(), data, output_dir=folder, resume=resume, save_strategy="steps", save_steps=4, max_steps=8)
         peaks.append(torch.cuda.max_memory_allocated())
-        del trainer
     assert peaks[1] <= 1.02 * peaks[0], peaks
 
 
@@ -300,7 +310,7 @@ def main() -> int:
     print(torch.__version__, torch.cuda.get_device_name() if HAS_GPU else "no GPU")
     failed = 0
     for name, function in list(globals().items()):
-        if name.startswith("test_"):
+        if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:])):
             start = time.time()
             try:
                 function()
@@ -308,7 +318,8 @@ def main() -> int:
             except Exception:
                 failed += 1
                 print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}")
-    report_speed()
+    if len(sys.argv) < 2:
+        report_speed()
     return failed
 
 
