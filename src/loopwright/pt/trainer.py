@@ -12,6 +12,7 @@ from torch import nn
 from ..callbacks.defaults import default_callbacks
 from ..core.meter import Meter
 from ..core.overrides import accepts, is_overridden
+from ..core.spikes import SpikeWatch
 from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
@@ -227,6 +228,8 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
         self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
+        self.spikes = SpikeWatch()
+        self._places = {}
         self.micro_split = 1
         self.learning_rate = 0.0
         self._resume_rng = None
