@@ -133,8 +133,9 @@ def test_public_name_is_there(name):
 
 def test_names_taken_from_transformers_are_its_own():
     transformers = pytest.importorskip("transformers")
-    for name in loopwright._FROM_TRANSFORMERS:
-        assert getattr(loopwright, name) is getattr(transformers, name)
+    assert transformers
+    for name, module in loopwright._FROM_TRANSFORMERS.items():
+        assert getattr(loopwright, name) is getattr(import_module(module), name)
 
 
 def test_names_taken_from_transformers_say_when_it_is_missing():
@@ -162,7 +163,7 @@ def test_type_checkers_see_the_names_of_the_table():
         if alias.asname == alias.name
     }
     table = {(module, name) for name, module in loopwright._HOME.items()}
-    assert seen == table | {("transformers", name) for name in loopwright._FROM_TRANSFORMERS}
+    assert seen == table | {(module, name) for name, module in loopwright._FROM_TRANSFORMERS.items()}
 
 
 @pytest.mark.parametrize("folder", ["src", "tests", "examples"])

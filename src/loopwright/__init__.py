@@ -15,7 +15,17 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "pt.trainer": ("Trainer",),
     "pt.seq2seq": ("Seq2SeqTrainer",),
     "pt.arguments": ("Seq2SeqTrainingArguments", "TrainingArguments"),
-    "args.names": ("HubStrategy", "IntervalStrategy", "OptimizerNames", "SaveStrategy", "SchedulerType"),
+    "args.names": (
+        "EvaluationStrategy",
+        "FSDPOption",
+        "HPSearchBackend",
+        "HubStrategy",
+        "IntervalStrategy",
+        "OptimizerNames",
+        "ParallelMode",
+        "SaveStrategy",
+        "SchedulerType",
+    ),
     "core.events": ("CallbackHandler", "TrainerCallback"),
     "core.state": ("ExportableState", "TrainerControl", "TrainerState"),
     "core.outputs": (
@@ -34,6 +44,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
     "pt.checkpoint": ("load_model",),
+    "pt.greedy": ("GreedyLR",),
+    "pt.loaders": ("has_length",),
+    "pt.loss": ("LabelSmoother",),
     "pt.seeding": ("enable_full_determinism", "set_seed"),
     "pt.collators": (
         "DataCollatorForLanguageModeling",
@@ -81,7 +94,50 @@ _HOME: dict[str, str] = {name: module for module, names in _MODULES.items() for 
 
 # Handed on from transformers for the scripts that import them beside the Trainer; absent from __all__, because
 # `from loopwright import *` has to work without transformers.
-_FROM_TRANSFORMERS = ("DataCollatorForPermutationLanguageModeling", "HfArgumentParser")
+_THEIR_MODULES: dict[str, tuple[str, ...]] = {
+    "transformers": (
+        "DataCollatorForPermutationLanguageModeling",
+        "HfArgumentParser",
+    ),
+    "transformers.debug_utils": (
+        "DebugUnderflowOverflow",
+    ),
+    "transformers.modelcard": (
+        "TrainingSummary",
+    ),
+    "transformers.optimization": (
+        "AdafactorSchedule",
+    ),
+    "transformers.trainer_pt_utils": (
+        "BatchRebalanceSampler",
+        "DistributedLengthGroupedSampler",
+        "DistributedSamplerWithLoop",
+        "EvalLoopContainer",
+        "IterableDatasetShard",
+        "LayerWiseDummyOptimizer",
+        "LayerWiseDummyScheduler",
+        "LengthGroupedSampler",
+        "ShardSampler",
+        "get_model_param_count",
+        "get_parameter_names",
+        "nested_concat",
+        "nested_detach",
+        "nested_numpify",
+        "nested_truncate",
+        "torch_distributed_zero_first",
+    ),
+    "transformers.trainer_utils": (
+        "RemoveColumnsCollator",
+        "TrainerMemoryTracker",
+        "default_compute_objective",
+        "find_executable_batch_size",
+        "load_sharded_checkpoint",
+        "rotate_checkpoints",
+        "seed_worker",
+        "sort_checkpoints",
+    ),
+}
+_FROM_TRANSFORMERS = {name: module for module, names in _THEIR_MODULES.items() for name in names}
 
 __all__ = [*sorted(_HOME), "__version__"]
 
@@ -104,7 +160,7 @@ def __dir__() -> list[str]:
 
 def _take_from_transformers(name: str) -> Any:
     try:
-        return getattr(import_module("transformers"), name)
+        return getattr(import_module(_FROM_TRANSFORMERS[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
@@ -128,11 +184,52 @@ if TYPE_CHECKING:
         DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
         HfArgumentParser as HfArgumentParser,
     )
+    from transformers.debug_utils import (
+        DebugUnderflowOverflow as DebugUnderflowOverflow,
+    )
+    from transformers.modelcard import (
+        TrainingSummary as TrainingSummary,
+    )
+    from transformers.optimization import (
+        AdafactorSchedule as AdafactorSchedule,
+    )
+    from transformers.trainer_pt_utils import (
+        BatchRebalanceSampler as BatchRebalanceSampler,
+        DistributedLengthGroupedSampler as DistributedLengthGroupedSampler,
+        DistributedSamplerWithLoop as DistributedSamplerWithLoop,
+        EvalLoopContainer as EvalLoopContainer,
+        IterableDatasetShard as IterableDatasetShard,
+        LayerWiseDummyOptimizer as LayerWiseDummyOptimizer,
+        LayerWiseDummyScheduler as LayerWiseDummyScheduler,
+        LengthGroupedSampler as LengthGroupedSampler,
+        ShardSampler as ShardSampler,
+        get_model_param_count as get_model_param_count,
+        get_parameter_names as get_parameter_names,
+        nested_concat as nested_concat,
+        nested_detach as nested_detach,
+        nested_numpify as nested_numpify,
+        nested_truncate as nested_truncate,
+        torch_distributed_zero_first as torch_distributed_zero_first,
+    )
+    from transformers.trainer_utils import (
+        RemoveColumnsCollator as RemoveColumnsCollator,
+        TrainerMemoryTracker as TrainerMemoryTracker,
+        default_compute_objective as default_compute_objective,
+        find_executable_batch_size as find_executable_batch_size,
+        load_sharded_checkpoint as load_sharded_checkpoint,
+        rotate_checkpoints as rotate_checkpoints,
+        seed_worker as seed_worker,
+        sort_checkpoints as sort_checkpoints,
+    )
 
     from .args.names import (
+        EvaluationStrategy as EvaluationStrategy,
+        FSDPOption as FSDPOption,
+        HPSearchBackend as HPSearchBackend,
         HubStrategy as HubStrategy,
         IntervalStrategy as IntervalStrategy,
         OptimizerNames as OptimizerNames,
+        ParallelMode as ParallelMode,
         SaveStrategy as SaveStrategy,
         SchedulerType as SchedulerType,
     )
@@ -186,6 +283,9 @@ if TYPE_CHECKING:
         DefaultDataCollator as DefaultDataCollator,
         default_data_collator as default_data_collator,
     )
+    from .pt.greedy import GreedyLR as GreedyLR
+    from .pt.loaders import has_length as has_length
+    from .pt.loss import LabelSmoother as LabelSmoother
     from .pt.optimizers.adafactor import Adafactor as Adafactor
     from .pt.schedulers import (
         get_constant_schedule as get_constant_schedule,

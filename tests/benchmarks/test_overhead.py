@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+pytestmark = pytest.mark.xdist_group("overhead")  # measured once, not once per process
 MODELS = ("mlp-2", "mlp-40", "llama-2")
 
 

@@ -257,7 +257,7 @@ def test_optimizers_that_are_not_what_they_should_be() -> None:
         Trainer(Regression(), arguments(), train_dataset=DATA, optimizers=torch.optim.SGD(Regression().parameters()))
 
 
-@pytest.mark.parametrize("name", ["push_to_hub", "hyperparameter_search", "create_model_card", "init_hf_repo"])
+@pytest.mark.parametrize("name", ["push_to_hub", "hyperparameter_search", "init_hf_repo"])
 def test_what_is_not_there_yet_says_so(name: str) -> None:
     with pytest.raises(NotAvailable, match=f"{name} is not available yet, see docs"):
         getattr(Trainer(Regression(), arguments()), name)()
@@ -316,3 +316,8 @@ def test_every_error_has_a_place_in_the_tree() -> None:
         if isinstance(value, type) and issubclass(value, LoopwrightError):
             assert name in tree
             assert getattr(loopwright, name) is value
+
+
+def test_a_script_that_ends_with_a_model_card_ends(caplog: pytest.LogCaptureFixture) -> None:
+    Trainer(Regression(), arguments()).create_model_card(tags="mine")
+    assert "no README.md was written" in caplog.text

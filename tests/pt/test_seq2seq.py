@@ -13,6 +13,7 @@ from loopwright import Seq2SeqTrainer, Seq2SeqTrainingArguments
 transformers = pytest.importorskip("transformers")
 
 PAD, EOS, START = 0, 1, 2
+pytestmark = pytest.mark.xdist_group("seq2seq")  # its two models are trained once, not once per process
 
 
 def exact_match(prediction: Any) -> dict[str, float]:

@@ -72,10 +72,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {
-            "args": {
-                "early_stopping_patience": self.early_stopping_patience,
-                "early_stopping_threshold": self.early_stopping_threshold,
-            },
+            "args": {},  # patience and threshold are the user's words: a resumed run takes them as they are given then
             "attributes": {
                 "early_stopping_patience_counter": self.early_stopping_patience_counter,
                 "best_value": self.best_value,

@@ -120,7 +120,8 @@ class ProgressCallback(TrainerCallback):
         if self.training is None:
             return line
         self.training.advance(state.global_step, self._clock())
-        return f"step {self.training.position()}  {line}" + ("" if self._live else f"  ({self.training.speed()})")
+        speed = f"  ({self.training.speed()})" if "loss" in logs and not self._live else ""
+        return f"step {self.training.position()}  {line}{speed}"
 
     def _print(self, line: str) -> None:
         # soft_wrap: a log is one line in a file, however long.

@@ -37,6 +37,8 @@ class Acting:
     model: Any = None
     lr_scheduler: Any = None
     learning_rate: float = 0.0
+    is_probing: bool = False
+    """Whether the loss is being computed only to see how it is scaled."""
     schedule_follows_metric: bool = False
     """Whether the learning rate moves after evaluations instead of updates."""
     ignore_keys_for_eval: list[str] | None = None
@@ -71,7 +73,7 @@ class Acting:
         self.checkpoints.wait()
         good = [each for each in self.checkpoints.complete() if each <= step]
         if not good:
-            self.notices.tell_once(f"the loss jumped after step {step}, and there is no earlier checkpoint to go back to")
+            self.notices.tell_once(f"the loss jumped after step {step}; there is no earlier checkpoint to go back to")
             return
         jumped = self.state.global_step
         self.restore_weights(max(good))
@@ -119,6 +121,8 @@ class Acting:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the epoch, remember the numbers and hand them to the callbacks."""
+        if self.is_probing:
+            return
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
@@ -147,6 +151,7 @@ class Acting:
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
         logger.warning(f"stopped by {self.signals.received} after saving step {step}; start again to go on")
+        self.signals.chained()
         raise SystemExit(STOPPED_AFTER_SAVING)
 
     def resume_pending(self) -> None:
@@ -304,5 +309,5 @@ class Acting:
         self._not_yet("init_hf_repo")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet)."""
-        self._not_yet("create_model_card")
+        """Write a model card (not available yet): a script that ends with this has done its work, so it goes on."""
+        self.notices.tell_once("create_model_card is not available yet: no README.md was written")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -39,6 +40,8 @@ class BaseTrainer(Acting):
     _places: dict[int, Place]
     model_wrapped: Any = None
     is_in_train: bool = False
+    _undone: bool = False
+    """Whether a signal has undone an update whose batches were already read."""
 
     def _set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
         """The parts every trainer has; called by the constructor of a subclass."""
@@ -59,6 +62,8 @@ class BaseTrainer(Acting):
         self.signals = SignalWatch(enabled=args.enable_jit_checkpoint)
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
+            if not logger.hasHandlers():  # Python's last resort shows warnings only
+                logger.addHandler(logging.StreamHandler())
         idle = args.without_effect()
         if idle:
             self.notices.tell_once(f"without effect in this run: {', '.join(idle)}")
@@ -83,6 +88,12 @@ class BaseTrainer(Acting):
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
         checkpoint = self.checkpoints.find(resume_from_checkpoint)
+        older = {} if checkpoint is not None else self.checkpoints.complete()
+        if older:
+            self.notices.tell_once(
+                f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
+                "takes the highest step; choose another output_dir, or delete them"
+            )
         self.is_in_train = True
         try:
             with self.signals:
@@ -116,7 +127,7 @@ class BaseTrainer(Acting):
 
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
-        self._held = None
+        self._held, self._undone = None, False
         batches = self.epoch_batches(epoch)
         found, undoable = self.progress.batches_in_epoch > 0, self._may_be_undone()
         while True:
@@ -132,7 +143,7 @@ class BaseTrainer(Acting):
 
     def _may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
-        return self.plan.accumulation > 1
+        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size)
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
@@ -159,6 +170,7 @@ class BaseTrainer(Acting):
         try:
             loss = self.run_micro_batches(update)
         except Interrupted:
+            self._undone = True
             self.strategy.undo(self._held)
             self.leave()
         limit = self.args.max_grad_norm

@@ -27,6 +27,7 @@ def run_training(trainer: BaseTrainer) -> None:
     trainer.resume_pending()
     act(trainer)
 
+    control.should_training_stop |= trainer.state.global_step >= trainer.plan.max_steps  # resumed after its last update
     while progress.epoch < trainer.plan.epochs and not control.should_training_stop:
         events.fire("on_epoch_begin")
         for update in trainer.updates(progress.epoch):

@@ -78,6 +78,8 @@ class Meter:
     def mean_loss(self) -> float:
         """The mean over every update of the run."""
         self.settle()
+        if self.nonfinite and not self.total_updates:
+            return float("nan")  # 0 would be the best loss there is
         return self.total_loss / max(self.total_updates, 1)
 
     def state_dict(self) -> dict[str, Any]:

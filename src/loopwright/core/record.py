@@ -13,11 +13,23 @@ FILE = "run.json"
 
 def write_record(output_dir: str | os.PathLike[str]) -> None:
     """Write the command, folder and interpreter of this process into the output folder."""
-    record = {"argv": sys.argv, "command": sys.orig_argv, "folder": os.getcwd(), "python": sys.executable}
+    words = {"argv": masked(sys.argv), "command": masked(sys.orig_argv)}
+    record = {**words, "folder": os.getcwd(), "python": sys.executable}
     path = Path(output_dir) / FILE
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def masked(words: list[str]) -> list[str]:
+    """A command line without the values of options that end in token, key, password or secret."""
+    result, hide = [], False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("-") and name.lower().endswith(("token", "key", "password", "secret"))
+        result.append("<masked>" if hide else f"{name}=<masked>" if secret and equals else word)
+        hide = secret and not equals
+    return result
 
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,8 @@ class SignalWatch:
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.received: str | None = None
+        self.chained: Callable[[], Any] = lambda: None
+        """The handler that was there before ours, still to be called."""
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
 
@@ -40,7 +43,7 @@ class SignalWatch:
         return self.received in SAVING
 
     def __enter__(self) -> SignalWatch:
-        self.received = None
+        self.received, self.chained = None, lambda: None
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
             for number in WATCHED:
@@ -64,4 +67,4 @@ class SignalWatch:
             return
         logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
         if callable(earlier):
-            earlier(number, frame)
+            self.chained = lambda: earlier(number, frame)  # called after saving: it may well leave

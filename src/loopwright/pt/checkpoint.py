@@ -6,7 +6,7 @@ import copy
 import errno
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,6 +341,35 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "tuple" in value:
         return tuple(_decode(each, tensors) for each in value["tuple"])
     return {name: _decode(each, tensors) for name, each in value["dict"]}
+
+
+def encode_schedule(state: Any) -> Any:
+    """A scheduler's state as JSON that keeps what JSON has no word for: keys that are numbers, and counters."""
+    if isinstance(state, Mapping):
+        values = [[name, encode_schedule(each)] for name, each in state.items()]
+        if all(isinstance(name, str) for name, _ in values):
+            return dict(values)
+        return {"pairs": values, "counter": isinstance(state, Counter)}
+    if isinstance(state, (list, tuple)):
+        return [encode_schedule(each) for each in state]
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    raise CheckpointError(
+        f"the scheduler's state holds a {type(state).__name__}, which cannot be saved without pickle; give the "
+        "scheduler plain numbers, or set save_only_model=True"
+    )
+
+
+def decode_schedule(value: Any) -> Any:
+    """What `encode_schedule` was given."""
+    if isinstance(value, list):
+        return [decode_schedule(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) != {"pairs", "counter"}:
+        return {name: decode_schedule(each) for name, each in value.items()}
+    pairs = {name: decode_schedule(each) for name, each in value["pairs"]}
+    return Counter(pairs) if value["counter"] else pairs
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

@@ -80,13 +80,28 @@ class ColumnFilter:
 
     def __call__(self, features: list[Any]) -> Any:
         if not self._before:
-            return self._of_batch(self.collator(features))
+            return self._of_batch(self._collated(features))
         first = features[0] if features else None
         if type(first) is dict or isinstance(first, Mapping):
             keep = self._keep if [*first] == self._seen else self._kept(first)
             if len(keep) < len(first):
                 features = [{name: each[name] for name in keep} for each in features]
         return self.collator(features)
+
+    def _collated(self, features: list[Any]) -> Any:
+        """A user's own collator sees every column, unless it cannot take them (it pads, say, and one holds text)."""
+        names = [*features[0]] if features and isinstance(features[0], Mapping) else []
+        if all(name in self.accepted for name in names):
+            return self.collator(features)
+        try:
+            return self.collator([dict(each) for each in features])  # copies: it may pop from them before it fails
+        except Exception as error:
+            try:
+                batch = self.collator([{n: each[n] for n in self._kept(features[0])} for each in features])
+            except Exception:
+                raise error from None
+            self._before = True
+            return batch
 
     def _of_batch(self, batch: Any) -> Any:
         if not isinstance(batch, Mapping):

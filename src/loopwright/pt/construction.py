@@ -50,8 +50,8 @@ def check_constructor(
     _check_kinds(args, optimizers)
     if args.world_size > 1:
         raise NotAvailable(
-            f"this process is one of {args.world_size} (WORLD_SIZE), and training on several processes is not available "
-            "yet, see docs/availability.md; start the script without a launcher"
+            f"this process is one of {args.world_size} (WORLD_SIZE), and training on several processes is not "
+            "available yet, see docs/availability.md; start the script without a launcher"
         )
     train, evaluation = datasets
     problems = []

@@ -50,6 +50,8 @@ class DataMethods(BaseTrainer):
     _batches_are_theirs: bool = False
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
+    _stream_before: Any = None
+    """The state of a stream before the batches of the current update were read."""
     _epoch_rng: dict[str, Any] | None = None
     """Random states at the beginning of the epoch, where the data owns its order."""
 
@@ -261,7 +263,8 @@ class DataMethods(BaseTrainer):
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
         """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
-        if done and self._stream is not None and load_stream_state(loader, self._stream):
+        saved, self._stream = self._stream, None
+        if done and saved is not None and load_stream_state(loader, saved):
             return iter(loader)
         if done and self._epoch_rng is not None:
             restore_rng(self._epoch_rng)  # whatever the order is drawn from is drawn again
@@ -274,7 +277,9 @@ class DataMethods(BaseTrainer):
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
         if self._ordered is None and self.train_dataloader is not None:
-            states["stream"] = stream_state(self.train_dataloader) if self.progress.batches_in_epoch else None
+            now = self._stream_before if self._undone else stream_state(self.train_dataloader)
+            now = now if self._stream is None else self._stream  # a save before the stream was put back
+            states["stream"] = now if self.progress.batches_in_epoch else None
             states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
         return states
 
@@ -316,6 +321,8 @@ class DataMethods(BaseTrainer):
         return indices, batches
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        if self._ordered is None and self._may_be_undone():
+            self._stream_before = stream_state(self.train_dataloader)
         if self._batches_are_theirs:
             theirs = adapt(self.get_batch_samples, "device")
             return theirs(batches, self.plan.accumulation, device=self.device)[0]

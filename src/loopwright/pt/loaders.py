@@ -242,6 +242,15 @@ def ordered_sampler(loader: Any) -> OrderedSampler | None:
 
 
 def check_not_empty(dataset: Any, what: str) -> None:
-    """Refuse a dataset without samples."""
+    """Refuse a dataset without samples, and what is no dataset."""
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; give one "
+            "of them, or a list of samples"
+        )
+    if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__}; give a list of samples, a Dataset or an IterableDataset"
+        )
     if isinstance(dataset, Sized) and has_length(dataset) and len(dataset) == 0:
         raise DataError(f"the {what} dataset is empty: there is nothing to go through")

@@ -183,8 +183,12 @@ class LossMethods(DataMethods, EvaluationMethods):
     def _probe(self) -> LossProbe:
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
-                return self._compute_loss(self.model_wrapped, inputs, num_items_in_batch=items)
+            self.is_probing = True  # what an override logs here belongs to no update
+            try:
+                with self.compute_loss_context_manager():
+                    return self._compute_loss(self.model_wrapped, inputs, num_items_in_batch=items)
+            finally:
+                self.is_probing = False
 
         return LossProbe(compute, self.model)
 

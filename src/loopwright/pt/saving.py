@@ -17,12 +17,15 @@ from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER
 from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
+from ..core.plan import Plan
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
 from .checkpoint import (
     copied,
     decode_optimizer,
+    decode_schedule,
     encode_optimizer,
+    encode_schedule,
     host_copy,
     load_model,
     model_writer,
@@ -33,8 +36,17 @@ from .checkpoint import (
     write_optimizer,
 )
 from .foreign import foreign_progress, is_foreign, read_foreign, write_foreign
+from .loaders import ordered_sampler
 from .memory import free_memory
 from .seeding import rng_from_json, rng_to_json
+
+CHANGES = {
+    ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):
+        "the checkpoint's optimizer and schedule are loaded, so these stay as they were",
+    ("seed", "data_seed", "train_sampling_strategy"):
+        "samples come in another order from here on, so some of this epoch come twice and some not at all",
+}  # fmt: skip
+"""Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
 
 
 class SavingMethods(BaseTrainer):
@@ -163,7 +175,7 @@ class SavingMethods(BaseTrainer):
             self.notices.tell_once(warning)
         if not args.save_only_model:
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
-            json.dumps(self.lr_scheduler.state_dict())
+            encode_schedule(self.lr_scheduler.state_dict())
 
     def _state_document(self) -> dict[str, Any]:
         self.state.stateful_callbacks = self._callback_states()
@@ -173,7 +185,7 @@ class SavingMethods(BaseTrainer):
         meter = self.meter.state_dict()
         documents = {
             PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
-            SCHEDULER: self.lr_scheduler.state_dict(),
+            SCHEDULER: encode_schedule(self.lr_scheduler.state_dict()),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
         scaler = self.strategy.precision.state_dict()
@@ -192,10 +204,11 @@ class SavingMethods(BaseTrainer):
         foreign = is_foreign(folder)
         if not foreign and not (folder / PROGRESS).is_file():
             raise CheckpointError(
-                f"{folder} holds weights but nothing to resume from (no {PROGRESS}); it was saved with "
-                "save_only_model=True. Load its weights and train without resume_from_checkpoint"
+                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
+                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
             )
         self._adopt_state(saved)
+        self._tell_changes(folder)
         if (folder / PROGRESS).is_file():
             self._resume_progress(read_json(folder / PROGRESS))
         else:
@@ -204,14 +217,53 @@ class SavingMethods(BaseTrainer):
             self._resume_foreign(folder)
             return
         decode_optimizer(*read_optimizer(folder), self.optimizer, plain_module(self.model))
-        self.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
+        self.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
         if (folder / SCALER).is_file():
             self.strategy.precision.load_state_dict(read_json(folder / SCALER))
         self._resume_rng = rng_from_json(read_json(folder / RNG))
+        # Now, for an evaluation that a signal put off; and once more where training goes on.
+        self.strategy.load_rng_state(self._resume_rng)
+
+    def _tell_changes(self, folder: Path) -> None:
+        """Say which arguments differ from the checkpoint's and what becomes of them."""
+        if not (folder / ARGUMENTS).is_file():
+            return
+        before, now = read_json(folder / ARGUMENTS), self.args.to_dict()
+        for names, effect in CHANGES.items():
+            changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
+            if changed:
+                self.notices.tell_once(f"not as in {folder.name}: {', '.join(changed)}; {effect}")
+
+    def plan_to_go_on(self, checkpoint: str) -> Plan:
+        """The plan; with batches of another size, the updates done so far plus those of the samples left."""
+        folder, plan, args = Path(checkpoint), self.plan, self.args
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
+            return plan
+        before, sizes = read_json(folder / ARGUMENTS), ("per_device_train_batch_size", "gradient_accumulation_steps")
+        if args.max_steps > 0 or all(before.get(name) == getattr(args, name) for name in sizes):
+            return plan
+        progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
+        left = -(-self._batches_left(progress) // plan.accumulation)
+        done = (progress.epoch + 1) * plan.updates_per_epoch - left
+        self.notices.tell_once(
+            f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
+        )
+        return dataclasses.replace(plan, max_steps=step + plan.max_steps - done)
+
+    def _ordered_data(self) -> bool:
+        return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]
+
+    def _batches_left(self, progress: Progress) -> int:
+        """Micro-batches of this run's size in the rest of the epoch."""
+        samples, size = (self.plan.examples or 0) - progress.samples_in_epoch, self.plan.batch_size
+        return samples // size if self.args.dataloader_drop_last else -(-samples // size)
 
     def _resume_progress(self, document: dict[str, Any]) -> None:
         for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
             setattr(self.progress, name, value)
+        # Counted in samples: the size of batches may have changed.
+        if self._ordered_data() and self.plan.batches_per_epoch is not None:
+            self.progress.batches_in_epoch = self.plan.batches_per_epoch - self._batches_left(self.progress)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
         self.load_part_states(document.get("parts", {}))

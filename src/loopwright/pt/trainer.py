@@ -144,6 +144,11 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         return self.args.place_model_on_device is not False and not self.is_model_parallel
 
     @property
+    def tokenizer(self) -> Any:
+        """What `processing_class` was called before."""
+        return self.processing_class
+
+    @property
     def current_gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
         return self.args.gradient_accumulation_steps
@@ -185,6 +190,8 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self._switch_on_model_options()
         self.train_dataloader = self.get_train_dataloader()
         self.plan = self._make_plan(self.train_dataloader)
+        if checkpoint is not None:
+            self.plan = self.plan_to_go_on(checkpoint)
         self._start_state()
         self._prepare_optimizer()
         self.accounting = self._make_accounting()

@@ -122,7 +122,7 @@ class CheckpointManager:
             started = time.monotonic()
             if self._published(step, write, format):
                 self.last_seconds = time.monotonic() - started
-                self._rotate(keep, list(protect))
+                self._rotate(keep, [step, *protect])  # a folder of an older run may hold higher steps
 
         if background:
             self._thread = threading.Thread(target=self._guarded(publish), name=f"save-{step}")
