@@ -158,3 +158,24 @@ def test_a_collator_of_the_users_own_that_chokes_on_extra_columns_is_spared_them
     data = [{**sample, "text": "words"} for sample in regression_data(8)]
     args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", disable_tqdm=True)
     assert Trainer(Regression(), args, strict, train_dataset=data).train().global_step == 2
+
+
+def test_after_an_interrupted_run_evaluation_is_evaluation_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stop(loopwright.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                raise KeyboardInterrupt
+
+    stopping = EarlyStoppingCallback(1)
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, eval_strategy="steps", eval_steps=5, metric_for_best_model="loss", logging_steps=1
+    )
+    data = regression_data(40)
+    trainer = Trainer(Regression(), args, train_dataset=data, eval_dataset=data[:4], callbacks=[Stop(), stopping])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    capsys.readouterr()
+    for _ in range(3):
+        trainer.evaluate()
+    assert "step 2/" not in capsys.readouterr().out
+    assert stopping.early_stopping_patience_counter == 0

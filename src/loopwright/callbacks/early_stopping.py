@@ -62,6 +62,10 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
 
+    def left(self) -> None:
+        """Training is over, with or without its last event."""
+        self._is_training = False
+
     def count(self, value: float, *, greater_is_better: bool) -> None:
         """Take in one more evaluation. NaN is never an improvement."""
         gain = _gain(value, self.best_value, greater_is_better)

@@ -73,6 +73,10 @@ class MetricsFileCallback(TrainerCallback):
             with suppress(OSError), open(path, "rb+") as file:
                 os.fsync(file.fileno())
 
+    def left(self) -> None:
+        """Training is over, with or without its last event."""
+        self._is_training = False
+
     def rewind(self, args: Any, state: Any) -> None:
         """Drop the rows of steps that were undone."""
         if state.is_world_process_zero:

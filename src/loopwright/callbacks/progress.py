@@ -104,6 +104,11 @@ class ProgressCallback(TrainerCallback):
         self.training = None
         self._close()
 
+    def left(self) -> None:
+        """Training is over, with or without its last event."""
+        self.training = self.evaluation = None
+        self._close()
+
     def _end_evaluation(self) -> None:
         if self.evaluation is None:
             return

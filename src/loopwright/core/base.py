@@ -105,6 +105,7 @@ class BaseTrainer(Acting):
             self.checkpoints.wait()
             self.finish_with_model()
             self.release_data()
+            self.callback_handler.leave_training()
             self.is_in_train = False
 
     def release_data(self) -> None:

@@ -165,6 +165,13 @@ class CallbackHandler:
                 control.adopt(answer)
         return control
 
+    def leave_training(self) -> None:
+        """However training ended, also by an error: callbacks that keep a mode (`left`) are told that it is over."""
+        for callback in self.callbacks:
+            left = getattr(callback, "left", None)
+            if callable(left):
+                left()
+
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
         """`fire` in the calling style of other trainers' handlers."""
         return self.fire(event, **kwargs)
