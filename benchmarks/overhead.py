@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--models mlp-2 ...] [--arms loop loopwright ...] [--json FILE]
 
-Calls are the difference of two cProfile runs of different length, so set-up does not count and the number is the same on
-every run. Thread time is the best of several interleaved rounds; on a busy machine only its ratio means something.
+Calls are the difference of two cProfile runs of different length, so set-up does not count and the number is the same
+on every run. Thread time is the best of several interleaved rounds; on a busy machine only its ratio means something.
 """
 
 from __future__ import annotations

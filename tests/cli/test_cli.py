@@ -32,7 +32,9 @@ def test_no_command_is_bad_input(capsys):
     assert "usage" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("word", "advice"), [("versoin", "Did you mean 'version'?"), ("xyzzy", ", ".join(sorted(cli.COMMANDS)))])
+@pytest.mark.parametrize(
+    ("word", "advice"), [("versoin", "Did you mean 'version'?"), ("xyzzy", ", ".join(sorted(cli.COMMANDS)))]
+)
 def test_unknown_command_is_bad_input_with_advice(word, advice, capsys):
     assert cli.main([word]) == 2
     assert advice in capsys.readouterr().err

@@ -45,7 +45,9 @@ def data(poisoned: int) -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def failed(tmp_path: Path, *, bad: str = "second", poisoned: int = 17, **options: Any) -> tuple[Trainer, dict[str, Any], Path]:
+def failed(
+    tmp_path: Path, *, bad: str = "second", poisoned: int = 17, **options: Any
+) -> tuple[Trainer, dict[str, Any], Path]:
     args = TrainingArguments(
         str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, on_nonfinite="raise", save_strategy="no",
         use_cpu=True, disable_tqdm=True, seed=5, **options,
@@ -60,7 +62,9 @@ def failed(tmp_path: Path, *, bad: str = "second", poisoned: int = 17, **options
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("waits", [False, True])
-def test_the_report_names_step_samples_and_batch(accumulation: int, waits: bool, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_report_names_step_samples_and_batch(
+    accumulation: int, waits: bool, tmp_path: Path, monkeypatch: Any
+) -> None:
     if waits:  # as on a device, where the loss is read at log points only
         from loopwright.pt.strategies.single import SingleDevice
 

@@ -179,7 +179,9 @@ def test_smoothing_has_one_denominator(name: str, split: tuple[int, int], tmp_pa
     assert_close(gradients, expected)
 
 
-@pytest.mark.parametrize("name", ["plain", "plain with its own shift", "llama", "gpt2", "bert tokens", "bert classes", "t5"])
+@pytest.mark.parametrize(
+    "name", ["plain", "plain with its own shift", "llama", "gpt2", "bert tokens", "bert classes", "t5"]
+)
 def test_smoothing_by_nothing_is_the_plain_loss(name: str, tmp_path: Any) -> None:
     model, data, expected = case(name)
     [gradients] = trained_gradients(

@@ -18,7 +18,9 @@ from loopwright.errors import DataError
 from tests.side_by_side.tasks import Regression, regression_data
 
 
-def run(folder: Path, *, cls: Any = Trainer, model: Any = None, callbacks: Any = None, n: int = 40, **options: Any) -> Any:
+def run(
+    folder: Path, *, cls: Any = Trainer, model: Any = None, callbacks: Any = None, n: int = 40, **options: Any
+) -> Any:
     defaults = {"per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
                 "learning_rate": 1e-2, "save_steps": 2}  # fmt: skip
     args = TrainingArguments(str(folder), **{**defaults, **options})
@@ -160,7 +162,9 @@ def test_a_collator_of_the_users_own_that_chokes_on_extra_columns_is_spared_them
     assert Trainer(Regression(), args, strict, train_dataset=data).train().global_step == 2
 
 
-def test_after_an_interrupted_run_evaluation_is_evaluation_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_an_interrupted_run_evaluation_is_evaluation_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Stop(loopwright.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:

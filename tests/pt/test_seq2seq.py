@@ -28,12 +28,12 @@ def exact_match(prediction: Any) -> dict[str, float]:
 
 
 def arguments(folder: Any, **options: Any) -> Seq2SeqTrainingArguments:
-    defaults = {"per_device_train_batch_size": 64, "per_device_eval_batch_size": 50, "use_cpu": True, "save_strategy": "no",
-                "predict_with_generate": True, "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
+    defaults = {"per_device_train_batch_size": 64, "per_device_eval_batch_size": 50, "use_cpu": True,
+                "save_strategy": "no", "predict_with_generate": True, "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
     return Seq2SeqTrainingArguments(str(folder), **{**defaults, **options})
 
 
-# ---- reversing a sequence, with a tiny T5 ------------------------------------------------------------------------------
+# ---- reversing a sequence, with a tiny T5 ---------------------------------------------------------------------------
 
 
 def tiny_t5(width: int = 32) -> Any:
@@ -123,7 +123,9 @@ def test_the_loss_beside_generation_is_the_overridden_one(tmp_path: Any) -> None
 
 
 def test_a_generation_config_is_taken_from_object_file_and_folder(tmp_path: Any) -> None:
-    config = transformers.GenerationConfig(max_length=5, pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=START)
+    config = transformers.GenerationConfig(
+        max_length=5, pad_token_id=PAD, eos_token_id=EOS, decoder_start_token_id=START
+    )
     config.save_pretrained(tmp_path / "config")
     for given in (config, str(tmp_path / "config"), tmp_path / "config" / "generation_config.json"):
         trainer = Seq2SeqTrainer(tiny_t5(), arguments(tmp_path, generation_config=given), pad_seq2seq)
@@ -145,8 +147,9 @@ def test_sortish_sampler_really_sorts(tmp_path: Any) -> None:
 def test_numbers_equal_transformers(tmp_path: Any) -> None:
     data = reversal(21, seed=3)
     model = tiny_t5()
+    options = {"generation_max_length": 6, "per_device_eval_batch_size": 4}
     ours = Seq2SeqTrainer(
-        model, arguments(tmp_path, generation_max_length=6, per_device_eval_batch_size=4, eval_loss_reduction="batch_mean"),
+        model, arguments(tmp_path, **options, eval_loss_reduction="batch_mean"),
         pad_seq2seq, compute_metrics=exact_match,
     ).predict(data)  # fmt: skip
     args = transformers.Seq2SeqTrainingArguments(
@@ -161,7 +164,7 @@ def test_numbers_equal_transformers(tmp_path: Any) -> None:
         assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-6)
 
 
-# ---- adding two numbers as text, with a tiny Llama ---------------------------------------------------------------------
+# ---- adding two numbers as text, with a tiny Llama ------------------------------------------------------------------
 
 DIGITS = {character: 3 + i for i, character in enumerate("0123456789+=")}
 

@@ -22,7 +22,9 @@ def recorder(library: Any) -> tuple[Any, list[Any]]:
         def method(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             extra = sorted(kwargs.get("logs") or kwargs.get("metrics") or {})
             skipped = {"eval_model_preparation_time"}  # transformers' own set-up time
-            flags = tuple(sorted(name for name in vars(control) if name.startswith("should_") and getattr(control, name)))
+            flags = tuple(
+                sorted(name for name in vars(control) if name.startswith("should_") and getattr(control, name))
+            )
             seen.append((event, state.global_step, sorted(kwargs), [k for k in extra if k not in skipped], flags))
 
         return method
@@ -35,7 +37,14 @@ CASES = [
     {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"},
     {"gradient_accumulation_steps": 3, "logging_steps": 1, "logging_first_step": True, "save_strategy": "no"},
     {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_strategy": "no"},
-    {"max_steps": 7, "eval_strategy": "steps", "eval_delay": 4, "eval_steps": 2, "logging_steps": 0.3, "save_steps": 100},
+    {
+        "max_steps": 7,
+        "eval_strategy": "steps",
+        "eval_delay": 4,
+        "eval_steps": 2,
+        "logging_steps": 0.3,
+        "save_steps": 100,
+    },
     {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 1},
     {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best", "metric_for_best_model": "loss"},
     {"num_train_epochs": 1.5, "logging_steps": 1, "save_strategy": "no", "include_num_input_tokens_seen": "all"},
@@ -50,7 +59,13 @@ def test_events_arguments_and_log_keys_are_the_same(options: dict[str, Any], tmp
         callback, seen = recorder(library)
         args = library.TrainingArguments(
             output_dir=str(tmp_path / name),
-            **{"per_device_train_batch_size": 4, "num_train_epochs": 2, "use_cpu": True, "disable_tqdm": True, **options},
+            **{
+                "per_device_train_batch_size": 4,
+                "num_train_epochs": 2,
+                "use_cpu": True,
+                "disable_tqdm": True,
+                **options,
+            },
         )
         data = TASKS["regression"].data(18)
         trainer = library.Trainer(
