@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,7 +287,7 @@ def finish(trainer: Any, resume: Any, notes: str | None = None) -> None:
 
 
 def warm_up() -> None:
-    """Import what a run needs; no run, since a process with threads of its own must not be forked."""
+    """Import what a run needs, and run once without anything that starts a thread: those would be lost in a fork."""
     import importlib
 
     for name in ("loopwright.pt.trainer", "loopwright.callbacks.defaults", "torch.optim.adamw", "safetensors.torch"):
@@ -295,14 +296,8 @@ def warm_up() -> None:
         importlib.import_module("datasets")
     except ImportError:
         pass
-    trainer = make(os.path.join(_scratch(), "warm"), save_strategy="no", max_steps=2)
-    trainer.train()
-
-
-def _scratch() -> str:
-    import tempfile
-
-    return tempfile.mkdtemp(prefix="faults-")
+    with tempfile.TemporaryDirectory() as folder:
+        make(os.path.join(folder, "warm"), save_strategy="no", max_steps=2).train()
 
 
 # ---- what a forked process can be asked to do -----------------------------------------------------------------------

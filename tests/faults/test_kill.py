@@ -117,7 +117,7 @@ def killed_at_random(forks: Any, folder: Path, reference: Any, numbers: range) -
             wrong[number] = found
         shutil.rmtree(case, ignore_errors=True)
     assert not wrong, f"{len(wrong)} of {len(numbers)}: {wrong}"
-    assert kills > len(numbers) // 2
+    assert kills, "no run was killed at all: the moments are too late"
 
 
 def test_killed_at_random_moments(forks: Any, reference: Any, tmp_path: Path) -> None:

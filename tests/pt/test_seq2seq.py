@@ -29,7 +29,8 @@ def exact_match(prediction: Any) -> dict[str, float]:
 
 def arguments(folder: Any, **options: Any) -> Seq2SeqTrainingArguments:
     defaults = {"per_device_train_batch_size": 64, "per_device_eval_batch_size": 50, "use_cpu": True,
-                "save_strategy": "no", "predict_with_generate": True, "disable_tqdm": True, "lr_scheduler_type": "constant"}  # fmt: skip
+                "save_strategy": "no", "predict_with_generate": True, "disable_tqdm": True,
+                "lr_scheduler_type": "constant"}  # fmt: skip
     return Seq2SeqTrainingArguments(str(folder), **{**defaults, **options})
 
 

@@ -16,7 +16,7 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
     words = {"argv": masked(sys.argv), "command": masked(sys.orig_argv)}
     record = {**words, "folder": os.getcwd(), "python": sys.executable}
     path = Path(output_dir) / FILE
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 

@@ -21,12 +21,12 @@ from ..core.plan import Plan
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
 from .checkpoint import (
+    HostCopies,
     copied,
     decode_optimizer,
     decode_schedule,
     encode_optimizer,
     encode_schedule,
-    host_copy,
     load_model,
     model_writer,
     plain_module,
@@ -57,6 +57,8 @@ class SavingMethods(BaseTrainer):
     processing_class: Any
     data_collator: Any
     _resume_rng: dict[str, Any] | None
+    _copies: HostCopies
+    """What a save in the background writes while training goes on."""
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ class SavingMethods(BaseTrainer):
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
         background = self.args.async_save and not self._saves_models_itself() and self._fits_in_memory()
+        self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
             step,
             self._checkpoint_writer(copy=background),
@@ -104,7 +107,7 @@ class SavingMethods(BaseTrainer):
 
     def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], None]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
-        keep = host_copy if copy else dict
+        keep = self._copies if copy else dict
         writers: list[Callable[[Path], None]] = []
         if self._saves_models_itself():
             save_model = adapt(self.save_model, "_internal_call")
@@ -141,7 +144,7 @@ class SavingMethods(BaseTrainer):
 
     def _fits_in_memory(self) -> bool:
         """Whether the host has room for a copy of everything a checkpoint holds."""
-        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0)
+        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0) + self._copies.size
 
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""

@@ -17,6 +17,7 @@ from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
+from .checkpoint import HostCopies
 from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
@@ -94,6 +95,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         )
         self.accelerator = AcceleratorFace(self.strategy)
         self.memory = MemoryMeter(self.device)
+        self._copies = HostCopies()
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         if args.should_save:
             self._check_output_dir()
@@ -216,6 +218,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self.model_wrapped = self._wrap_model(self.model)
 
     def finish_with_model(self) -> None:
+        self._copies.clear()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
-from .layout import STATE, folder_name, step_in_name
+from .layout import MANIFEST, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
 from .rotation import to_delete
 from .storage import Place, Storage, open_storage, split_place
@@ -79,6 +79,11 @@ class CheckpointManager:
 
     def _newest_intact(self, *, required: bool) -> str | None:
         self.wait()
+        for name in self.storage.names():
+            damaged = self.storage.manifest(name) is None and self.storage.holds(name, MANIFEST)
+            if damaged and step_in_name(Path(name)) is not None:
+                where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
+                logger.warning(f"{name}: {MANIFEST} was damaged after saving. {where}; an older checkpoint is tried.")
         for name, manifest in reversed(self._complete().values()):
             folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
@@ -205,7 +210,12 @@ def _newest_foreign(storage: Storage) -> str | None:
     """The newest checkpoint of another trainer: it has a state file and no manifest."""
     # The names publications have in a store say no step here: without a manifest those are leftovers.
     steps = {name: step for name in storage.names() if (step := step_in_name(Path(name))) is not None}
-    foreign = [name for name in steps if storage.manifest(name) is None and storage.holds(name, STATE)]
+    foreign = [
+        name
+        for name in steps
+        # Ours are complete with their manifest, or not at all.
+        if storage.manifest(name) is None and storage.holds(name, STATE) and not storage.holds(name, PROGRESS)
+    ]
     return max(foreign, key=lambda name: steps[name], default=None)
 
 
