@@ -183,3 +183,31 @@ def test_after_an_interrupted_run_evaluation_is_evaluation_again(
         trainer.evaluate()
     assert "step 2/" not in capsys.readouterr().out
     assert stopping.early_stopping_patience_counter == 0
+
+
+def test_a_pinned_checkpoint_stays_and_does_not_count(tmp_path: Path) -> None:
+    class Pin(loopwright.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 5:
+                (tmp_path / "checkpoint-4" / "pinned").touch()
+
+    trainer = run(tmp_path, max_steps=10, save_total_limit=2, async_save=False, callbacks=[Pin()])
+    assert sorted(trainer.checkpoints.complete()) == [4, 8, 10]
+    assert trainer.checkpoints.find(str(tmp_path / "checkpoint-4")) == str(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize(("free", "background"), [(10**12, True), (10, False), (None, True)])
+def test_a_host_short_of_memory_saves_at_once(
+    free: int | None, background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    save = loopwright.core.checkpoint.manager.CheckpointManager.save
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["background"])
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr("loopwright.core.checkpoint.manager.CheckpointManager.save", watched)
+    monkeypatch.setattr("loopwright.pt.saving.free_memory", lambda: free)
+    run(tmp_path, max_steps=2)
+    assert seen == [background]

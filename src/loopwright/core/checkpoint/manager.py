@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
-from .layout import MANIFEST, PROGRESS, STATE, folder_name, step_in_name
+from .layout import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
 from .rotation import to_delete
 from .storage import Place, Storage, open_storage, split_place
@@ -184,7 +184,9 @@ class CheckpointManager:
         if not keep or keep < 0:
             return
         complete = self._complete()
-        for step in to_delete(complete, keep=keep, protect=protect):
+        # A checkpoint with a file named `pinned` in it is the user's: it stays, and does not count.
+        ours = [step for step, (name, *_) in complete.items() if not self.storage.holds(name, PINNED)]
+        for step in to_delete(ours, keep=keep, protect=protect):
             self.storage.remove(complete[step][0])
 
 
