@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 from ..core.events import TrainerCallback
+from ..core.metrics import full_name
 from ..core.state import ExportableState
 from ..errors import ArgumentsError, MetricError
-
-logger = logging.getLogger("loopwright")
+from ..notices import logger
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
@@ -49,7 +48,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     ) -> None:
         if not self._is_training:
             return
-        name = _full_name(args.metric_for_best_model)
+        name = full_name(args.metric_for_best_model)
         metrics = metrics or {}
         if name not in metrics:
             self._miss(name, metrics, state.global_step)
@@ -106,10 +105,6 @@ def _check_arguments(args: Any) -> None:
         problems.append("EarlyStoppingCallback needs evaluations: set eval_strategy to 'steps' or 'epoch'.")
     if problems:
         raise ArgumentsError(problems)
-
-
-def _full_name(metric: str) -> str:
-    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def _greater_is_better(args: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 import time
@@ -16,8 +15,7 @@ from typing import Any
 from ..args.places import working_folder
 from ..core.events import TrainerCallback
 from ..errors import OutputError
-
-logger = logging.getLogger("loopwright")
+from ..notices import logger
 
 FILE_NAME = "metrics.jsonl"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

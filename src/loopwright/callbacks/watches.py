@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentsError
-
-logger = logging.getLogger("loopwright")
+from ..notices import logger
 
 Clock = Callable[[], float]
 

@@ -13,7 +13,7 @@ from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .meter import Meter, Reading
-from .metrics import better, readable, table, write_results
+from .metrics import better, full_name, readable, table, write_results
 from .outputs import speed_metrics
 from .overrides import adapt
 from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
@@ -195,7 +195,7 @@ class Acting:
     def _metric_name(self, metrics: dict[str, float]) -> str:
         """The full name of the metric that decides which model is best."""
         wanted = self.args.metric_for_best_model or "loss"
-        name = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        name = full_name(wanted)
         if name not in metrics:
             known = ", ".join(sorted(metrics))
             raise MetricError(f"metric_for_best_model={wanted!r} is not among the metrics of the evaluation: {known}")

@@ -17,6 +17,11 @@ def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
+def full_name(metric: str) -> str:
+    """The name evaluation logs a metric under: `loss` is `eval_loss`."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
 def plain_numbers(value: Any) -> Any:
     """numpy (and other one-element) numbers as Python ones, so that they can be printed and written as JSON."""
     if isinstance(value, Mapping):

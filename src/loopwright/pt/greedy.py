@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import ArgumentsError
+from ..notices import logger
 from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore_lrs, set_lr
-
-logger = logging.getLogger("loopwright")
 
 GREEDY_FLOOR = 0.01  # the default lower bound, as a share of each group's own learning rate
 COUNTERS = ("last_epoch", "best", "good", "bad", "rest", "attempts_left")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from ..core.evaluation import run_evaluation
+from ..core.metrics import full_name
 from ..core.overrides import is_overridden
 from ..errors import LoopwrightError, MetricError
 from ..notices import logger
@@ -27,7 +28,7 @@ class RehearsalMethods(EvaluationMethods):
             return  # only the override knows its names
         names = self._metric_names()
         wanted = args.metric_for_best_model
-        full = wanted if wanted.startswith("eval_") else f"eval_{wanted}"
+        full = full_name(wanted)
         if names is None or full in names:
             return
         problem = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import numbers
 import os
 import socket
@@ -14,10 +13,9 @@ from typing import Any, ClassVar, Protocol
 
 from ..args.tracking import tensorboard_folder
 from ..errors import MissingPackage, NotAvailable
+from ..notices import logger
 from .base import Reporter, RunInfo
 from .callback import ReporterCallback
-
-logger = logging.getLogger("loopwright")
 
 
 class Writer(Protocol):
