@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 
 from ..core.order import Order
 from ..errors import ArgumentsError, DataError
+from .seeding import restore_rng
+from .streams import Start, StreamLoader, become_worker, has_exact_state
 
 
 def torch_permutation(n: int, seed: int) -> Any:
@@ -90,6 +92,9 @@ class SeededStream(IterableDataset[Any]):
         self.dataset, self.seed = dataset, seed
         # Workers that outlive an epoch hold a copy of this object; through shared memory they learn which one begins.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.start: Start | None = None
+        """Where workers begin once: set by a loader that goes on in mid-epoch."""
+        self._own_id: int | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -102,8 +107,15 @@ class SeededStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         worker, epoch = get_worker_info(), int(self._epoch)
         if worker is not None:
+            self._own_id = worker.id if self._own_id is None else self._own_id
+            start, self.start = self.start, None
+            role = self._own_id if start is None else (self._own_id + start.last + 1) % worker.num_workers
+            become_worker(role)
             self.set_epoch(epoch)
-            seed_all(self.seed, epoch, worker.id)
+            seed_all(self.seed, epoch, role)
+            if start is not None and role in start.workers:
+                self.dataset.load_state_dict(start.workers[role]["stream"])
+                restore_rng(start.workers[role]["rng"])
         return iter(self.dataset)
 
 
@@ -205,8 +217,12 @@ def build_loader(
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["in_order"] = keep_order or args.dataloader_in_order
     if isinstance(dataset, IterableDataset):
-        dataset = SeededStream(dataset, data_seed(args)) if workers else dataset
-        return DataLoader(dataset, drop_last=drop_last, **options)
+        if not workers:
+            return DataLoader(dataset, drop_last=drop_last, **options)
+        stream = SeededStream(dataset, data_seed(args))
+        if keep_order or not has_exact_state(dataset):
+            return DataLoader(stream, drop_last=drop_last, **options)
+        return StreamLoader(stream, drop_last=drop_last, **options)
     if workers and isinstance(sampler, OrderedSampler):
         sampler.with_position = True
         dataset = SeededSamples(dataset, sampler.order.seed)

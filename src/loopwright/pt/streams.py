@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker as worker_module
+
+from .seeding import rng_from_json, rng_to_json, snapshot_rng
 
 SAY_EVERY = 5.0
 """Seconds between two lines about a replay."""
@@ -29,7 +32,7 @@ def stream_state(loader: Any) -> Any:
 def load_stream_state(loader: Any, state: Any) -> bool:
     """Put a stream where it was; returns whether it could be."""
     owner = _owner(loader)
-    if owner is None:
+    if owner is None or (isinstance(owner, StreamLoader) and state.get("number") != owner.num_workers):
         return False
     owner.load_state_dict(state)
     return True
@@ -41,7 +44,12 @@ def _owner(loader: Any) -> Any:
         return loader
     dataset = getattr(loader, "dataset", None)
     here = isinstance(loader, DataLoader) and loader.num_workers == 0
-    return dataset if here and _has_state(dataset) and not loses_samples(dataset) else None
+    return dataset if here and has_exact_state(dataset) else None
+
+
+def has_exact_state(dataset: Any) -> bool:
+    """Whether a stream can say where it stands, and goes on there with nothing lost."""
+    return _has_state(dataset) and not loses_samples(dataset)
 
 
 def _has_state(thing: Any) -> bool:
@@ -56,6 +64,83 @@ def loses_samples(dataset: Any) -> bool:
             return True
         source, seen = getattr(source, "ex_iterable", None), seen + 1
     return False
+
+
+class Start(NamedTuple):
+    """Where the workers of a stream stood: who gave the last batch, and each one's state."""
+
+    last: int
+    workers: dict[int, dict[str, Any]]
+
+
+class Carried(NamedTuple):
+    """A batch together with where the worker that made it stands afterwards."""
+
+    batch: Any
+    worker: int
+    state: dict[str, Any]
+
+
+class CarryState:
+    """A collator that sends the worker's stream and random states along with each batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], stream: Any) -> None:
+        self.collate, self.stream = collate, stream
+
+    def __call__(self, samples: list[Any]) -> Carried:
+        worker = get_worker_info()
+        assert worker is not None, "only workers carry their state"
+        batch = self.collate(samples)
+        return Carried(batch, worker.id, {"stream": self.stream.dataset.state_dict(), "rng": snapshot_rng()})
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of a stream read by workers that knows, after each batch, where every worker stands."""
+
+    def __init__(self, stream: Any, *, collate_fn: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(stream, collate_fn=CarryState(collate_fn, stream), **options)
+        self._last = -1
+        self._workers: dict[int, dict[str, Any]] = {}
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # At once, not at the first batch: the loader draws its seed here.
+        carried = super().__iter__()
+        stream: Any = self.dataset
+        if stream.start is None:
+            self._last, self._workers = -1, {}
+        stream.start = None  # the workers have it; the next epoch begins at its beginning
+        return self._batches(carried)
+
+    def _batches(self, carried: Iterator[Carried]) -> Iterator[Any]:
+        for each in carried:
+            self._last = each.worker
+            self._workers[each.worker] = each.state
+            yield each.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        workers = {
+            str(worker): {"stream": state["stream"], "rng": rng_to_json(state["rng"])}
+            for worker, state in self._workers.items()
+        }
+        return {"last": self._last, "number": self.num_workers, "workers": workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = state["last"]
+        self._workers = {
+            int(worker): {"stream": each["stream"], "rng": rng_from_json(each["rng"])}
+            for worker, each in state["workers"].items()
+        }
+        stream: Any = self.dataset
+        stream.start = Start(self._last, dict(self._workers))
+
+
+def become_worker(role: int) -> None:
+    """Have `get_worker_info` give this id: a stream shares itself out by it."""
+    info = get_worker_info()
+    if info is None or info.id == role:
+        return
+    parts = {name: getattr(info, name) for name in ("num_workers", "seed", "dataset")}
+    worker_module._worker_info = worker_module.WorkerInfo(id=role, **parts)
 
 
 def replay(batches: Iterator[Any], count: int, say: Callable[[str], None]) -> int:

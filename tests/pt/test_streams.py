@@ -1,0 +1,86 @@
+"""Streams read by workers: each batch brings the state of its worker along, so nothing is read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from loopwright import Trainer, TrainingArguments
+from loopwright.pt.streams import StreamLoader
+from tests.side_by_side.tasks import Regression, regression_data
+
+
+class Shards(IterableDataset):
+    """A stream that shares itself out by worker, unevenly, draws noise, and writes down what it reads."""
+
+    def __init__(self, n: int, log: Path) -> None:
+        self.samples, self.log = regression_data(n), log
+        self._next: int | None = None
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        parts, part = (worker.num_workers, worker.id) if worker else (1, 0)
+        mine = [i for i in range(len(self.samples)) if i % (parts + 1) in ((part,) if part else (part, parts))]
+        start, self._next = self._next or 0, None
+        for place in range(start, len(mine)):
+            self.place = place + 1
+            with open(self.log, "a") as file:
+                file.write(f"{mine[place]}\n")
+            noise = 0.1 * float(torch.randn(())) + 0.1 * float(np.random.rand())
+            yield {"x": self.samples[mine[place]]["x"] + noise, "labels": self.samples[mine[place]]["labels"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": getattr(self, "place", 0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._next = self.place = state["place"]
+
+
+def run(folder: Path, *, resume: str | None = None, **options: Any) -> Trainer:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, max_steps=16, logging_steps=1, save_steps=1, learning_rate=1e-2,
+        use_cpu=True, disable_tqdm=True, dataloader_prefetch_factor=2,
+        **{"dataloader_num_workers": 2, **options},
+    )  # fmt: skip
+    trainer = Trainer(Regression(0.1), args, train_dataset=Shards(23, folder / "read.txt"))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("step", [1, 4, 9, 13])
+def test_resume_is_exact_and_reads_nothing_twice(step: int, persistent: bool, tmp_path: Path) -> None:
+    options = {"dataloader_persistent_workers": persistent}
+    whole = run(tmp_path / "whole", **options)
+    assert isinstance(whole.train_dataloader, StreamLoader)
+    part = run(tmp_path / "part", resume=str(tmp_path / "whole" / f"checkpoint-{step}"), **options)
+    assert losses(part) == losses(whole)
+    for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    read = len((tmp_path / "part" / "read.txt").read_text().splitlines())
+    assert read < len((tmp_path / "whole" / "read.txt").read_text().splitlines())
+
+
+def test_resume_twice(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", gradient_accumulation_steps=2)
+    once = run(tmp_path / "once", resume=str(tmp_path / "whole" / "checkpoint-3"), gradient_accumulation_steps=2)
+    twice = run(tmp_path / "twice", resume=str(tmp_path / "once" / "checkpoint-5"), gradient_accumulation_steps=2)
+    assert losses(once) == losses(twice) == losses(whole)
+
+
+def test_another_number_of_workers_reads_again_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "whole")
+    part = run(tmp_path / "part", resume=str(tmp_path / "whole" / "checkpoint-4"), dataloader_num_workers=1)
+    assert part.state.global_step == 16
+    assert "read again and left out" in caplog.text
