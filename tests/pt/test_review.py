@@ -211,3 +211,38 @@ def test_a_host_short_of_memory_saves_at_once(
     monkeypatch.setattr("loopwright.pt.saving.free_memory", lambda: free)
     run(tmp_path, max_steps=2)
     assert seen == [background]
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer that keeps something no JSON or tensor file can hold."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["secret"] = object()
+        return super().step(closure)
+
+
+def test_optimizer_state_that_cannot_be_saved_is_refused_before_step_1(tmp_path: Path) -> None:
+    model = Regression()
+    args = TrainingArguments(str(tmp_path), max_steps=4, save_steps=2, use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(
+        model, args, train_dataset=regression_data(16), optimizers=(Odd(model.parameters(), lr=0.1), None)
+    )
+    with pytest.raises(loopwright.CheckpointError, match="secret.*cannot be saved without pickle"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(("free", "raises"), [(10, True), (6000, False)])
+def test_space_is_compared_before_step_1(
+    free: int, raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("loopwright.core.checkpoint.space.free_bytes", lambda folder: free)
+    if raises:
+        with pytest.raises(loopwright.OutputError, match="not one would fit"):
+            run(tmp_path, max_steps=20)
+        assert not list(tmp_path.glob("checkpoint-*"))
+    else:
+        run(tmp_path, max_steps=20)
+        assert "set save_total_limit lower" in caplog.text
