@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ..core.checkpoint.layout import MODEL, OPTIMIZER
 from ..errors import CheckpointError
-from .columns import innermost
 
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
@@ -391,6 +390,3 @@ def plain_module(model: nn.Module) -> nn.Module:
     while hasattr(model, "_orig_mod") or type(model).__name__ == "DistributedDataParallel":
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model
-
-
-__all__ = ["innermost", "load_model"]
