@@ -24,6 +24,7 @@ NEW = {
     "speed": "auto",
     "per_device_train_batch_tokens": None,
     "packing": None,
+    "static_lengths": None,
     "on_nonfinite": "continue",
     "on_spike": None,
     "checkpoint_format": "native",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, list_of_names, non_negative, positive
+from .field import Group, arg, list_of_names, non_negative, positive, whole_lengths
 
 
 @dataclass
@@ -34,6 +34,11 @@ class DataArgs(Group):
     length_column_name: str = arg("length", "The column with lengths, for group_by_length.")
     per_device_train_batch_tokens: int | None = arg(
         None, "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.", check=positive
+    )
+    static_lengths: list[int] | None = arg(
+        None,
+        "Pad batches to these lengths, same results; devices that compile for each shape take powers of two.",
+        check=whole_lengths,
     )
     packing: str | None = arg(
         None,

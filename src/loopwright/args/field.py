@@ -185,6 +185,12 @@ def one_of(*allowed: str) -> Check:
     return check
 
 
+def whole_lengths(value: Any) -> str | None:
+    """A list of whole numbers above zero."""
+    numbers_only = isinstance(value, list | tuple) and all(isinstance(each, int) and each > 0 for each in value)
+    return None if numbers_only and value else "must be a list of whole numbers above 0"
+
+
 def list_of_names(value: Any) -> str | None:
     """A list of strings."""
     is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)

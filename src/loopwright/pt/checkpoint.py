@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..core.checkpoint.layout import MODEL, OPTIMIZER
 from ..errors import CheckpointError
+from .devices import address_of
 
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
@@ -44,7 +45,7 @@ class HostCopies:
         for name, tensor in tensors.items():
             tensor = tensor.detach()
             storage = tensor.untyped_storage()
-            place = (storage.data_ptr(), str(tensor.device))
+            place = (address_of(tensor, of_storage=True), str(tensor.device))
             if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
                 result[name] = self._copy(name, tensor)  # a view of something larger: copy what it shows
                 continue
@@ -112,7 +113,7 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -
     first_at: dict[Any, str] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        place = (address_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() and place in first_at:
             aliases[name] = first_at[place]
             continue
@@ -146,6 +147,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 def model_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
     """A function that writes the model into a folder: its own `save_pretrained` if it has one, else safetensors."""
+    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
+        tensors = host_copy(tensors)
     if hasattr(model, "save_pretrained"):
         return lambda folder: _save_pretrained(model, folder, tensors)
     return lambda folder: write_tensors(folder / MODEL, tensors)
@@ -216,7 +219,7 @@ def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, 
 
 
 def _place(tensor: Tensor) -> Any:
-    return (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else object()
+    return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
 
 
 def _some(names: Iterable[str], most: int = 5) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..core.base import BaseTrainer
 from ..core.batches import Place
 from ..core.overrides import adapt, is_overridden
 from ..core.plan import Plan, make_plan
@@ -30,10 +29,11 @@ from .loaders import (
 )
 from .loss import count_samples
 from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from .shaping import ShapeMethods
 from .streams import load_stream_state, replay, stream_state
 
 
-class DataMethods(BaseTrainer):
+class DataMethods(ShapeMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
     args: Any
@@ -110,11 +110,12 @@ class DataMethods(BaseTrainer):
         drop_last: bool = False,
         **ignored: Any,
     ) -> DataLoader[Any]:
+        collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
         return build_loader(
             dataset,
             args=self.args,
             batch_size=batch_size,
-            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description=description),
+            collate_fn=self._with_static_shapes(collate, dataset, batch_size, description),
             sampler=sampler,
             drop_last=drop_last,
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import functools
+import os
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+LAZY_RUNTIME = "loopwright.xla.runtime"
+
 
 def choose_device(use_cpu: bool, local_rank: int) -> torch.device:
-    """The accelerator torch finds (CUDA, ROCm, MPS, XPU, ...) for this process, else the CPU."""
-    if use_cpu or not torch.accelerator.is_available():
+    """torch_xla's device where PJRT_DEVICE asks for it, else the accelerator torch finds, else the CPU."""
+    lazy = lazy_device()  # also for a run on the CPU: the lazy device has to start before the first backward
+    if use_cpu:
+        return torch.device("cpu")
+    if lazy is not None:
+        return lazy
+    if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
     assert kind is not None
     count = torch.accelerator.device_count()
     return torch.device(kind.type, local_rank % max(count, 1))
+
+
+def lazy_device() -> torch.device | None:
+    """The device of lazy torch_xla, started; None where nobody asks for it or it is not installed."""
+    if not os.environ.get("PJRT_DEVICE") or find_spec("torch_xla") is None:
+        return None
+    device: torch.device = import_module(LAZY_RUNTIME).start()
+    return device
 
 
 @functools.cache
@@ -57,18 +75,34 @@ def _works(attempt: Any) -> bool:
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything it was given."""
-    if device.type != "cpu":
+    if is_lazy(device):
+        import_module(LAZY_RUNTIME).wait()
+    elif device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def address_of(tensor: torch.Tensor, *, of_storage: bool = False) -> int:
+    """Where a tensor, or all of the memory it looks at, begins: equal for tensors that are one on their device."""
+    if is_lazy(tensor.device):  # no memory to point to
+        return int(import_module(LAZY_RUNTIME).identity(tensor))
+    return tensor.untyped_storage().data_ptr() if of_storage else tensor.data_ptr()
+
+
+def is_lazy(device: torch.device) -> bool:
+    """Whether operations on the device only note what is to be computed."""
+    return device.type == "xla"
 
 
 def empty_cache(device: torch.device) -> None:
     """Give memory that torch holds and does not use back to the device."""
-    if device.type != "cpu":
-        _backend(device).empty_cache()
+    release = getattr(_backend(device), "empty_cache", None)
+    if release is not None:
+        release()
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
     """Bytes in use, at most in use since the last reset, and reserved; only what the device can tell."""
+    backend = _backend(device)
     if device.type == "cpu":
         return {}
     questions = {
@@ -78,7 +112,7 @@ def memory_figures(device: torch.device) -> dict[str, int]:
     }
     figures = {}
     for name, functions in questions.items():
-        found = [getattr(_backend(device), function) for function in functions if hasattr(_backend(device), function)]
+        found = [getattr(backend, function) for function in functions if hasattr(backend, function)]
         if found:
             figures[name] = int(found[0](*_at(device)))
     return figures
@@ -107,8 +141,8 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 def _backend(device: torch.device) -> Any:
-    """torch's module for this kind of device: torch.cuda, torch.mps, torch.xpu, ..."""
-    return getattr(torch, device.type)
+    """torch's module for this kind of device (torch.cuda, torch.mps, torch.xpu, ...); None if it has none."""
+    return getattr(torch, device.type, None)
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:

@@ -25,6 +25,7 @@ from .loss import check_loss, count_samples
 from .memory import MemoryMeter
 from .precision import full_eval_dtype
 from .seeding import untouched_rng
+from .shapes import Static
 
 
 class EvaluationMethods(BaseTrainer):
@@ -173,12 +174,16 @@ class EvaluationMethods(BaseTrainer):
                 self.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
             loss, logits, labels = predict(self.model_wrapped, inputs, loss_only, ignore_keys=ignore_keys)
+            self.strategy.boundary()
+            if type(inputs) is Static:
+                logits, labels = self._trimmed(inputs, logits, labels)  # type: ignore[attr-defined]
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
             if self.signals.received and self.is_in_train:
                 raise Interrupted
             samples = count_samples(inputs)
+            inputs = inputs.real() if type(inputs) is Static else inputs
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
             weights = (self._summed_over, items, samples)
             yield EvalStep(loss, logits, labels, kept, next(each for each in weights if each is not None), samples)

@@ -43,7 +43,16 @@ def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, 
     for name, values in {**parts, ARGUMENTS: args}.items():
         if values is not None:
             with open(folder / name, "wb") as file:  # given a path, torch hides what the system says about a full disk
-                torch.save(values, file)
+                torch.save(_in_host_memory(values), file)
+
+
+def _in_host_memory(values: Any) -> Any:
+    """Tensors of nested values in host memory: a file must open where the device is not."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu()
+    if type(values) is dict:
+        return {name: _in_host_memory(each) for name, each in values.items()}
+    return type(values)(map(_in_host_memory, values)) if type(values) in (list, tuple) else values
 
 
 def read_foreign(folder: Path) -> dict[str, Any]:

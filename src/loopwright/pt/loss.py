@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import ModelError
 from .columns import innermost
+from .devices import is_lazy
 from .seeding import untouched_rng
-
-IGNORED = -100
+from .shapes import IGNORED, Static
 
 
 class LossKind(Enum):
@@ -54,7 +54,9 @@ def count_targets(batch: Any, label_names: list[str], *, shifted: bool) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """The size of a batch: the first dimension of its first tensor."""
+    """The size of a batch: the first dimension of its first tensor, without rows that were added."""
+    if isinstance(batch, Static):
+        return batch.rows
     values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
     for value in values:
         if isinstance(value, Tensor) and value.dim() > 0:
@@ -182,10 +184,21 @@ def _other_classes(targets: Tensor) -> Tensor | None:
 @contextmanager
 def untouched_buffers(model: nn.Module) -> Iterator[None]:
     """Put every buffer (running statistics, counters) back as it was."""
-    saved = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    saved = [(buffer, buffer.clone()) for buffer in model.buffers() if not is_lazy(buffer.device)]
+    # On a lazy device even putting back what is there is work, so copies stand in and the originals stay out.
+    lazy = [
+        (module._buffers, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and is_lazy(buffer.device)
+    ]
+    for place, name, buffer in lazy:
+        place[name] = buffer.clone()
     try:
         yield
     finally:
+        for place, name, buffer in lazy:
+            place[name] = buffer
         with torch.no_grad():
             for buffer, value in saved:
                 buffer.copy_(value)

@@ -15,6 +15,7 @@ from ..speed.checkpointing import checkpoint_selectively
 from ..speed.compile_cache import load_compile_cache
 from ..speed.compiling import Compiled, compile_blocks, repeated_blocks
 from ..speed.fp8 import Fp8Layers, measured_on, use_fp8
+from .kinds import kind_of
 
 TOKENS_PER_SAMPLE = 512
 """What a sample is taken to hold when layers are measured and no token budget says it."""
@@ -63,13 +64,19 @@ def compile_as_asked(model: nn.Module, args: Any, notices: Notices, *, dynamic: 
     load_compile_cache(args.output_dir, args.device)
     return compile_blocks(
         model,
-        backend=args.torch_compile_backend,
+        backend=_compile_backend(args),
         mode=args.torch_compile_mode,
-        dynamic=dynamic,
+        dynamic=False if kind_of(args.device).static_shapes else dynamic,
         scope=args.torch_compile_scope,
         max_recompiles=args.max_recompiles,
         notices=notices,
     )
+
+
+def _compile_backend(args: Any) -> str | None:
+    """The backend asked for; on a device with one of its own, that one unless another was asked for."""
+    own = kind_of(args.device).compile_backend
+    return own if own is not None and args.torch_compile_backend in (None, "inductor") else args.torch_compile_backend
 
 
 def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
@@ -91,6 +98,18 @@ def set_use_cache(model: nn.Module, wanted: bool) -> None:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = wanted
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move the model; where a device makes torch replace parameters, those that were one stay one."""
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    model.to(device)
+    first: dict[int, str] = {}
+    for name, key in before.items():
+        keeper = model.get_parameter(first.setdefault(key, name))
+        if model.get_parameter(name) is not keeper:
+            home, _, own = name.rpartition(".")
+            setattr(model.get_submodule(home), own, keeper)
 
 
 def buffers_and_parameters_on(model: nn.Module) -> set[torch.device]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +16,17 @@ import torch
 _DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
 
+MORE_STREAMS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
+"""Random streams torch does not know of, by name: how to ask where one stands (a whole number), how to put it there."""
+
+
 def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed Python, numpy and torch on every device; `deterministic` also refuses nondeterministic operations."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)  # covers all accelerators, also those that start later
+    for _, put in MORE_STREAMS.values():
+        put(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -45,6 +51,8 @@ def snapshot_rng() -> dict[str, Any]:
     accelerator = _started_accelerator()
     if accelerator is not None:
         states["accelerator"] = _accelerator_states(accelerator)
+    for name, (ask, _) in MORE_STREAMS.items():
+        states[name] = ask()
     return states
 
 
@@ -61,6 +69,9 @@ def restore_rng(states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
     if states.get("accelerator"):
         _set_accelerator_states(states["accelerator"])
+    for name, (_, put) in MORE_STREAMS.items():
+        if name in states:
+            put(states[name])
 
 
 @contextmanager
@@ -75,12 +86,13 @@ def untouched_rng() -> Iterator[None]:
 
 def rng_to_json(states: dict[str, Any]) -> dict[str, Any]:
     """A snapshot as JSON values that hold only integers, so that nothing is lost to decimal rounding."""
-    return {name: _ENCODERS[name](state) for name, state in states.items()}
+    return {name: _ENCODERS.get(name, int)(state) for name, state in states.items()}
 
 
 def rng_from_json(encoded: dict[str, Any]) -> dict[str, Any]:
     """The snapshot that `rng_to_json` wrote."""
-    return {name: _DECODERS[name](state) for name, state in encoded.items() if name in _DECODERS}
+    known = {**dict.fromkeys(MORE_STREAMS, int), **_DECODERS}
+    return {name: known[name](state) for name, state in encoded.items() if name in known}
 
 
 def _started_accelerator() -> Any | None:
@@ -90,7 +102,8 @@ def _started_accelerator() -> Any | None:
     module = torch.get_device_module(torch.accelerator.current_accelerator())
     # Asking a device for its stream starts it, and a run on the CPU should not take memory on a GPU.
     started = getattr(module, "is_initialized", None)
-    return module if started is None or started() else None
+    tells = any(hasattr(module, name) for name in ("get_rng_state", "get_rng_state_all"))
+    return module if tells and (started is None or started()) else None
 
 
 def _accelerator_states(module: Any) -> list[torch.Tensor]:
@@ -103,6 +116,8 @@ def _set_accelerator_states(states: list[torch.Tensor]) -> None:
     if not torch.accelerator.is_available():
         return
     module = torch.get_device_module(torch.accelerator.current_accelerator())
+    if not hasattr(module, "set_rng_state"):
+        return
     if not hasattr(module, "get_rng_state_all"):
         module.set_rng_state(states[0])
         return

@@ -78,6 +78,8 @@ class SpeedMethods:
                 return reason
         if self.callback_handler.listens("on_substep_end"):
             return "a callback listens to on_substep_end, which comes after each micro-batch"
+        if self.wants_static_shapes():  # type: ignore[attr-defined]
+            return "batches keep few shapes, since this device compiles for each one"
         if getattr(self.strategy, "shards_parameters", False):
             return "parameters are sharded, and nothing is proved there yet"
         return None

@@ -33,12 +33,13 @@ from .preparing import (
     checkpoint_activations,
     compile_as_asked,
     convert_to_fp8,
+    move_model,
     set_use_cache,
 )
 from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
-from .strategies.single import SingleDevice
+from .strategies.places import strategy_on
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
@@ -99,11 +100,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator or default_collator(processing_class)
-        self.strategy = SingleDevice(
-            self.device,
-            choose_precision(args, self.device),
-            non_blocking=bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory,
-        )
+        self.strategy = strategy_on(args, self.device, choose_precision(args, self.device))
         self.accelerator = AcceleratorFace(self.strategy)
         self.memory = MemoryMeter(self.device)
         self._copies = HostCopies()
@@ -140,7 +137,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
         self._bind_overrides()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        model.to(device)
+        move_model(model, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from `model_init`."""

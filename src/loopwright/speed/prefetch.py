@@ -16,7 +16,8 @@ from torch import Tensor
 AHEAD = 512 * 2**20
 """Bytes of batches that may wait on the device for their use; the first batch of an update is always copied."""
 
-WITH_STREAMS = ("cuda", "xpu")
+NEEDED = ("Stream", "Event", "stream", "current_stream")
+"""What a device's module in torch must have for copies to run beside its work."""
 
 
 class Prefetch:
@@ -110,7 +111,8 @@ def prefetch_for(device: torch.device, *, non_blocking: bool = True) -> Prefetch
 
     `non_blocking` is how tensors move that were not announced, as those of an evaluation.
     """
-    kind = Prefetch if device.type in WITH_STREAMS else NoPrefetch
+    backend = getattr(torch, device.type, None) if device.type != "cpu" else None
+    kind = Prefetch if all(hasattr(backend, name) for name in NEEDED) else NoPrefetch
     return kind(device, non_blocking=non_blocking)
 
 

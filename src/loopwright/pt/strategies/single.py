@@ -121,6 +121,9 @@ class SingleDevice:
             total = total + micro_step(update, index)
         return total
 
+    def boundary(self) -> None:
+        """The end of a step: a device that only notes what is to be computed computes it here."""
+
     def scale_gradients(self, factor: Any) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:

@@ -1,0 +1,22 @@
+"""The strategy of one process on one device: the plain one, or that of the device's kind."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..kinds import kind_of
+from ..precision import Precision
+from .single import SingleDevice
+
+
+def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
+    """Carries out updates on this device."""
+    non_blocking = bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
+    special = kind_of(device).strategy
+    if special is None:
+        return SingleDevice(device, precision, non_blocking=non_blocking)
+    module, _, name = special.partition(":")
+    return getattr(import_module(module), name).of(args, device, precision)
