@@ -17,7 +17,13 @@ class LossAccounting:
     """Knows, or finds out, how a loss is scaled, and weighs micro-batches by their targets."""
 
     def __init__(
-        self, label_names: list[str], *, guessed_shift: bool, kind: LossKind | None = None, wants_items: bool = False
+        self,
+        label_names: list[str],
+        *,
+        guessed_shift: bool,
+        shift: bool | None = None,
+        kind: LossKind | None = None,
+        wants_items: bool = False,
     ) -> None:
         self.label_names = label_names
         self.kind = kind
@@ -26,7 +32,7 @@ class LossAccounting:
         self.is_open = kind is None
         """Whether a batch may still tell something about the loss."""
         self._guessed_shift = guessed_shift
-        self._shift: bool | None = None
+        self._shift = shift
         self._share: Any = None
         self.summed: Any = None
         """The counts of (sum, count) losses, which the update's gradients are to be divided by."""

@@ -14,8 +14,9 @@ from ..core.batches import Update
 from ..core.overrides import accepts, adapt, is_overridden
 from ..core.signals import Interrupted
 from .accounting import LossAccounting
-from .columns import LABEL_COLUMNS
+from .columns import LABEL_COLUMNS, innermost
 from .data import DataMethods
+from .devices import is_lazy
 from .evaluating import EvaluationMethods
 from .incident import write_incident
 from .loss import LabelSmoother, LossKind, LossProbe, check_has_gradient, count_samples, predicts_next_token
@@ -140,9 +141,12 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         elif step_is_theirs or (self.label_smoother is not None and not loss_is_theirs):
             kind = LossKind.SCALED
         told = self.compute_loss if is_overridden(self, "compute_loss") else self.compute_loss_func
+        # On a lazy device finding out is a graph more; the losses of transformers' own models are known.
+        known = is_lazy(self.device) and not loss_is_theirs and hasattr(innermost(self.model), "loss_function")
         return LossAccounting(
             self.label_names,
             guessed_shift=predicts_next_token(self.model),
+            shift=predicts_next_token(self.model) if known else None,
             kind=kind,
             wants_items=step_is_theirs or (told is not None and accepts(told, "num_items_in_batch")),
         )

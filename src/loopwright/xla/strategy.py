@@ -1,0 +1,131 @@
+"""Updates on a lazy device: noted operation by operation, computed by one compiled graph per step."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..core.batches import Update
+from ..core.strategy import MicroStep
+from ..pt.precision import Precision
+from ..pt.strategies.single import SingleDevice
+from . import runtime
+from .guard import ShapeGuard
+from .mesh import Layout
+from .tracing import noting
+
+ADAM = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class XlaDevice(SingleDevice):
+    """Carries out an update on lazy torch_xla: one device, or all of them as one (SPMD)."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        *,
+        accumulates: bool = False,
+        allowed: int | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        super().__init__(device, precision)
+        self.guard = ShapeGuard(runtime.graphs, allowed=allowed)
+        self.layout = layout
+        self._accumulates = accumulates
+        self.forward_context = lambda: noting(precision.context())  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
+        """The strategy these arguments ask for."""
+        return cls(
+            device,
+            precision,
+            accumulates=args.gradient_accumulation_steps > 1,
+            allowed=args.max_recompiles,
+            layout=Layout.of(args),
+        )
+
+    # ---- setting up -------------------------------------------------------------------------------------------------
+
+    def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        model = super().setup_model(model, place=place)
+        if self.layout is not None:
+            self.layout.spread(model)
+        return model
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        optimizer = super().setup_optimizer(optimizer)
+        if type(optimizer) in ADAM:
+            begin_state(optimizer)  # else the first step, which makes it, is a graph of its own
+        if self.layout is not None:
+            self.layout.spread_state(optimizer)
+        self.boundary()
+        return optimizer
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def put(self, batch: Any) -> Any:
+        self.guard.saw(batch)
+        moved = super().put(batch)
+        if self.layout is not None:
+            self.layout.spread_batch(moved)
+        return moved
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        """Micro-batches one after another; several are graphs of their own, however many an update has."""
+        total = None
+        for index in range(len(update.batches)):
+            loss = micro_step(update, index)
+            total = loss if total is None else total + loss
+            if self._accumulates:
+                self.boundary()
+        return total
+
+    def boundary(self) -> None:
+        runtime.end_step()
+        self.guard.check()
+
+    def zero_grad(self) -> None:
+        """Gradients are dropped before the step is computed: they need not leave the graph."""
+        super().zero_grad()
+        self.boundary()
+
+    def free_memory(self) -> None:
+        """The runtime keeps no cache that could be given back."""
+
+    # ---- undoing ----------------------------------------------------------------------------------------------------
+
+    def undo(self, held: Any) -> None:
+        super().undo(held)
+        self.boundary()
+
+    # ---- numbers ----------------------------------------------------------------------------------------------------
+
+    def read(self, scalars: list[Any]) -> list[float]:
+        """Numbers of finished steps: copied, never computed with, so that reading compiles nothing."""
+        lazy = [each for each in scalars if isinstance(each, Tensor) and each.device.type == "xla"]
+        found = iter(runtime.to_host(lazy)) if lazy else iter(())
+        return [float(next(found)) if isinstance(each, Tensor) and each.device.type == "xla" else float(each)
+                for each in scalars]  # fmt: skip
+
+    def defer(self, function: Any, *arguments: Any) -> None:
+        """Call a function when the step that is being noted is computed."""
+        runtime.at_step_end(function, *arguments)
+
+
+def begin_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state Adam would make in its first step: zeros, and no step done."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if state or not parameter.requires_grad:
+                continue
+            at = parameter.device if group["capturable"] or group["fused"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=at)
+            names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+            for name in names:
+                # Zeros of the host, copied: zeros of the device would be a graph.
+                state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)
