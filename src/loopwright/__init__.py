@@ -15,6 +15,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "pt.trainer": ("Trainer",),
     "pt.seq2seq": ("Seq2SeqTrainer",),
     "pt.arguments": ("Seq2SeqTrainingArguments", "TrainingArguments"),
+    "neuron.trainer": ("NeuronTrainer", "Seq2SeqNeuronTrainer"),
+    "neuron.arguments": ("NeuronTrainingArguments", "Seq2SeqNeuronTrainingArguments"),
     "args.names": (
         "EvaluationStrategy",
         "FSDPOption",
@@ -267,6 +269,11 @@ if TYPE_CHECKING:
         OverrideError as OverrideError,
         UnknownArgument as UnknownArgument,
     )
+    from .neuron.arguments import (
+        NeuronTrainingArguments as NeuronTrainingArguments,
+        Seq2SeqNeuronTrainingArguments as Seq2SeqNeuronTrainingArguments,
+    )
+    from .neuron.trainer import NeuronTrainer as NeuronTrainer, Seq2SeqNeuronTrainer as Seq2SeqNeuronTrainer
     from .pt.arguments import (
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,

@@ -34,7 +34,8 @@ struct HostMemory final : c10::Allocator {
   static void release(void* memory) { std::free(memory); }
 
   c10::DataPtr allocate(size_t bytes) override {
-    void* memory = bytes == 0 ? nullptr : std::malloc(bytes);
+    // Aligned as torch aligns the CPU's: matrix products add up in an order that depends on it.
+    void* memory = bytes == 0 ? nullptr : std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     return {memory, memory, &release, kDevice};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -149,6 +150,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", at::native::resize_);
   m.impl("set_", at::native::set_cpu_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
+  // Torch has formulas for these, for devices without a kernel, which add up in another order than the CPU's kernels.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward", "silu_backward", "native_group_norm"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -28,6 +28,7 @@ COMMANDS: dict[str, Command] = {
     "drill": Command("loopwright.cli.drill:run", "put a training script through faults and say what survived"),
     "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the numbers"),
+    "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
 }
 _FLAGS = {"--version": "version", "-V": "version"}

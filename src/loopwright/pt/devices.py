@@ -13,12 +13,12 @@ import torch
 LAZY_RUNTIME = "loopwright.xla.runtime"
 
 
-def choose_device(use_cpu: bool, local_rank: int) -> torch.device:
+def choose_device(use_cpu: bool, local_rank: int, *, native_first: bool = False) -> torch.device:
     """torch_xla's device where PJRT_DEVICE asks for it, else the accelerator torch finds, else the CPU."""
     lazy = lazy_device()  # also for a run on the CPU: the lazy device has to start before the first backward
     if use_cpu:
         return torch.device("cpu")
-    if lazy is not None:
+    if lazy is not None and not (native_first and torch.accelerator.is_available()):
         return lazy
     if not torch.accelerator.is_available():
         return torch.device("cpu")

@@ -63,7 +63,7 @@ class PacingMethods(BaseTrainer):
             peak_operations=peak,
             operations=self._operations_of,
             peak_memory=self._peak_memory_gib,
-            recompiles=recompiles,
+            recompiles=self.strategy.guard.count if hasattr(self.strategy, "guard") else recompiles,
         )
 
     def live_numbers(self) -> dict[str, float]:

@@ -38,6 +38,8 @@ class ShapeMethods(BaseTrainer):
         """The collator, padding to few shapes where that is wanted."""
         if not self.wants_static_shapes():
             return collate
+        if hasattr(self.strategy, "guard"):
+            self.strategy.guard.tell = self.notices.tell_once
         takes = forward_parameters(self.model)
         shapes = StaticShapes(
             self.args.static_lengths,

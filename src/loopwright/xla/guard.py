@@ -30,6 +30,10 @@ class ShapeGuard:
         """Graphs compiled since this run began."""
         return self._count() - self._first
 
+    def count(self) -> int:
+        """The same, for whoever logs it."""
+        return self.graphs
+
     def saw(self, batch: Any) -> None:
         """A batch goes to the device: note its shapes, and what is new about them."""
         if not isinstance(batch, Mapping):
@@ -49,8 +53,8 @@ class ShapeGuard:
             self._told = True
             reason = self._changed or "no input changed its shape; a value read in the middle of a step does this too"
             self.tell(
-                f"{self.graphs} graphs were compiled, which is {again} more than a run of one shape needs and more than "
-                f"max_recompiles={self._allowed}; the last new shape: {reason}"
+                f"{self.graphs} graphs were compiled, which is {again} more than a run of one shape needs, and more "
+                f"than max_recompiles={self._allowed}; the last new shape: {reason}"
             )
 
 

@@ -102,8 +102,8 @@ class Layout:
 
     def spread_batch(self, batch: Any) -> None:
         """Rows of every input over the data axis."""
-        values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-        for value in values:
+        several = list(batch.values()) if isinstance(batch, Mapping) else batch
+        for value in several if isinstance(several, (list, tuple)) else [several]:
             if isinstance(value, Tensor) and value.dim() and value.device.type == "xla":
                 self._check_rows(value.shape[0])
                 self._spmd.mark_sharding(value, self.mesh, (DATA, *(None,) * (value.dim() - 1)))

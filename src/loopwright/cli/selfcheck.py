@@ -1,0 +1,141 @@
+"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared; a report to send to somebody."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+
+STEPS = 10
+TOLERANCE = 1e-3
+"""How far losses may be apart: devices add up in another order, and some multiply in fewer bits."""
+
+
+def run(words: list[str]) -> int:
+    """Train on both, print the report, return 0 if they agree."""
+    parser = argparse.ArgumentParser(prog="loopwright selfcheck", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--compile", action="store_true", help="compile the model with the device's own backend")
+    options = parser.parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        report = check(folder, compile_model=options.compile)
+    print(text_of(report))
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if report["passed"] else 1
+
+
+def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
+    """Ten steps on the CPU and on the device that is there, evaluation, saving and going on; what came of each."""
+    from .. import TrainingArguments
+
+    device = TrainingArguments(folder).device
+    reference = _train(f"{folder}/cpu", use_cpu=True)
+    found = _attempt(lambda: _train(f"{folder}/device", use_cpu=False, torch_compile=compile_model))
+    report: dict[str, Any] = {
+        "loopwright": __version__,
+        "python": sys.version.split()[0],
+        "torch": _version("torch"),
+        "torch_xla": _version("torch_xla"),
+        "device": device.type,
+        "device_name": _name_of(device),
+        "steps": STEPS,
+        "tolerance": TOLERANCE,
+        "cpu": reference,
+        "on_device": found,
+        "passed": False,
+    }
+    if "error" not in found:
+        pairs = list(zip(reference["losses"], found["losses"], strict=True))
+        report["differences"] = [abs(one - other) for one, other in pairs]
+        report["largest_difference"] = max(report["differences"])
+        report["passed"] = report["largest_difference"] <= TOLERANCE and found["resumed_exactly"]
+    return report
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """The report for people."""
+    lines = [f"{name:12} {report[name]}" for name in ("loopwright", "python", "torch", "torch_xla") if report[name]]
+    lines.append(f"{'device':12} {report['device']} {report['device_name']}".rstrip())
+    found = report["on_device"]
+    if "error" in found:
+        return "\n".join([*lines, "", f"training on the device failed: {found['error']}"])
+    lines += ["", "step      loss on the CPU   on the device   difference"]
+    rows = zip(report["cpu"]["losses"], found["losses"], report["differences"], strict=True)
+    for number, (one, other, apart) in enumerate(rows, start=1):
+        name = "eval" if number > STEPS else str(number)
+        lines.append(f"{name:>4}  {one:19.7f} {other:15.7f} {apart:12.1e}")
+    lines += ["", f"saved, loaded and gone on: {'the same to the last bit' if found['resumed_exactly'] else 'DIFFERENT'}"]
+    lines.append(f"graphs compiled: {found['graphs']}" if found["graphs"] is not None else "")
+    verdict = "the device agrees with the CPU" if report["passed"] else "THE DEVICE DOES NOT AGREE WITH THE CPU"
+    return "\n".join([*lines, f"{verdict} (largest difference {report['largest_difference']:.1e})"])
+
+
+def _train(folder: str, *, use_cpu: bool, torch_compile: bool = False) -> dict[str, Any]:
+    """Losses of ten steps and an evaluation, and whether a run that was cut in the middle ends in the same place."""
+    import torch
+
+    started = time.perf_counter()
+    whole = _trainer(f"{folder}/whole", use_cpu, torch_compile)
+    whole.train()
+    losses = [log[key] for log in whole.state.log_history for key in ("loss", "eval_loss") if key in log]
+    guard = getattr(whole.strategy, "guard", None)
+    graphs = None if guard is None else guard.graphs
+    again = _trainer(f"{folder}/again", use_cpu, torch_compile)
+    again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{STEPS // 2}")
+    pairs = zip(whole.model.parameters(), again.model.parameters(), strict=True)
+    exact = all(torch.equal(one.detach().cpu(), other.detach().cpu()) for one, other in pairs)
+    return {"losses": losses, "resumed_exactly": exact, "graphs": graphs, "seconds": time.perf_counter() - started}
+
+
+def _trainer(folder: str, use_cpu: bool, torch_compile: bool) -> Any:
+    import torch
+
+    from .. import NeuronTrainer, TrainingArguments
+    from .selfcheck_model import TinyLanguageModel, pad_rows, ragged_rows
+
+    args = TrainingArguments(
+        folder, use_cpu=use_cpu, max_steps=STEPS, per_device_train_batch_size=4, per_device_eval_batch_size=4,
+        static_lengths=[32], logging_steps=1, save_steps=STEPS // 2, eval_strategy="steps", eval_steps=STEPS,
+        learning_rate=1e-2, optim="adamw_torch", report_to=[], disable_tqdm=True, speed="off", async_save=False,
+        torch_compile=torch_compile, log_level="error",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    rows = ragged_rows(22)
+    trainer = NeuronTrainer(
+        model=TinyLanguageModel(), args=args, data_collator=pad_rows, train_dataset=rows, eval_dataset=rows[:6]
+    )
+    from ..callbacks.printer import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _attempt(train: Any) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = train()
+    except Exception as error:  # the report is for whoever can do something about it
+        return {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _name_of(device: Any) -> str:
+    import torch
+
+    ask = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return str(ask(device)) if ask is not None else ""

@@ -1,0 +1,161 @@
+"""NeuronTrainingArguments: the names optimum-neuron's scripts use, each mapped to what it means here or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..args.field import Group, arg, positive
+from ..errors import ArgumentsError
+from ..pt.arguments import Seq2SeqTrainingArguments, TrainingArguments
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class NeuronArgs(Group):
+    """What is special about Trainium, and the names other trainers for it use."""
+
+    title = "Neuron"
+
+    xla_spmd: str | None = arg(
+        None, "On lazy XLA, one process drives all devices: data or fsdp.", choices=("data", "fsdp")
+    )
+    tensor_parallel_size: int = arg(1, "Devices one layer is split over.", check=positive)
+    tensor_parallel_plan: dict[str, Any] | str | None = arg(
+        None, "Which layers are split, by name pattern: colwise or rowwise; the model's own plan when not given."
+    )
+    zero_1: bool = arg(True, "Several processes share the optimizer state (FSDP2 that keeps whole weights).")
+    use_autocast: bool = arg(False, "With bf16: weights stay in 32 bits and matrix products are cast.")
+    stochastic_rounding_enabled: bool = arg(
+        True, "Weights kept in bf16 are rounded up or down at random, so that small updates are not lost."
+    )
+    optimizer_use_master_weights: bool = arg(True, "With bf16: weights are kept in 32 bits.")
+    optimizer_use_fp32_grad_acc: bool = arg(True, "Gradients are added up in 32 bits.")
+    optimizer_save_master_weights_in_ckpt: bool | None = arg(None, "Checkpoints hold the weights in 32 bits.")
+    compile_cache_dir: str | None = arg(None, "Where compiled graphs are kept from run to run.")
+    pipeline_parallel_size: int = arg(1, "Stages the model is cut into.", check=positive)
+    pipeline_parallel_num_microbatches: int | None = arg(None, "Micro-batches in a pipeline.")
+    pipeline_parallel_use_zero1_optimizer: bool | None = arg(None, "ZeRO-1 inside a pipeline.")
+    disable_sequence_parallel: bool | None = arg(None, "Do not split activations along the sequence.")
+    kv_size_multiplier: int | None = arg(None, "How often key and value heads are repeated.")
+    fuse_qkv: bool | None = arg(None, "Queries, keys and values as one matrix.")
+    recompute_causal_mask: bool = arg(True, "The model makes its causal mask in every step.")
+    use_xser: bool | None = arg(None, "Tensors of a checkpoint in files of their own.")
+    num_local_ranks_per_step: int | None = arg(None, "How many processes of a machine save at a time.")
+    skip_cache_push: bool = arg(True, "Do not push compiled graphs to the Hub.")
+    hub_neuronx_cache: str | None = arg(None, "The Hub repository of compiled graphs.")
+    dataloader_prefetch_size: int | None = arg(None, "Batches kept ready on the device.")
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "pipeline_parallel_size": (
+        lambda value: value > 1,
+        "pipelines are not available; split layers with tensor_parallel_size, or shard with several processes",
+    ),
+    "pipeline_parallel_num_microbatches": (lambda value: value is not None, "pipelines are not available"),
+    "pipeline_parallel_use_zero1_optimizer": (lambda value: value is not None, "pipelines are not available"),
+    "disable_sequence_parallel": (
+        lambda value: value is False,
+        "activations are not split along the sequence; leave it out, or set it to True",
+    ),
+    "kv_size_multiplier": (
+        lambda value: value not in (None, 1),
+        "it belongs to models rewritten for neuronx_distributed; models are used as they are, so leave it out",
+    ),
+    "fuse_qkv": (bool, "it belongs to models rewritten for neuronx_distributed; models are used as they are"),
+    "recompute_causal_mask": (lambda value: not value, "models make their mask in every step; leave it at True"),
+    "use_xser": (lambda value: value is not None, "checkpoints are safetensors files; there is nothing to choose"),
+    "num_local_ranks_per_step": (
+        lambda value: value is not None,
+        "each process copies its part to host memory and writes it in the background; leave it out",
+    ),
+    "skip_cache_push": (lambda value: not value, "compiled graphs are not pushed to the Hub; use compile_cache_dir"),
+    "hub_neuronx_cache": (
+        lambda value: value is not None,
+        "compiled graphs do not come from the Hub; compile_cache_dir may be a shared folder or, on Neuron, an S3 URL",
+    ),
+    "dataloader_prefetch_size": (
+        lambda value: value is not None,
+        "batches travel while the device works on the last step; dataloader_prefetch_factor keeps more of them ready",
+    ),
+}
+"""Arguments that ask for what is not here: when they do, and what to do instead."""
+
+
+class NeuronRules:
+    """What follows from the arguments of NeuronArgs."""
+
+    def __post_init__(self) -> None:
+        args: Any = self
+        self._spread(args)
+        super().__post_init__()  # type: ignore[misc]
+        problems = [
+            f"{name}={getattr(args, name)!r}: {reason}"
+            for name, (asks, reason) in REFUSED.items()
+            if asks(getattr(args, name))
+        ]
+        problems += [text for text in (_rounding_problem(args), _master_problem(args)) if text]
+        if problems:
+            raise ArgumentsError(problems)
+
+    @staticmethod
+    def _spread(args: Any) -> None:
+        """Several processes: ZeRO-1 is FSDP2 that keeps whole weights, and tensor parallelism torch's own."""
+        several = args.world_size > 1
+        if several and args.tensor_parallel_size > 1 and args.parallelism_config is None:
+            sizes = {"tp_size": args.tensor_parallel_size}
+            plan = args.tensor_parallel_plan
+            args.parallelism_config = {**sizes, **({"tp_plan": plan} if plan else {})}
+        if several and args.zero_1 and args.fsdp is None:
+            args.fsdp = "shard_grad_op"
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether the weights themselves are bf16."""
+        args: Any = self
+        return bool(args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights)
+
+    @property
+    def device(self) -> torch.device:
+        """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
+        args: Any = self
+        from ..pt.devices import choose_device
+
+        return choose_device(args.use_cpu, args.local_process_index, native_first=True)
+
+
+def _rounding_problem(args: Any) -> str | None:
+    if not (args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights):
+        return None
+    if args.optimizer_use_fp32_grad_acc and args.gradient_accumulation_steps > 1:
+        return (
+            "optimizer_use_fp32_grad_acc=True: gradients of bf16 weights are bf16; keep the weights in 32 bits "
+            "(optimizer_use_master_weights=True), or set it to False"
+        )
+    return None
+
+
+def _master_problem(args: Any) -> str | None:
+    wanted = args.optimizer_save_master_weights_in_ckpt
+    if wanted is None or not args.bf16:
+        return None
+    kept = args.use_autocast or args.optimizer_use_master_weights
+    if wanted and not kept:
+        return "optimizer_save_master_weights_in_ckpt=True: the weights are bf16, so there are no others to save"
+    if not wanted and kept:
+        return "optimizer_save_master_weights_in_ckpt=False: the weights in 32 bits are the model, so they are saved"
+    return None
+
+
+# As in Seq2SeqTrainingArguments, what comes first is listed last: output_dir stays the first positional argument.
+@dataclass
+class NeuronTrainingArguments(NeuronRules, NeuronArgs, TrainingArguments):
+    """All arguments of a run, and those of Trainium."""
+
+
+@dataclass
+class Seq2SeqNeuronTrainingArguments(NeuronRules, NeuronArgs, Seq2SeqTrainingArguments):
+    """All arguments of a run that generates text in evaluation, and those of Trainium."""
