@@ -2,6 +2,7 @@
 #
 #   make demo    train a small language model on this machine's Python sources, about a minute
 #   make test    lint, types and the whole test suite
+#   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
 #   make lint    ruff and mypy only
 #   make bench   print ours, the peers' and a hand-written loop
 #   make clean   remove everything these commands made
@@ -26,7 +27,7 @@ TOOLS := pytest pytest-xdist hypothesis ruff mypy
 PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-xla lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +39,29 @@ demo: $(VENV)/.core
 test: lint
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup --durations 15
 
+# The last torch that lazy torch_xla exists for. Its build in the public index is a CUDA one: without CUDA's 5 GB it
+# imports with stand-ins for CUDA's libraries, which tests/xla/cuda_stubs.py makes with gcc and binutils.
+XLA_VENV  := .venv-xla
+XLA_SITE   = $(abspath $(shell $(XLA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'))
+XLA_RUN    = LD_LIBRARY_PATH=$(XLA_SITE)/nvidia_stub PJRT_DEVICE=CPU PYTHONPATH=src:. OMP_NUM_THREADS=1 \
+             timeout 900 $(XLA_VENV)/bin/python -m pytest -q --durations 10
+XLA_PIP    = $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+
+test-xla: $(XLA_VENV)/.ready
+	$(XLA_RUN) tests/xla/test_lazy.py
+	CPU_NUM_DEVICES=4 $(XLA_RUN) tests/xla/test_spmd.py
+
+$(XLA_VENV)/.ready: constraints.txt tests/xla/cuda_stubs.py
+	@echo "Making $(XLA_VENV): torch 2.9.0 and torch_xla 2.9.0 ..."
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_PIP) --no-deps torch==2.9.0 torch_xla==2.9.0
+	sed -i -E '/^Requires-Dist: (nvidia|triton)/d' $(XLA_SITE)/torch-2.9.0.dist-info/METADATA
+	grep -v '^torch==' constraints.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_PIP) -c $(XLA_VENV)/constraints.txt typing_extensions sympy filelock networkx jinja2 fsspec numpy absl-py \
+	  pyyaml requests safetensors rich pytest hypothesis transformers==5.22.2
+	$(XLA_VENV)/bin/python tests/xla/cuda_stubs.py $(XLA_SITE)
+	@touch $@
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests examples $(wildcard benchmarks)
 	$(BIN)/mypy
@@ -46,7 +70,7 @@ bench: $(VENV)/.dev
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(XLA_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:

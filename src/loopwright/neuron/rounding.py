@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..pt.precision import Precision
 
@@ -32,8 +32,16 @@ class Bf16Weights(Precision):
         super().__init__()
         self.stochastic = stochastic
 
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Loading a state, torch casts it to the format of the weights: they are in 32 bits meanwhile."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            halves = _in_bf16(optimizer)
+            optimizer.register_load_state_dict_pre_hook(lambda *_: _cast(halves, torch.float32))
+            optimizer.register_load_state_dict_post_hook(lambda *_: _cast(halves, torch.bfloat16))
+        return model, optimizer
+
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        halves = [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
+        halves = _in_bf16(optimizer)
         with torch.no_grad():
             for parameter in halves:
                 gradient, parameter.grad = parameter.grad, None
@@ -47,6 +55,16 @@ class Bf16Weights(Precision):
 
     def _round(self, values: Tensor) -> Tensor:
         return round_stochastically(values) if self.stochastic else values.to(torch.bfloat16)
+
+
+def _in_bf16(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.dtype is torch.bfloat16]
+
+
+def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.to(dtype)
 
 
 def bf16_weights(args: Any, device: torch.device) -> Bf16Weights:
