@@ -42,8 +42,8 @@ def run_arm(script: str | Path, arm: str, words: Iterable[str], timeout: float) 
         started = time.perf_counter()
         with open(log, "w") as out:
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder), cwd=folder,
-                start_new_session=True,
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder),
+                cwd=folder, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | None = process.wait(timeout)
