@@ -126,17 +126,21 @@ class Conductor:
         except NoSamples as reason:
             return self._settle(str(reason))
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
         saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
-            if self._looks == LOOKS:
-                self._settle(f"{1 - real / padded:.0%} of the tokens are padding: too little to gain by leaving it out")
-            return None
+        if not here.insists and not is_worth_it(padding, saved, here.device.type):
+            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
+            if not here.on_gpu:
+                if self._looks == LOOKS:
+                    self._settle(f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out")
+                return None
+            padding = 0.0
         if not here.learn(batches[0]):
             if self._looks == LOOKS:
                 self._settle("the loss does not show what it is divided by")
             return None
         decision = Decision(here, samples)
-        self.plan = decision.make(padding=1 - real / padded)
+        self.plan = decision.make(padding=padding)
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
