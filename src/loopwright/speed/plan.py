@@ -43,7 +43,7 @@ class SpeedPlan:
 
     @property
     def changes_anything(self) -> bool:
-        return self.layout != AS_MADE or self.linear_loss or self.compiled
+        return self.layout != AS_MADE or self.linear_loss or self.compiled or self.activations != "none"
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(Choice(name, is_on, reason, numbers or {}))
