@@ -86,8 +86,8 @@ class SpeedMethods:
                 return reason
         if self.callback_handler.listens("on_substep_end"):
             return "a callback listens to on_substep_end, which comes after each micro-batch"
-        if getattr(self.strategy, "shards_parameters", False):
-            return "parameters are sharded, and nothing is proved there yet"
+        if self.strategy.world_size > 1:
+            return "several processes share an update, and nothing is proved there yet"
         return None
 
     def _situation(self) -> Situation:

@@ -138,18 +138,24 @@ class Conductor:
         except NoSamples as reason:
             return self._settle(str(reason), batches)
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
         saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
-            if self._looks == LOOKS:
-                few = f"{1 - real / padded:.0%} of the tokens are padding: too little to gain by leaving it out"
-                self._settle(few, batches)
-            return None
+        if not here.insists and not is_worth_it(padding, saved, here.device.type):
+            if self._waits_for_shapes(batches):
+                return None
+            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
+            if not here.on_gpu:
+                if self._looks == LOOKS:
+                    few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
+                    self._settle(few, batches)
+                return None
+            padding = 0.0
         if not here.learn(batches[0]):
             if self._looks == LOOKS:
                 self._settle("the loss does not show what it is divided by", batches)
             return None
         decision = Decision(here, samples)
-        self.plan = decision.make(padding=1 - real / padded)
+        self.plan = decision.make(padding=padding)
         if decision.reference is not None:
             plan_memory(
                 self.plan,
@@ -194,6 +200,12 @@ class Conductor:
         self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
         self.is_idle = not self.is_active
 
+    def _waits_for_shapes(self, batches: list[Any]) -> bool:
+        """Whether some more updates have to show that shapes repeat, before micro-batches become graphs."""
+        if self._looks >= LOOKS or self._here.insists:
+            return False
+        return self._graph_choice.why_not(self.plan, batches) is None
+
     def _note_graphs(self, reason: str | None) -> None:
         here, plan = self._here, self.plan
         plan.graphed = reason is None
@@ -217,11 +229,10 @@ class Conductor:
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
     def _settle(self, reason: str, batches: list[Any]) -> None:
-        no_graph = self._graph_choice.why_not(self.plan, batches)
-        if no_graph is None and self._looks < LOOKS and not self._here.insists:
-            return  # some more updates show whether shapes repeat
+        if self._waits_for_shapes(batches):
+            return
         self.plan.note("layouts", False, reason)
-        self._note_graphs(no_graph)
+        self._note_graphs(self._graph_choice.why_not(self.plan, batches))
         self._carry_out(None, None)
         self._announce(self.plan)
 
