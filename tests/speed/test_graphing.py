@@ -300,6 +300,14 @@ def test_a_loss_that_needs_the_number_of_items_is_not_recorded() -> None:
     assert step(model, {"x": torch.ones(2, 3)}) == -1.0 and len(given_up) == 1
 
 
+def test_a_loss_that_is_not_a_number_proves_nothing() -> None:
+    model, given_up = Masked(False), []
+    step = graphed(model, given_up)
+    step.share = 1.0
+    assert step(model, {"x": torch.full((2, 3), float("nan"))}) == -1.0 and given_up == []
+    assert step(model, {"x": torch.ones(2, 3)}) > 0 and step.step.reason is None
+
+
 def test_shares_are_known_where_targets_were_counted() -> None:
     update = Update([{}, {}], items=[3, 0], total_items=3)
     assert share_of(update, 0) == 1.0 and share_of(update, 1) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -128,7 +129,7 @@ class GraphedTraining:
         given = self._put(inputs)
         if not self._is_proved:
             self._prove(given, inputs, num_items_in_batch)
-            if not self._is_possible():
+            if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
         return self.step.step(self._without_mask(given, inputs), self.share)
 
@@ -152,31 +153,34 @@ class GraphedTraining:
 
     def _without_mask(self, given: dict[str, Any], inputs: Any) -> dict[str, Any]:
         """Inputs without a mask that masks nothing: models look into it on the device, and a graph cannot wait."""
-        mask = inputs.get(MASK) if self._drops_mask else None
+        mask = inputs[MASK] if self._drops_mask and MASK in inputs else None
         if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not mask.all():
             return given
         return {name: value for name, value in given.items() if name != MASK}
 
     def _prove(self, given: dict[str, Any], inputs: Any, items: Any) -> None:
         """See on one micro-batch that the loss that would be recorded is the loss of training."""
+        expected = self._looked_at(lambda: self._weigh(self._loss_of(dict(given), items)))
+        if not math.isfinite(expected):
+            return  # the next micro-batch is asked
         self._is_proved = True
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-
-        def alike(mine: dict[str, Any]) -> bool:
-            losses = []
-            for batch, told, scale in ((given, items, self._weigh), (mine, None, lambda loss: loss * self.share)):
-                with undone(self._model, parameters, self.step.device), any_wait_is_fine():
-                    losses.append(float(scale(self._loss_of(dict(batch), told)).detach()))
-            return abs(losses[0] - losses[1]) <= SAME_LOSS * max(abs(losses[0]), 1e-6)
-
         try:
-            if alike(self._without_mask(given, inputs)):
+            if self._is_alike(self._without_mask(given, inputs), expected):
                 return
         except TypeError:  # it cannot do without its mask
             pass
         self._drops_mask = False
-        if not alike(given):
+        if not self._is_alike(given, expected):
             self.step.reason = "the loss is another one when it is not told the number of items"
+
+    def _is_alike(self, inputs: dict[str, Any], expected: float) -> bool:
+        found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * self.share)
+        return abs(found - expected) <= SAME_LOSS * max(abs(expected), 1e-6)
+
+    def _looked_at(self, compute: Callable[[], Tensor]) -> float:
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        with any_wait_is_fine(), undone(self._model, parameters, self.step.device):
+            return float(compute().detach())
 
 
 def share_of(update: Any, index: int) -> float | None:
