@@ -79,7 +79,7 @@ PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
 """Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
 PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
 """Seconds that launching one module's forward and backward is reckoned to take."""
-UNCOMPILED = {"cpu": 5e10, "cuda": 1e14}
+UNCOMPILED = {"cpu": 5e10, "cuda": 2e14}
 """Operations a device is reckoned to do in a second while it launches module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
 """Seconds a run must be reckoned to save before anything is proved and switched on."""
