@@ -137,8 +137,8 @@ class SpeedMethods:
             return "the model has no repeated blocks"
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
 
-    def _compile_blocks(self) -> None:
-        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True)
+    def _compile_blocks(self, short_rows: bool) -> None:
+        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True, short_rows=short_rows)
 
     def _why_not_graph(self) -> str | None:
         args, kind = self.args, self.device.type
