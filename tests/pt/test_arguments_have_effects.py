@@ -157,7 +157,8 @@ ASKS: dict[str, Any] = {
     "fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "deepspeed": {"zero": 1},
     "parallelism_config": {"tp": 2}, "accelerator_config": {"split_batches": True}, "eval_use_gather_object": True,
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "packing": "across_updates", "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
+    "packing": "across_updates", "train_sampling_strategy": "batch_rebalance",
+    "on_spike": "rollback", "debug": "underflow_overflow",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 

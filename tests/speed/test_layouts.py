@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from loopwright.speed.cutting import cut_by_length, padded_size, split_into_rows
 from loopwright.speed.documents import as_mask, borders_in, borders_of, is_documents, longest_in
@@ -95,17 +94,19 @@ def test_an_unpadded_batch_knows_its_real_tokens(lengths: list[int], size: int, 
     assert laid.computed_tokens == sum(lengths)
 
 
-@given(LENGTHS, st.integers(0, 60), st.integers(1, 120))
-def test_no_other_cut_of_the_sorted_samples_is_cheaper(lengths: list[int], overhead: int, budget: int) -> None:
+@given(LENGTHS, st.integers(0, 60), st.integers(1, 120), st.integers(0, 90))
+def test_no_other_cut_of_the_sorted_samples_is_cheaper(
+    lengths: list[int], overhead: int, budget: int, floor: int
+) -> None:
     lengths = sorted(lengths)[:9]
     table = np.array(lengths)[:, None]
 
     def cost(groups: list[np.ndarray]) -> float:
         sizes = [padded_size(table, group) for group in groups]
         too_large = any(size > budget and len(group) > 1 for size, group in zip(sizes, groups, strict=True))
-        return float("inf") if too_large else sum(sizes) + overhead * len(groups)
+        return float("inf") if too_large else sum(max(size, floor) + overhead for size in sizes)
 
-    found = cost(cut_by_length(table, overhead=overhead, budget=budget))
+    found = cost(cut_by_length(table, overhead=overhead, budget=budget, floor=floor))
     for cuts in range(2 ** (len(lengths) - 1)):
         ends = [i + 1 for i in range(len(lengths) - 1) if cuts >> i & 1]
         other = cost(np.split(np.arange(len(lengths)), ends))
@@ -121,7 +122,8 @@ def test_rows_are_neighbours_and_within_budget(lengths: list[int], budget: int) 
 
 
 def test_pairs_are_grouped_by_both_lengths() -> None:
-    source, target = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), torch.tensor([[5, -100], [5, 6], [5, -100]])
+    source = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    target = torch.tensor([[5, -100], [5, 6], [5, -100]])
     batch = {"input_ids": source * 9, "attention_mask": source, "labels": target}
     samples = take_apart([batch], is_pair=True)
     assert samples.axes["source"].lengths.tolist() == [3, 1, 4] and samples.axes["target"].lengths.tolist() == [1, 2, 1]

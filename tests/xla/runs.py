@@ -24,7 +24,7 @@ class Dropped(Tokens):
 
 MODELS: dict[str, tuple[Any, bool]] = {
     "own": (lambda: made(Tokens), False), "dropped": (lambda: made(Dropped), False), "llama": (llama, False),
-    "bert": (bert_classes, True), "gpt2": (gpt2, False),
+    "wide": (lambda: made(Tokens, 16, 8), False), "bert": (bert_classes, True), "gpt2": (gpt2, False),
 }  # fmt: skip
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..args.field import Group, arg, positive
@@ -119,11 +121,20 @@ class NeuronRules:
         return bool(args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights)
 
     @property
+    def spreads(self) -> bool:
+        """Whether one process is to drive all devices of lazy XLA as one."""
+        args: Any = self
+        lazy = bool(os.environ.get("PJRT_DEVICE")) and args.world_size == 1
+        return lazy and (args.xla_spmd is not None or args.tensor_parallel_size > 1)
+
+    @property
     def device(self) -> torch.device:
         """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
         args: Any = self
-        from ..pt.devices import choose_device
+        from ..pt.devices import LAZY_RUNTIME, choose_device
 
+        if args.spreads and not args.use_cpu:
+            import_module(LAZY_RUNTIME).use_spmd()  # before the first operation, or not at all
         return choose_device(args.use_cpu, args.local_process_index, native_first=True)
 
 

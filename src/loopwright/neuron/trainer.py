@@ -95,21 +95,21 @@ class NeuronPolicy:
         states = [None if part is None else part.state_dict() for part in given]
         events, trainer.callback_handler.callbacks = trainer.callback_handler.callbacks, []
         mode, trainer.is_probing = module.training, True
-        try:
-            with untouched_rng():
+        with untouched_rng():
+            try:
                 yield
-        finally:
-            trainer.is_probing = False
-            trainer.callback_handler.callbacks = events
-            trainer.finish_with_model()
-            trainer.release_data()
-            copy_into(module, weights, strict=True, source="memory")
-            trainer.optimizer, trainer.lr_scheduler = given
-            for part, state in zip(given, states, strict=True):
-                if part is not None:
-                    part.load_state_dict(state)
-            module.train(mode)
-            trainer.strategy.zero_grad()
+            finally:
+                trainer.is_probing = False
+                trainer.callback_handler.callbacks = events
+                trainer.finish_with_model()
+                trainer.release_data()
+                copy_into(module, weights, strict=True, source="memory")
+                trainer.optimizer, trainer.lr_scheduler = given
+                for part, state in zip(given, states, strict=True):
+                    if part is not None:
+                        part.load_state_dict(state)
+                module.train(mode)
+                trainer.strategy.zero_grad()
 
 
 class NeuronTrainer(NeuronPolicy, Trainer):

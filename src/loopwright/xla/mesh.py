@@ -51,7 +51,13 @@ class Layout:
         """Mark every parameter with its place on the mesh."""
         splits = self._split_by_plan(model) if self.tensor > 1 else {}
         for name, parameter in model.named_parameters():
-            self._mark(parameter, self._spec(parameter, splits.get(name)))
+            split = splits.get(name)
+            if split is not None and parameter.shape[split] % self.tensor:
+                raise ModelError(
+                    f"tensor_parallel_size={self.tensor} does not divide dimension {split} of {name}, whose shape is "
+                    f"{tuple(parameter.shape)}; choose another size, or leave the layer out of tensor_parallel_plan"
+                )
+            self._mark(parameter, self._spec(parameter, split))
 
     def spread_state(self, optimizer: Any) -> None:
         """Optimizer state lies where its parameter lies."""
@@ -85,7 +91,7 @@ class Layout:
     def _spec(self, parameter: Tensor, split: int | None) -> tuple[str | None, ...]:
         """Which dimension lies over which axis: the plan's, and for FSDP the longest other one that divides evenly."""
         spec: list[str | None] = [None] * parameter.dim()
-        if split is not None and parameter.shape[split] % self.tensor == 0:
+        if split is not None:
             spec[split] = MODEL
         if self.shards:
             free = [d for d in range(parameter.dim()) if spec[d] is None and parameter.shape[d] % self.rows == 0]

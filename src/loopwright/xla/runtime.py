@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MissingPackage
+from ..errors import MissingPackage, NotAvailable
 from ..pt.kinds import KINDS
 from ..pt.seeding import MORE_STREAMS
 
@@ -34,11 +34,17 @@ def start() -> torch.device:
 
 def use_spmd() -> int:
     """Let this process drive all devices as one; returns their number."""
+    os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     import torch_xla.runtime as xr
 
-    start()
     if not xr.is_spmd():
+        if start.cache_info().currsize:
+            raise NotAvailable(
+                "this process has computed on one XLA device already, and cannot drive all of them as one any more; "
+                "make the trainer that spreads (xla_spmd, tensor_parallel_size) the first one of the process"
+            )
         xr.use_spmd()
+    start()
     return int(xr.global_runtime_device_count())
 
 
