@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ def _always(args: Any) -> bool:
 
 def _one_process(args: Any) -> bool:
     return bool(args.world_size == 1)
+
+
+def _nothing_compiles(args: Any) -> bool:
+    return bool(args.speed == "off" and not os.environ.get("PJRT_DEVICE"))  # lazy XLA compiles every step
 
 
 def _no_tracker(*names: str) -> Callable[[Any], bool]:
@@ -73,7 +78,7 @@ IDLE = (
     Idle(("optim_target_modules",), lambda args: not args.optim.startswith(("galore_", "apollo_"))),
     Idle(("gradient_checkpointing_kwargs",), lambda args: not args.gradient_checkpointing),
     Idle(("torch_compile_scope",), lambda args: not args.torch_compile),
-    Idle(("max_recompiles",), lambda args: not args.torch_compile and (args.use_cpu or args.speed == "off")),
+    Idle(("max_recompiles",), lambda args: not args.torch_compile and (args.use_cpu or _nothing_compiles(args))),
     Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
     Idle(("length_column_name",), lambda args: args.train_sampling_strategy != "group_by_length"),
     Idle(("dataloader_multiprocessing_context", "dataloader_in_order"), lambda args: args.dataloader_num_workers == 0),

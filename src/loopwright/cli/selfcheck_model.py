@@ -42,7 +42,8 @@ def ragged_rows(count: int) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(5, LONGEST + 1, (count,), generator=generator).tolist()
     starts = torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()
-    rows = [torch.tensor([(start + 3 * k) % VOCABULARY for k in range(n)]) for n, start in zip(lengths, starts, strict=True)]
+    pairs = zip(lengths, starts, strict=True)
+    rows = [torch.tensor([(start + 3 * k) % VOCABULARY for k in range(length)]) for length, start in pairs]
     return [{"input_ids": ids, "labels": ids.clone()} for ids in rows]
 
 
