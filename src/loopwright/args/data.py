@@ -31,12 +31,13 @@ class DataArgs(Group):
         "The order of samples: random, sequential, group_by_length or batch_rebalance.",
         choices=("random", "sequential", "group_by_length", "batch_rebalance"),
     )
-    length_column_name: str = arg("length", "The column with lengths, for group_by_length.")
+    length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
     per_device_train_batch_tokens: int | None = arg(
         None, "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.", check=positive
     )
     packing: str | None = arg(
         None,
-        "Put several samples into one row; across_updates may move samples between updates.",
+        "across_updates: a micro-batch is as many following samples as fit into per_device_train_batch_tokens, so that "
+        "updates have about as many tokens each and not as many samples.",
         choices=("across_updates",),
     )

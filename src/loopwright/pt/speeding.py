@@ -69,6 +69,8 @@ class SpeedMethods:
             plan.note("layouts", False, reason)
             self.speed_plan = plan.as_dict()
             logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            if self.args.per_device_train_batch_tokens:
+                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
             return None
         return Conductor(self._situation(), announce=self._announce_plan, tell=self.notices.tell_once)
 

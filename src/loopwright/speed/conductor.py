@@ -124,8 +124,11 @@ class Conductor:
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
-            return self._settle(str(reason))
+            self._settle(str(reason))
+            return self._tell_no_budget()
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        if here.token_budget and padded == real and self._looks < LOOKS:
+            return None  # a single sample, or some that happen to be equally long, show nothing
         saved = (padded - real) * here.operations_per_token * here.updates_left()
         if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
             if self._looks == LOOKS:
@@ -140,6 +143,8 @@ class Conductor:
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
+        if decision.layout is None and padded > real:
+            self._tell_no_budget()
         return None
 
     def _choose_compiling(self, tokens: int) -> None:
@@ -170,6 +175,14 @@ class Conductor:
             ids = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else None
             tokens += 0 if ids is None else ids.numel()
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
+
+    def _tell_no_budget(self) -> None:
+        """Only a layout can keep to a number of tokens."""
+        if self._here.token_budget:
+            self._tell(
+                f"per_device_train_batch_tokens={self._here.token_budget:,}: micro-batches are padded and may take "
+                "more, since no layout is proved here; speed_report() says why"
+            )
 
     def _settle(self, reason: str) -> None:
         self.plan.note("layouts", False, reason)
