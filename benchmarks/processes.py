@@ -22,23 +22,28 @@ HERE = Path(__file__).resolve().parent
 Result = dict[str, Any]
 
 
-def environment() -> dict[str, str]:
-    """Ours from the sources beside this file, and nobody asks the network."""
+def environment(folder: str) -> dict[str, str]:
+    """Ours from the sources beside this file, nobody asks the network, and nothing was compiled before."""
     paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    cold = {
+        "TMPDIR": folder,
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
+        "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+    }
+    return {**os.environ, **quiet, **cold, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
 
 
 def run_arm(script: str | Path, arm: str, words: Iterable[str], timeout: float) -> Result:
     """Run one arm in a process of its own and return the lines it wrote, merged."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into, log = Path(folder, "lines.jsonl"), Path(folder, "log")
         command = [sys.executable, str(script), *words, "--arm", arm, "--into", str(into)]
         started = time.perf_counter()
         with open(log, "w") as out:
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(), cwd=folder,
-                start_new_session=True,
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder),
+                cwd=folder, start_new_session=True,
             )  # fmt: skip
             try:
                 code: int | None = process.wait(timeout)
@@ -66,10 +71,11 @@ class Worker:
     """An arm that stays: it answers one request after the other, so that arms can take turns on a noisy machine."""
 
     def __init__(self, script: str | Path, arm: str, words: Iterable[str]) -> None:
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.log = tempfile.TemporaryFile("w+", errors="replace")
         self.process = subprocess.Popen(
             [sys.executable, str(script), *words, "--arm", arm], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log, env=environment(), start_new_session=True,
+            stderr=self.log, env=environment(self.folder.name), start_new_session=True,
         )  # fmt: skip
 
     def ask(self, request: Any, timeout: float) -> Result:
@@ -97,6 +103,7 @@ class Worker:
 
     def close(self) -> None:
         end(self.process)
+        self.folder.cleanup()
 
 
 def serve(answer: Callable[[Any], Result]) -> None:

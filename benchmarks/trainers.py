@@ -7,7 +7,6 @@ groups samples by length has an order of its own; the result says so.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -129,18 +128,19 @@ def with_loopwright(task: Task, **more: Any) -> dict[str, Any]:
     watch.begin()
     trainer.train()
     watch.losses = trainer.meter.losses  # one per update: nothing was logged on the way
-    report = trainer.speed_report() if hasattr(trainer, "speed_report") else None
-    report = dataclasses.asdict(report) if dataclasses.is_dataclass(report) else report
-    return {"speed_report": report, "useful_share": share_in(report)}
+    report = trainer.speed_report().as_dict()
+    numbers = report["numbers"]
+    return {
+        "speed_report": report,
+        "useful_share": numbers.get("useful_token_share"),
+        "recompiles": numbers.get("recompiles"),
+        "note": switched_on(report),
+    }
 
 
-def share_in(report: Any) -> float | None:
-    """Real over computed tokens, where our report knows it."""
-    if not isinstance(report, dict):
-        return None
-    return next(
-        (report[name] for name in ("useful_token_share", "useful_share", "real_tokens") if name in report), None
-    )
+def switched_on(report: dict[str, Any]) -> str:
+    """What our report says is on."""
+    return ", ".join(choice["name"] for choice in report["choices"] if choice["on"])
 
 
 def with_transformers(task: Task, **more: Any) -> dict[str, Any]:

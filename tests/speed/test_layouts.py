@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from loopwright.speed.cutting import cut_by_length, padded_size, split_into_rows
 from loopwright.speed.documents import as_mask, borders_in, borders_of, is_documents, longest_in
@@ -121,7 +120,8 @@ def test_rows_are_neighbours_and_within_budget(lengths: list[int], budget: int) 
 
 
 def test_pairs_are_grouped_by_both_lengths() -> None:
-    source, target = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]]), torch.tensor([[5, -100], [5, 6], [5, -100]])
+    source = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
+    target = torch.tensor([[5, -100], [5, 6], [5, -100]])
     batch = {"input_ids": source * 9, "attention_mask": source, "labels": target}
     samples = take_apart([batch], is_pair=True)
     assert samples.axes["source"].lengths.tolist() == [3, 1, 4] and samples.axes["target"].lengths.tolist() == [1, 2, 1]

@@ -33,11 +33,12 @@ class DataArgs(Group):
     )
     length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
     per_device_train_batch_tokens: int | None = arg(
-        None, "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.", check=positive
+        None,
+        "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.",
+        check=positive,
     )
     packing: str | None = arg(
         None,
-        "across_updates: a micro-batch is as many following samples as fit into per_device_train_batch_tokens, so that "
-        "updates have about as many tokens each and not as many samples.",
+        "across_updates: a micro-batch is as many following samples as fit into per_device_train_batch_tokens.",
         choices=("across_updates",),
     )

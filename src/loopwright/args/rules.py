@@ -51,7 +51,7 @@ def fp8_beside_bf16(args: Any) -> str | None:
 def token_budgets_need_layouts(args: Any) -> str | None:
     """Tokens per micro-batch are kept by laying samples out anew."""
     if args.per_device_train_batch_tokens and args.speed == "off":
-        return "per_device_train_batch_tokens needs speed='auto' or 'max': with speed='off' batches stay as they are made"
+        return "per_device_train_batch_tokens needs speed='auto' or 'max': with 'off' batches stay as they are made"
     return None
 
 

@@ -29,7 +29,7 @@ LossOf = Callable[[list[Any], Prepare], Tensor]
 Lay = Callable[[Samples], list[Any]]
 """The micro-batches a layout makes of samples."""
 
-LOSS, GRADIENT, STILL = 1e-5, 1e-4, 1e-6
+LOSS, GRADIENT, STILL = 1e-5, 1e-4, 2.5e-7
 """How far loss, gradient, and what must not move at all may be off, relatively, in single precision."""
 HALF_AS_GOOD = 1.5
 """How much larger than that of the path as it is the rounding error of a half-precision kernel may be."""
