@@ -59,8 +59,8 @@ def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
     if packing.too_long:
         notices.tell_once(
             f"packing: {packing.too_long:,} of {len(packing.lengths):,} samples are longer than "
-            f"per_device_train_batch_tokens={packing.budget:,} (the longest has {packing.lengths.max():,} tokens); each "
-            "of them is a micro-batch of its own"
+            f"per_device_train_batch_tokens={packing.budget:,} (the longest has {packing.lengths.max():,} tokens); "
+            "each of them is a micro-batch of its own"
         )
     return make_packed_plan(
         packing,

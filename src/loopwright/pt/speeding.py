@@ -80,8 +80,8 @@ class SpeedMethods:
                 return reason
         if self.callback_handler.listens("on_substep_end"):
             return "a callback listens to on_substep_end, which comes after each micro-batch"
-        if getattr(self.strategy, "shards_parameters", False):
-            return "parameters are sharded, and nothing is proved there yet"
+        if self.strategy.world_size > 1:
+            return "several processes share an update, and nothing is proved there yet"
         return None
 
     def _situation(self) -> Situation:
@@ -105,6 +105,7 @@ class SpeedMethods:
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
+            packs=self.args.packing is not None,
             only_grouped=self._why_only_grouped(),
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
         )

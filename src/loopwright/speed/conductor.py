@@ -20,6 +20,9 @@ from .situation import Situation
 LOOKS = 20
 """Updates looked at before it is settled that their padding is not worth anything."""
 
+PACKED_LOOKS = 5
+"""Updates that may come without padding before packed samples are believed to have none."""
+
 
 class Conductor:
     """Lays out updates, and brings the model's attention and head in and out around each of them."""
@@ -127,19 +130,23 @@ class Conductor:
             self._settle(str(reason))
             return self._tell_no_budget()
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
-        if here.token_budget and padded == real and self._looks < LOOKS:
-            return None  # a single sample, or some that happen to be equally long, show nothing
+        padding = 1 - real / padded
+        if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
+            return None  # one sample, or some that happen to be equally long, show nothing
         saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
-            if self._looks == LOOKS:
-                self._settle(f"{1 - real / padded:.0%} of the tokens are padding: too little to gain by leaving it out")
-            return None
+        if not here.insists and not is_worth_it(padding, saved, here.device.type):
+            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
+            if not here.on_gpu:
+                if self._looks == LOOKS:
+                    self._settle(f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out")
+                return None
+            padding = 0.0
         if not here.learn(batches[0]):
             if self._looks == LOOKS:
                 self._settle("the loss does not show what it is divided by")
             return None
         decision = Decision(here, samples)
-        self.plan = decision.make(padding=1 - real / padded)
+        self.plan = decision.make(padding=padding)
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)

@@ -51,7 +51,7 @@ class Decision:
 
     def _choose_layout(self, reference: Reference, padding: float) -> None:
         if padding <= 0:
-            self.plan.note("layouts", False, "there is no padding to leave out")
+            self.plan.note("layouts", False, "there is too little padding to leave out")
             return
         for name in LAYOUTS:
             layout = self._offered(name)
