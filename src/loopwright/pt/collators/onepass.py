@@ -53,6 +53,8 @@ def pad_in_one_pass(
 
 def pad_rows_in_one_pass(rows: list[Any], length: int, fill: int, side: str) -> np.ndarray | None:
     """Integer rows as one array of that length; None where they are not plain rows or do not fit."""
+    if type(fill) is not int:
+        return None
     try:
         flat, lengths = _flat(rows)
         return _laid(flat, _kept(lengths, length, side), fill)
