@@ -130,7 +130,7 @@ class Conductor:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
             self._settle(str(reason))
-            return self._tell_no_budget()
+            return self._tell_no_budget(padding=1.0)
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
         padding = 1 - real / padded
         if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
@@ -162,9 +162,7 @@ class Conductor:
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
-        if decision.layout is None and padded > real:
-            self._tell_no_budget()
-        return None
+        return self._tell_no_budget(padding)
 
     def _choose_compiling(self, tokens: int) -> None:
         """Compile where a GPU has enough left to compute."""
@@ -199,9 +197,9 @@ class Conductor:
             tokens += 0 if ids is None else ids.numel()
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
-    def _tell_no_budget(self) -> None:
-        """Only a layout can keep to a number of tokens."""
-        if self._here.token_budget:
+    def _tell_no_budget(self, padding: float) -> None:
+        """Say that a number of tokens is not kept: only a layout can."""
+        if self._here.token_budget and self._layout is None and padding > 0:
             self._tell(
                 f"per_device_train_batch_tokens={self._here.token_budget:,}: micro-batches are padded and may take "
                 "more, since no layout is proved here; speed_report() says why"
