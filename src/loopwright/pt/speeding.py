@@ -134,8 +134,8 @@ class SpeedMethods:
             return "the model has no repeated blocks"
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
 
-    def _compile_blocks(self) -> None:
-        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True)
+    def _compile_blocks(self, short_rows: bool) -> None:
+        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True, short_rows=short_rows)
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:

@@ -14,7 +14,18 @@ from .candidates import Layout, make_layout
 from .deciding import Decision, output_head
 from .layouts import Limits, padded_tokens
 from .pending import PendingHead
-from .plan import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNMASKED, UNPADDED, SpeedPlan, is_worth_it, pays_to_compile
+from .plan import (
+    AS_MADE,
+    FLAT,
+    GROUPED,
+    ROW_TOKENS,
+    SHORT_ROW,
+    UNMASKED,
+    UNPADDED,
+    SpeedPlan,
+    is_worth_it,
+    pays_to_compile,
+)
 from .samples import NoSamples, Samples, take_apart
 from .situation import Situation
 
@@ -177,7 +188,7 @@ class Conductor:
         pays = pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
         if reason is None and not (pays or here.level == "max"):
             reason = "the run is too short to make up for compiling"
-        self.plan.compiled = reason is None
+        self.plan.compiled, self.plan.short_rows = reason is None, tokens < SHORT_ROW
         self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
@@ -185,7 +196,7 @@ class Conductor:
         if self.plan.activations != "none":
             self._undo.append(self._here.recompute(self.plan.activations))
         if self.plan.compiled:
-            self._here.compile()
+            self._here.compile(self.plan.short_rows)
         self.is_decided, self.is_active = True, layout is not None or head is not None
         self.is_idle = not self.is_active
 

@@ -30,6 +30,8 @@ class SpeedPlan:
     layout: str = AS_MADE
     linear_loss: bool = False
     compiled: bool = False
+    short_rows: bool = False
+    """Whether compiled blocks see rows on both sides of a few thousand tokens."""
     budget: int = 0
     """Tokens a micro-batch may have; 0 means as many as the largest micro-batch the collator made."""
     overhead: int = 0
@@ -76,7 +78,9 @@ WORTH_SHARE = 0.1
 """Part of the computed tokens that must be padding."""
 COMPILE_SECONDS = 60.0
 """Seconds of computing a run must have left before compiling pays."""
-ROW_TOKENS = 16_384
+SHORT_ROW = 8192
+"""Tokens of an update below which its rows are short for a compiler."""
+ROW_TOKENS = 14_336
 """Tokens after which a longer row makes a GPU no faster."""
 
 
