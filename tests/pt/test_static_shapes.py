@@ -85,6 +85,11 @@ def test_a_batch_longer_than_allowed_is_an_error(tmp_path: Any) -> None:
         run("llama", tmp_path, static_lengths=[16]).train()
 
 
+def test_layouts_of_many_shapes_do_not_go_with_it(tmp_path: Any) -> None:
+    with pytest.raises(loopwright.ArgumentsError, match="per_device_train_batch_tokens makes micro-batches of many"):
+        run("llama", tmp_path, static_lengths=[32], per_device_train_batch_tokens=64, speed="auto").train()
+
+
 class OwnLoss(loopwright.Trainer):
     counts_rows = False
 

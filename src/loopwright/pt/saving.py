@@ -17,6 +17,7 @@ from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER
 from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
+from ..core.packing import PackedPlan
 from ..core.plan import Plan
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
@@ -38,6 +39,7 @@ from .checkpoint import (
 from .foreign import foreign_progress, is_foreign, read_foreign, write_foreign
 from .loaders import ordered_sampler
 from .memory import free_memory
+from .packing import sizes_of_updates
 from .seeding import rng_from_json, rng_to_json
 
 CHANGES = {
@@ -250,12 +252,12 @@ class SavingMethods(BaseTrainer):
         folder, plan, args = Path(checkpoint), self.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
-        before, sizes = read_json(folder / ARGUMENTS), ("per_device_train_batch_size", "gradient_accumulation_steps")
+        before, sizes = read_json(folder / ARGUMENTS), sizes_of_updates(args)
         if args.max_steps > 0 or all(before.get(name) == getattr(args, name) for name in sizes):
             return plan
         progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
         left = -(-self._batches_left(progress) // plan.accumulation)
-        done = (progress.epoch + 1) * plan.updates_per_epoch - left
+        done = plan.updates_before(progress.epoch + 1) - left
         self.notices.tell_once(
             f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
         )
@@ -266,6 +268,8 @@ class SavingMethods(BaseTrainer):
 
     def _batches_left(self, progress: Progress) -> int:
         """Micro-batches of this run's size in the rest of the epoch."""
+        if isinstance(self.plan, PackedPlan):
+            return len(self.plan.packing.ends(progress.epoch, progress.samples_in_epoch))
         samples, size = (self.plan.examples or 0) - progress.samples_in_epoch, self.plan.batch_size
         return samples // size if self.args.dataloader_drop_last else -(-samples // size)
 
@@ -273,8 +277,9 @@ class SavingMethods(BaseTrainer):
         for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
             setattr(self.progress, name, value)
         # Counted in samples: the size of batches may have changed.
-        if self._ordered_data() and self.plan.batches_per_epoch is not None:
-            self.progress.batches_in_epoch = self.plan.batches_per_epoch - self._batches_left(self.progress)
+        whole = self.plan.batches_in(self.progress.epoch)
+        if self._ordered_data() and whole is not None:
+            self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
         self.load_part_states(document.get("parts", {}))
@@ -282,6 +287,11 @@ class SavingMethods(BaseTrainer):
     def _guess_progress(self) -> None:
         """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
         plan, step = self.plan, self.state.global_step
+        if isinstance(plan, PackedPlan):
+            raise CheckpointError(
+                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
+                "these do not say which samples are done; resume without packing, or load its weights and start anew"
+            )
         place = foreign_progress(
             step, batches_per_epoch=plan.batches_per_epoch, accumulation=plan.accumulation, batch_size=plan.batch_size
         )

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from ..core.base import BaseTrainer
 from ..core.overrides import is_overridden
+from ..errors import ArgumentsError
 from .columns import forward_parameters
 from .kinds import kind_of
 from .loss import IGNORED, check_loss
@@ -38,6 +39,12 @@ class ShapeMethods(BaseTrainer):
         """The collator, padding to few shapes where that is wanted."""
         if not self.wants_static_shapes():
             return collate
+        moving = [name for name in ("packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
+        if moving and description == "training":
+            raise ArgumentsError(
+                f"{' and '.join(moving)} makes micro-batches of many shapes, and here batches keep few of them "
+                "(static_lengths, or a device that compiles for each shape); leave it out"
+            )
         if hasattr(self.strategy, "guard"):
             self.strategy.guard.tell = self.notices.tell_once
         takes = forward_parameters(self.model)
