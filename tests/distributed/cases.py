@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
-import torch
+from pt.tiny import VOCAB, Tokens, made, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import loopwright
-from pt.tiny import VOCAB, Tokens, made, pad, samples, trainer_of
 
 LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
 TIMES = ("runtime", "per_second")
@@ -23,7 +18,9 @@ class Blocks(nn.Module):
     def __init__(self, width: int = 7) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 10), nn.Tanh(), nn.Linear(10, width)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 10), nn.Tanh(), nn.Linear(10, width)) for _ in range(2)
+        )
         self.head = nn.Linear(width, VOCAB)
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -88,5 +85,3 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         found[name] = whole.detach().clone()
     return found
-
-

@@ -35,7 +35,9 @@ class Pool:
     def __init__(self) -> None:
         self._members: list[tuple[subprocess.Popen[bytes], Connection]] = []
 
-    def run(self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any) -> Any:
+    def run(
+        self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any
+    ) -> Any:
         """What the case returned on each process, by rank."""
         outcomes = self.outcomes(world, case, timeout=timeout, env=env, **given)
         failed = [f"rank {rank}: {each.value}" for rank, each in enumerate(outcomes) if each.kind != "returned"]

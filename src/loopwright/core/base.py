@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..args.places import working_folder
-from ..errors import DataError, NotAvailable
+from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
 from .batches import Place, Update
@@ -90,7 +91,7 @@ class BaseTrainer(Acting):
         self._check_output_dir()
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        checkpoint = self.checkpoints.find(resume_from_checkpoint)
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
             self.notices.tell_once(
@@ -110,6 +111,24 @@ class BaseTrainer(Acting):
             self.release_data()
             self.callback_handler.leave_training()
             self.is_in_train = False
+
+    def _find_checkpoint(self, request: str | bool | None) -> str | None:
+        """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
+        if self.is_alone:
+            return self.checkpoints.find(request)
+        found: str | None = None
+        problem: Exception | None = None
+        if self.strategy.rank == 0:
+            try:
+                found = self.checkpoints.find(request)
+            except LoopwrightError as error:
+                problem = error
+        found, problem = self.strategy.broadcast((found, problem))
+        if problem is not None:
+            raise problem
+        if self.strategy.agree(found is not None and not os.path.isdir(found)):
+            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+        return found
 
     def release_data(self) -> None:
         """Let go of whatever loads the training data."""

@@ -21,6 +21,8 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class SingleDevice:
     """Carries out an update on one device."""
 
+    is_sharded = False
+    """Whether processes hold parts of tensors."""
     rank = data_rank = 0
     world_size = data_world = 1
 
