@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 from pt.tiny import VOCAB, Tokens, made, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import loopwright
 
 LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
 TIMES = ("runtime", "per_second")
@@ -85,3 +89,27 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         found[name] = whole.detach().clone()
     return found
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+class At(loopwright.TrainerCallback):
+    """Does something at the end of an update, on one process."""
+
+    def __init__(self, step: int, rank: int, action: Any) -> None:
+        self.step, self.rank, self.action = step, rank, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            self.action()
+
+
+def fail() -> None:
+    raise ValueError("the disk of this machine is upside down")
+
+
+def stopped(folder: str, *, how: str, rank: int, step: int = 3, **options: Any) -> dict[str, Any]:
+    """A run in which something happens to one process."""
+    actions = {"fail": fail, "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "nothing": lambda: None}
+    return trained(folder, callbacks=[At(step, rank, actions[how])], **options)

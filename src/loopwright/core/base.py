@@ -100,7 +100,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.signals:
+            with self.strategy.alarm, self.signals:
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
