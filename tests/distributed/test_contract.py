@@ -74,3 +74,16 @@ def test_ddp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: st
 @pytest.mark.parametrize("case", GRID)
 def test_ddp_over_the_whole_grid(pool: Pool, tmp_path: Any, case: Any, loss: str) -> None:
     compare(pool, tmp_path, case, loss=loss, num_train_epochs=1)
+
+
+FSDP = {"fsdp": True}
+
+
+@pytest.mark.parametrize("case", SPREAD[:4])
+def test_fsdp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, case: Any) -> None:
+    compare(pool, tmp_path, case, **FSDP)
+
+
+@pytest.mark.parametrize("loss", ["pair", "divided"])
+def test_fsdp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: str) -> None:
+    compare(pool, tmp_path, (13, 2, 6, 3), loss=loss, **FSDP)

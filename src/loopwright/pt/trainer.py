@@ -144,6 +144,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
     @property
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to the device."""
+        if self.strategy.is_sharded:  # each process takes its part only
+            return False
         return self.args.place_model_on_device is not False and not self.is_model_parallel
 
     @property
