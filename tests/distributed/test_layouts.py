@@ -17,6 +17,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp-2": (2, {}),
     "ddp-3": (3, {}),
     "ddp-4": (4, {}),
+    "fsdp-1": (1, {"fsdp": True}),
+    "fsdp-2": (2, {"fsdp": True}),
+    "fsdp-3": (3, {"fsdp": True}),
+    "fsdp-4": (4, {"fsdp": True}),
+    "fsdp-2-whole": (2, {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+    "hsdp-4": (4, {"parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
 }
 COMMON = {"n": 20, "per_device_train_batch_size": 1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
 TOTAL = 12

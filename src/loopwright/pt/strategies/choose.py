@@ -149,14 +149,18 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
         ("processes",),
         lambda args: bool(args.auto_find_batch_size),
-        "auto_find_batch_size=True with several processes: one that runs out of memory alone would leave the others "
-        "waiting; find a batch size that fits on one process first",
+        (
+            "auto_find_batch_size=True with several processes: one that runs out of memory alone would leave the "
+            "others waiting; find a batch size that fits on one process first"
+        ),
     ),
     (
         ("processes",),
         lambda args: args.optim.endswith("_layerwise"),
-        "a layer-wise optimizer steps inside the backward pass, before gradients of other processes have arrived; "
-        "use the same optimizer without _layerwise",
+        (
+            "a layer-wise optimizer steps inside the backward pass, before gradients of other processes have arrived; "
+            "use the same optimizer without _layerwise"
+        ),
     ),
     (
         ("fsdp", "tensor"),
@@ -177,8 +181,10 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
         ("fsdp", "tensor", "deepspeed"),
         lambda args: args.checkpoint_format == "transformers" and args.save_strategy != "no",
-        "checkpoint_format='transformers' has no place for the shards of fsdp, tp_size and deepspeed; use 'native', "
-        "and save_model for whole weights",
+        (
+            "checkpoint_format='transformers' has no place for the shards of fsdp, tp_size and deepspeed; use "
+            "'native', and save_model for whole weights"
+        ),
     ),
 ]
 """Arguments that some strategies cannot honour: for which, when, and why."""
@@ -227,13 +233,17 @@ def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> lis
     given = sizes.dp_replicate_size * sizes.dp_shard_size * sizes.other_than_data()
     if world % sizes.tp_size or (given > 1 and world % given):
         return [
-            f"parallelism_config asks for {given} processes or a multiple, and there are {world}; change the sizes, or "
-            "start another number of processes"
+            (
+                f"parallelism_config asks for {given} processes or a multiple, and there are {world}; change the "
+                "sizes, or start another number of processes"
+            )
         ]
     if "tensor" in asked and world > sizes.tp_size and "fsdp" not in asked:
         return [
-            f"tp_size={sizes.tp_size} on {world} processes leaves {world // sizes.tp_size} copies of the model, which "
-            f"torch keeps together by sharding: set fsdp=True (or dp_shard_size={world // sizes.tp_size}) too"
+            (
+                f"tp_size={sizes.tp_size} on {world} processes leaves {world // sizes.tp_size} copies of the model, "
+                f"which torch keeps together by sharding: set fsdp=True (or dp_shard_size={world // sizes.tp_size}) too"
+            )
         ]
     if sizes.dp_shard_size > 1 and given != world:
         return [f"parallelism_config is for {given} processes, and there are {world}; change dp_shard_size"]

@@ -39,6 +39,7 @@ class FullySharded(Sharded):
     ) -> None:
         super().__init__(device, precision, processes, non_blocking=non_blocking)
         self.options, self._compute_dtype = options, compute_dtype
+        self.saves_whole = options.whole_checkpoints
         self.mesh = make_mesh(device, processes.world_size, replicas)
 
     def shard(self, model: nn.Module) -> None:
