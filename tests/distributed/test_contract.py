@@ -44,7 +44,8 @@ GRID = [
 ]
 
 
-def compare(pool: Pool, tmp_path: Any, case: tuple[int, int, int, int], **options: Any) -> None:
+def compare(pool: Pool, tmp_path: Any, case: tuple[int, int, int, int], parts: int = 0, **options: Any) -> None:
+    """Run a case on one process, and on several that share its data out into so many parts."""
     n, batch, accumulation, world = case
     shared = {"n": n, "per_device_train_batch_size": batch, "eval_strategy": "no", **options}
     single = {
@@ -52,7 +53,11 @@ def compare(pool: Pool, tmp_path: Any, case: tuple[int, int, int, int], **option
     }
     one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=accumulation, **single)[0]
     many = pool.run(
-        world, "trained", folder=str(tmp_path / "many"), gradient_accumulation_steps=accumulation // world, **shared
+        world,
+        "trained",
+        folder=str(tmp_path / "many"),
+        gradient_accumulation_steps=accumulation // (parts or world),
+        **shared,
     )
     for each in many:
         assert_same_run(each, one)
@@ -87,3 +92,20 @@ def test_fsdp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, ca
 @pytest.mark.parametrize("loss", ["pair", "divided"])
 def test_fsdp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: str) -> None:
     compare(pool, tmp_path, (13, 2, 6, 3), loss=loss, **FSDP)
+
+
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
+
+
+@pytest.mark.parametrize("case", [(13, 2, 4, 2), (5, 2, 2, 2)])
+def test_tensor_parallel_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, case: Any) -> None:
+    compare(pool, tmp_path, case, parts=1, parallelism_config={"tp_size": 2, "tp_plan": PLAN})
+
+
+def test_tensor_parallel_with_fsdp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any) -> None:
+    compare(pool, tmp_path, (13, 2, 4, 4), parts=2, fsdp=True, parallelism_config={"tp_size": 2, "tp_plan": PLAN})
+
+
+@pytest.mark.parametrize("model", ["llama", "llama-tied", "qwen3"])
+def test_models_that_carry_a_plan_need_no_other(pool: Pool, tmp_path: Any, model: str) -> None:
+    compare(pool, tmp_path, (7, 2, 2, 2), parts=1, model=model, parallelism_config={"tp_size": 2})

@@ -12,6 +12,7 @@ from loopwright.core.checkpoint.manifest import damage, read_manifest
 from .pool import Pool
 from .test_contract import assert_same_run
 
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp-2": (2, {}),
@@ -22,6 +23,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp-3": (3, {"fsdp": True}),
     "fsdp-4": (4, {"fsdp": True}),
     "fsdp-2-whole": (2, {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+    "tp-2": (2, {"parallelism_config": {"tp_size": 2, "tp_plan": PLAN}}),
+    "tp-2-fsdp-2": (4, {"fsdp": True, "parallelism_config": {"tp_size": 2, "tp_plan": PLAN}}),
     "hsdp-4": (4, {"parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
 }
 COMMON = {"n": 20, "per_device_train_batch_size": 1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
@@ -31,11 +34,12 @@ TOTAL = 12
 
 def run(pool: Pool, layout: str, folder: Path, **options: Any) -> Any:
     world, given = LAYOUTS[layout]
+    parts = world // given.get("parallelism_config", {}).get("tp_size", 1)
     return pool.run(
         world,
         "trained",
         folder=str(folder),
-        gradient_accumulation_steps=TOTAL // world,
+        gradient_accumulation_steps=TOTAL // parts,
         **{**COMMON, **given, **options},
     )
 

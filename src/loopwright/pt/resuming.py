@@ -83,13 +83,17 @@ class ResumingMethods(BaseTrainer):
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
         """This process's random states; one that was not there when they were saved gets fresh ones of its own."""
-        rank = self.strategy.rank
-        record = record_of(folder, rank)
+        rank = self.strategy.data_rank
+        record = record_of(folder, rank * self._copies_then(folder))
         if record is not None and record["rng"] is not None:
             return rng_from_json(record["rng"])
         if rank == 0:
             return rng_from_json(read_json(folder / RNG))
         return own_random_states(self.args.seed, rank, self.state.global_step)
+
+    def _copies_then(self, folder: Path) -> int:
+        """How many processes worked on the same data in the run that saved a checkpoint."""
+        return int(read_json(folder / PROGRESS).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
 
     def _tell_changes(self, folder: Path) -> None:
         """Say which arguments differ from the checkpoint's and what becomes of them."""
@@ -164,7 +168,9 @@ class ResumingMethods(BaseTrainer):
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
         if document.get("world_size", 1) != self.strategy.data_world:
             return {"stream": None}
-        record = None if self._resume_from is None else record_of(self._resume_from, self.strategy.rank)
+        record = None if self._resume_from is None else record_of(
+            self._resume_from, self.strategy.data_rank * self._copies_then(self._resume_from)
+        )
         return {} if record is None else record["parts"]
 
     def _guess_progress(self) -> None:

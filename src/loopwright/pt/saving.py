@@ -253,7 +253,8 @@ class SavingMethods(ResumingMethods):
 
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
-        size = {"world_size": self.strategy.data_world, "accumulation": self.plan.accumulation}
+        strategy = self.strategy
+        size = {"world_size": strategy.data_world, "copies": strategy.copies, "accumulation": self.plan.accumulation}
         documents = {
             PROGRESS: {
                 "progress": dataclasses.asdict(self.progress),

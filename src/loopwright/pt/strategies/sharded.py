@@ -30,6 +30,7 @@ class Sharded(ManyProcesses):
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         """Spread the model over the processes, in place."""
         before = dict(model.named_parameters(remove_duplicate=False))
+        self._begin_alike(model)
         self.shard(model)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._successors = {old: after[name] for name, old in before.items() if after[name] is not old}
@@ -37,6 +38,28 @@ class Sharded(ManyProcesses):
 
     def shard(self, model: nn.Module) -> None:
         raise NotImplementedError
+
+    def _begin_alike(self, model: nn.Module) -> None:
+        """Parts of models that were initialized differently would make no model: then the first one's weights count."""
+        if any(tensor.is_meta or is_distributed(tensor) for tensor in model.state_dict().values()):
+            sums = []
+        else:
+            sums = [float(tensor.detach().double().sum()) for tensor in model.state_dict().values()]
+        everybody = self.host.gather(sums)
+        if not all(everybody) or all(each == everybody[0] for each in everybody):
+            return
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                sent = tensor.to(self.device)
+                dist.broadcast(sent, src=0)
+                tensor.copy_(sent)
+
+    def training(self) -> None:
+        # Parameters on different meshes, or on none, cannot be handed to the optimizer's kernels in one list.
+        meshes = {str(getattr(p, "device_mesh", None)) for p in self._parameters}
+        for group in getattr(self.optimizer, "param_groups", []) if len(meshes) > 1 else []:
+            group.update({name: False for name in ("foreach", "fused") if name in group})
+        super().training()
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Take the optimizer; one that was made for the whole parameters goes over to what became of them."""
@@ -105,4 +128,4 @@ def _groups_of(gradient: Any) -> tuple[Any, ...]:
     if not is_distributed(gradient):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(dim) for dim, kind in enumerate(gradient.placements) if kind.is_shard())
+    return tuple(mesh.get_group(dim) for dim, kind in enumerate(gradient.placements) if not kind.is_replicate())

@@ -27,7 +27,7 @@ class SingleDevice:
     is_sharded = False
     """Whether processes hold parts of tensors."""
     rank = data_rank = 0
-    world_size = data_world = 1
+    world_size = data_world = copies = 1
 
     def __init__(
         self,
