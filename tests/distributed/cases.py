@@ -68,6 +68,7 @@ def small_qwen() -> nn.Module:
 MODELS = {
     "tokens": lambda: made(Tokens),
     "blocks": lambda: made(Blocks),
+    "blocks-single": lambda: made(Blocks).float(),
     "llama": small_llama,
     "llama-tied": lambda: small_llama(tie_word_embeddings=True),
     "qwen3": small_qwen,

@@ -10,7 +10,7 @@ import pytest
 from loopwright.core.checkpoint.manifest import damage, read_manifest
 
 from .pool import Pool
-from .test_contract import assert_same_run
+from .test_contract import assert_same_run, zero
 
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -74,3 +74,19 @@ def test_any_layout_goes_on_in_any_other(
     assert manifest is not None and damage(checkpoint, manifest) is None
     for each in run(pool, after, tmp_path, resume=str(checkpoint)):
         assert_same_run(each, whole)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_from_others_and_others_from_it(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    given = {"model": "blocks-single", "deepspeed": zero(stage)}
+    whole = run(pool, "single", tmp_path / "whole", model="blocks-single")[0]
+    pool.close()
+    there = run(pool, "ddp-2", tmp_path / "zero", **given)[0]
+    assert_same_run(there, whole, 1e-5)
+    pool.close()
+    back = run(pool, "single", tmp_path / "one", model="blocks-single", resume=str(tmp_path / "zero" / "checkpoint-1"))
+    assert_same_run(back[0], whole, 1e-5)
+    again = run(pool, "ddp-2", tmp_path / "two", resume=str(tmp_path / "whole" / "checkpoint-1"), **given)
+    assert_same_run(again[0], whole, 1e-5)
+    pool.close()

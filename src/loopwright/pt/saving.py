@@ -66,11 +66,11 @@ class SavingMethods(ResumingMethods):
             if leads:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
-                state = whole_tensors(module.state_dict(), keep=leads)
+                state = whole_tensors(self.strategy.model_state(module), keep=leads)
                 if leads:
                     self._save(folder, state_dict=state)
             else:
-                stream_tensors(Path(folder) / MODEL if leads else None, module.state_dict())
+                stream_tensors(Path(folder) / MODEL if leads else None, self.strategy.model_state(module))
                 if leads:
                     self._save_companions(Path(folder))
         self.strategy.barrier()
@@ -79,7 +79,7 @@ class SavingMethods(ResumingMethods):
         folder = Path(output_dir or working_folder(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         module = plain_module(self.model)
-        model_writer(module, module.state_dict() if state_dict is None else state_dict)(folder)
+        model_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
     def _save_companions(self, folder: Path) -> None:
@@ -152,7 +152,7 @@ class SavingMethods(ResumingMethods):
             documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
         else:
             if (leads and not self.strategy.is_sharded) or self._saves_whole():
-                described, tensors = encode_optimizer(self.optimizer, plain_module(self.model))
+                described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
@@ -183,7 +183,7 @@ class SavingMethods(ResumingMethods):
         if not leads and not self.strategy.is_sharded:
             return []
         module = plain_module(self.model)
-        tensors = keep(self._gathered_tensors(module.state_dict(), leads=leads))
+        tensors = keep(self._gathered_tensors(self.strategy.model_state(module), leads=leads))
         return [model_writer(module, tensors), self._save_companions] if leads else []
 
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
@@ -191,9 +191,9 @@ class SavingMethods(ResumingMethods):
         module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
         described, slots = {}, {}
         if not self.args.save_only_model:
-            described, slots = encode_optimizer(self.optimizer, module)
+            described, slots = self.strategy.optimizer_state(self.optimizer, module)
         writers: list[Callable[[Path], Any]] = []
-        for stem, tensors in (("model", module.state_dict()), (OPTIMIZER, slots)):
+        for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
             boxes = own_boxes(tensors, rank)
             values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
             kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
@@ -216,7 +216,7 @@ class SavingMethods(ResumingMethods):
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
         module = plain_module(self.model)
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.strategy.model_state(module).values())
         if self.args.save_only_model:
             return weights
         known = sum(

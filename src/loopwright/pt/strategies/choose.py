@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
+from ...args.zero import contradictions, stage_of
 from ...errors import ArgumentsError
 from ..precision import Precision
 from .group import open_processes
@@ -186,6 +187,21 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
             "'native', and save_model for whole weights"
         ),
     ),
+    (
+        ("deepspeed",),
+        lambda args: args.on_nonfinite != "continue",
+        "on_nonfinite: DeepSpeed decides itself whether a step is applied; leave it at 'continue'",
+    ),
+    (
+        ("deepspeed",),
+        lambda args: not isinstance(args.deepspeed, dict) or stage_of(args.deepspeed) not in (1, 2, 3),
+        "deepspeed: zero_optimization.stage must be 1, 2 or 3",
+    ),
+    (
+        ("deepspeed",),
+        lambda args: not args.optim.startswith(("adamw_torch", "sgd")),
+        "optim with deepspeed is one of adamw_torch, adamw_torch_fused, sgd: ZeRO keeps parameters in flat pieces",
+    ),
 ]
 """Arguments that some strategies cannot honour: for which, when, and why."""
 
@@ -222,6 +238,8 @@ def chosen_row(args: Any) -> Build:
     problems += [] if problems or not isinstance(row, Refused) else [row.reason]
     problems += [] if problems else _wrong_sizes(read_parallelism(args.parallelism_config), asked, args.world_size)
     problems += [reason for names, applies, reason in LIMITS if asked & set(names) and applies(args)]
+    if "deepspeed" in asked and isinstance(args.deepspeed, dict):
+        problems += [f"deepspeed: {problem}" for problem in contradictions(args.deepspeed, args, args.world_size)]
     if problems:
         raise ArgumentsError(problems)
     assert not isinstance(row, Refused)
