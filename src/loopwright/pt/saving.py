@@ -98,7 +98,8 @@ class SavingMethods(ResumingMethods):
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        background = self.args.async_save and not self._saves_models_itself() and self._fits_in_memory()
+        theirs = self._saves_models_itself() or self.strategy.saves_itself
+        background = self.args.async_save and not theirs and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
@@ -151,7 +152,9 @@ class SavingMethods(ResumingMethods):
             writers += [self._foreign_writer(copy=copy)] if leads else []
             documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
         else:
-            if (leads and not self.strategy.is_sharded) or self._saves_whole():
+            if self.strategy.saves_itself:
+                writers.append(self.strategy.write_state)
+            elif (leads and not self.strategy.is_sharded) or self._saves_whole():
                 described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
@@ -216,7 +219,7 @@ class SavingMethods(ResumingMethods):
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
         module = plain_module(self.model)
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.strategy.model_state(module).values())
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
         if self.args.save_only_model:
             return weights
         known = sum(
@@ -243,7 +246,7 @@ class SavingMethods(ResumingMethods):
         )
         if warning:
             self.notices.tell_once(warning)
-        if not args.save_only_model:
+        if not args.save_only_model and not self.strategy.saves_itself:
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
             encode_schedule(self.lr_scheduler.state_dict())
 

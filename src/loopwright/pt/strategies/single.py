@@ -27,6 +27,8 @@ class SingleDevice:
 
     alarm: AbstractContextManager[Any] = nullcontext()
     """Entered while processes depend on each other: an error of one stops all."""
+    saves_itself = False
+    """Whether the optimizer's state is written in files of another engine, by all processes."""
     is_sharded = False
     """Whether processes hold parts of tensors."""
     rank = data_rank = 0
