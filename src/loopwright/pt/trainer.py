@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -136,7 +137,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from `model_init`."""
         assert self.model_init is not None
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        with torch.device("meta") if self.strategy.makes_empty else nullcontext():
+            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
             raise ModelError("model_init() returned None; it must return the model")
         return model

@@ -29,6 +29,8 @@ class SingleDevice:
     """Entered while processes depend on each other: an error of one stops all."""
     saves_itself = False
     """Whether the optimizer's state is written in files of another engine, by all processes."""
+    makes_empty = False
+    """Whether models are made without weights here, because another process has them."""
     is_sharded = False
     """Whether processes hold parts of tensors."""
     rank = data_rank = 0
