@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,18 @@ class SavingMethods(ResumingMethods):
     def _save_gathered(self, place: str) -> None:
         """Whole weights from the parts of all processes, which all have to call this."""
         module, leads = plain_module(self.model), self.args.should_save
-        with folder_for(place) if leads else nullcontext(None) as folder:
+        with folder_for(place) if leads else nullcontext("") as name:
+            folder = Path(name)
             if leads:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
                 state = whole_tensors(self.strategy.model_state(module), keep=leads)
                 if leads:
-                    self._save(folder, state_dict=state)
+                    self._save(str(folder), state_dict=state)
             else:
-                stream_tensors(Path(folder) / MODEL if leads else None, self.strategy.model_state(module))
+                stream_tensors(folder / MODEL if leads else None, self.strategy.model_state(module))
                 if leads:
-                    self._save_companions(Path(folder))
+                    self._save_companions(folder)
         self.strategy.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -134,7 +135,7 @@ class SavingMethods(ResumingMethods):
     def _saves_models_itself(self) -> bool:
         return is_overridden(self, "save_model") or is_overridden(self, "_save")
 
-    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], None]:
+    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
         keep, leads = self._copies if copy else dict, self.leads_saving
         writers: list[Callable[[Path], Any]] = []
@@ -200,7 +201,7 @@ class SavingMethods(ResumingMethods):
             boxes = own_boxes(tensors, rank)
             values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
             kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
-            writers.append(lambda folder, stem=stem, kept=kept: write_boxes(folder, stem, kept, rank, world))
+            writers.append(partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world))
         if leads:
             writers.append(lambda folder: write_json(folder / f"{OPTIMIZER}.json", described) if described else None)
             writers += [lambda folder: save_config(module, folder), self._save_companions]
