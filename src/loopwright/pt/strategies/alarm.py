@@ -21,6 +21,15 @@ GRACE = 3.0
 """Seconds the main thread has to come out of what it is doing by itself."""
 
 
+LOST = ("gloo", "nccl", "connection", "timed out", "process group", "store")
+
+
+def _lost_the_others(error: BaseException) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    words = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(word in words for word in LOST)
+
+
 class Alarm:
     """While entered: tells the others of an error here, and hears of theirs. May be entered again inside itself."""
 
@@ -46,7 +55,7 @@ class Alarm:
         if isinstance(error, Exception):
             first = self._ring(error)
             self._over.set()
-            if first is not None:
+            if first is not None and _lost_the_others(error):
                 raise PeerError(first) from error
         self._over.set()
 
