@@ -207,7 +207,9 @@ class Conductor:
             budget = max(padded_tokens([batch], samples) for batch in batches)
             if plan.fill and plan.layout in (FLAT, UNPADDED):
                 budget = max(budget, ROW_TOKENS)
-        return Limits(budget=budget, overhead=plan.overhead, round_to=plan.round_to)
+        # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
+        overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
+        return Limits(budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor)
 
     def finish(self) -> None:
         """Leave the model as it was found."""
