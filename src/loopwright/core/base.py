@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..args.places import working_folder
-from ..errors import DataError, NotAvailable
+from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
 from .batches import Place, Update
@@ -43,6 +44,9 @@ class BaseTrainer(Acting):
     _places: dict[int, Place]
     model_wrapped: Any = None
     is_in_train: bool = False
+    handler_class: type[CallbackHandler] = CallbackHandler
+    is_alone: bool = True
+    """Whether this process holds all the data of an update."""
     _undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
@@ -58,7 +62,7 @@ class BaseTrainer(Acting):
         self._places = {}
         self.progress = Progress()
         self.pace = Pace()
-        self.callback_handler = CallbackHandler(
+        self.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
@@ -91,7 +95,7 @@ class BaseTrainer(Acting):
         self._check_output_dir()
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        checkpoint = self.checkpoints.find(resume_from_checkpoint)
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
             self.notices.tell_once(
@@ -100,7 +104,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.signals:
+            with self.strategy.alarm, self.signals:
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
@@ -111,6 +115,24 @@ class BaseTrainer(Acting):
             self.release_data()
             self.callback_handler.leave_training()
             self.is_in_train = False
+
+    def _find_checkpoint(self, request: str | bool | None) -> str | None:
+        """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
+        if self.is_alone:
+            return self.checkpoints.find(request)
+        found: str | None = None
+        problem: Exception | None = None
+        if self.strategy.rank == 0:
+            try:
+                found = self.checkpoints.find(request)
+            except LoopwrightError as error:
+                problem = error
+        found, problem = self.strategy.broadcast((found, problem))
+        if problem is not None:
+            raise problem
+        if self.strategy.agree(found is not None and not os.path.isdir(found)):
+            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+        return found
 
     def release_data(self) -> None:
         """Let go of whatever loads the training data."""
@@ -130,6 +152,10 @@ class BaseTrainer(Acting):
         """The update made of these micro-batches, its targets counted."""
         raise NotImplementedError
 
+    def share_update(self, batches: list[Any]) -> Update | None:
+        """This process's part of an update, or None when no process has any data left."""
+        raise NotImplementedError
+
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
         self._held, self._undone = None, False
@@ -143,16 +169,22 @@ class BaseTrainer(Acting):
             micro_batches = self._next_batches(batches)
             pace.last_wait = clock() - asked
             pace.waited += pace.last_wait
-            if not micro_batches:
+            if self.is_alone:
+                if not micro_batches:
+                    break
+                update = self.make_update(micro_batches)
+            elif (shared := self.share_update(micro_batches)) is None:
                 break
+            else:
+                update = shared
             found = True
-            yield self.make_update(micro_batches)
+            yield update
         if not found:
             self._no_batches(epoch)
 
     def _may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
-        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size)
+        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
