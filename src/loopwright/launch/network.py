@@ -14,8 +14,8 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 def endpoint(text: str) -> tuple[str, int]:
     """Host and port of `host`, `host:port`, `[v6]:port`."""
-    host, colon, port = text.rpartition(":") if text.count(":") == 1 or text.startswith("[") else (text, "", "")
-    if not colon:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host and not host.endswith("]")):  # no port, or a bare v6 address
         return text.strip("[]"), PORT
     if not port.isdigit():
         raise ArgumentsError(f"{text!r}: {port!r} is not a port number; say host:port such as node1:{PORT}")
