@@ -40,6 +40,9 @@ class BaseTrainer(Acting):
     _places: dict[int, Place]
     model_wrapped: Any = None
     is_in_train: bool = False
+    handler_class: type[CallbackHandler] = CallbackHandler
+    is_alone: bool = True
+    """Whether this process holds all the data of an update."""
     _undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
@@ -54,7 +57,7 @@ class BaseTrainer(Acting):
         self.control = TrainerControl()
         self._places = {}
         self.progress = Progress()
-        self.callback_handler = CallbackHandler(
+        self.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
@@ -126,6 +129,10 @@ class BaseTrainer(Acting):
         """The update made of these micro-batches, its targets counted."""
         raise NotImplementedError
 
+    def share_update(self, batches: list[Any]) -> Update | None:
+        """This process's part of an update, or None when no process has any data left."""
+        raise NotImplementedError
+
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
         self._held, self._undone = None, False
@@ -135,16 +142,22 @@ class BaseTrainer(Acting):
             if undoable and (found or self._held is None):
                 self._held = self.strategy.hold()
             micro_batches = self._next_batches(batches)
-            if not micro_batches:
+            if self.is_alone:
+                if not micro_batches:
+                    break
+                update = self.make_update(micro_batches)
+            elif (shared := self.share_update(micro_batches)) is None:
                 break
+            else:
+                update = shared
             found = True
-            yield self.make_update(micro_batches)
+            yield update
         if not found:
             self._no_batches(epoch)
 
     def _may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
-        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size)
+        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""

@@ -34,6 +34,10 @@ class SignalWatch:
         self.received: str | None = None
         self.chained: Callable[[], Any] = lambda: None
         """The handler that was there before ours, still to be called."""
+        self.shared = False
+        """Whether a signal counts only once all processes of the run have heard of it."""
+        self.noted: str | None = None
+        """The signal this process got, whether the others know of it or not."""
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
 
@@ -43,7 +47,7 @@ class SignalWatch:
         return self.received in SAVING
 
     def __enter__(self) -> SignalWatch:
-        self.received, self.chained = None, lambda: None
+        self.received, self.noted, self.chained = None, None, lambda: None
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
             for number in WATCHED:
@@ -60,11 +64,13 @@ class SignalWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         earlier = self._earlier.get(number)
-        self.received = signal.Signals(number).name
+        self.noted = signal.Signals(number).name
+        if not self.shared:
+            self.received = self.noted
         self._restore()
-        if self.received == "SIGINT":
+        if self.noted == "SIGINT":
             logger.warning("interrupted: this update is finished first; again to stop now")
             return
-        logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
+        logger.warning(f"{self.noted} received: the run saves its last finished update and stops; again to stop now")
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving: it may well leave

@@ -37,6 +37,8 @@ class OrderedSampler(Sampler[Any]):
         self.order = order
         self.epoch = self.start = 0
         self.with_position = with_position
+        self.part: tuple[int, int, int] | None = None
+        """Of several processes: which one this is, how many there are, and the size of their batches."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch, self.start = epoch, 0
@@ -46,13 +48,27 @@ class OrderedSampler(Sampler[Any]):
         self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        return self.order.n
+        return len(self._own(np.arange(self.order.n)))
 
     def __iter__(self) -> Iterator[Any]:
-        indices = self.order.epoch(self.epoch)[self.start :].tolist()
+        indices = self._own(self.order.epoch(self.epoch)[self.start :]).tolist()
         if not self.with_position:
             return iter(indices)
-        return iter([(index, self.epoch, self.start + k) for k, index in enumerate(indices)])
+        positions = self._own(np.arange(self.start, self.order.n)).tolist()
+        return iter([(index, self.epoch, position) for index, position in zip(indices, positions, strict=True)])
+
+    def _own(self, values: Any) -> Any:
+        """The values of this process: every world-th block of a batch's size."""
+        if self.part is None:
+            return values
+        rank, world, size = self.part
+        return values[np.arange(len(values)) // size % world == rank]
+
+    def samples_ahead(self, batches: int, done: int) -> int:
+        """The samples in this process's next batches, after `done` samples of all processes."""
+        rank, world, size = self.part or (0, 1, 1)
+        left = self.order.n - done
+        return sum(min(max(left - (k * world + rank) * size, 0), size) for k in range(batches))
 
 
 class SeededSamples(Dataset[Any]):

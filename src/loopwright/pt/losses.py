@@ -153,20 +153,23 @@ class LossMethods(DataMethods, EvaluationMethods):
             update.flos, update.tokens = self.work.measure(batches)
         if self.micro_split > 1:
             update.batches = split_all(batches, self.micro_split)
-        if self.label_smoother is not None:
+        if self.label_smoother is not None and self.is_alone:
             self.accounting.learn_shift(batches[0], self._shift_probe())
-        if len(update.batches) > 1 or self.accounting.wants_items or self._items_are_theirs:
+        if len(update.batches) > 1 or self.accounting.wants_items or self._items_are_theirs or not self.is_alone:
             self._count(update)
         return update
 
     def _count(self, update: Update) -> None:
-        if self.accounting.kind is None:
-            self.accounting.learn(update.batches[0], self._probe())
-            # Only a model whose loss really changes with the item count is told it from now on.
-            self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
+        if self.accounting.kind is None and self.is_alone:
+            self._learn(update.batches[0])
         self.accounting.count(update)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
             update.total_items = self._get_num_items_in_batch(update.batches, self.device)
+
+    def _learn(self, batch: Any) -> None:
+        self.accounting.learn(batch, self._probe())
+        # Only a model whose loss really changes with the item count is told it from now on.
+        self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
 
     def _loss_is_theirs(self) -> bool:
         return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
@@ -176,7 +179,7 @@ class LossMethods(DataMethods, EvaluationMethods):
         return self.accounting.total(batch_samples)
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        if learn and self._labels_in(inputs):
+        if learn and self.is_alone and self._labels_in(inputs):
             self.accounting.learn_shift(inputs, self._shift_probe())
         return self.accounting.items_in(inputs)
 
@@ -186,7 +189,8 @@ class LossMethods(DataMethods, EvaluationMethods):
             self.is_probing = True  # what an override logs here belongs to no update
             try:
                 with self.compute_loss_context_manager():
-                    return self._compute_loss(self.model_wrapped, inputs, num_items_in_batch=items)
+                    model = self.strategy.unwrap(self.model_wrapped)
+                    return self._compute_loss(model, inputs, num_items_in_batch=items)
             finally:
                 self.is_probing = False
 
@@ -200,7 +204,7 @@ class LossMethods(DataMethods, EvaluationMethods):
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
-                loss = find_loss(self.model_wrapped(**self._for_model(inputs)))
+                loss = find_loss(self.strategy.unwrap(self.model_wrapped)(**self._for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 
         return LossProbe(compute, self.model)
@@ -253,7 +257,8 @@ class LossMethods(DataMethods, EvaluationMethods):
 
     def _run_again(self, batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
-            loss = self._compute_loss(self.model_wrapped, self._prepare_inputs(batch), num_items_in_batch=None)
+            model = self.strategy.unwrap(self.model_wrapped)
+            loss = self._compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=None)
         loss = self.accounting.weigh(loss)
         loss.backward()
         return loss.detach()

@@ -21,7 +21,6 @@ from .checkpoint import HostCopies
 from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
-from .losses import LossMethods
 from .memory import MemoryMeter
 from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
@@ -31,11 +30,12 @@ from .preparing import buffers_and_parameters_on, checkpoint_activations, compil
 from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
-from .strategies.single import SingleDevice
+from .sharing import SharingMethods, agreeing
+from .strategies.choose import choose_strategy
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
+class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -88,15 +88,15 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator or default_collator(processing_class)
-        self.strategy = SingleDevice(
-            self.device,
-            choose_precision(args, self.device),
-            non_blocking=bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory,
-        )
+        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
+        self.is_alone = self.strategy.world_size == 1
         self.accelerator = AcceleratorFace(self.strategy)
         self.memory = MemoryMeter(self.device)
         self._copies = HostCopies()
+        if not self.is_alone:
+            self.handler_class = agreeing(self.strategy.host.rows)
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.signals.shared = not self.is_alone
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.call_model_init() if model is None else model)
@@ -190,7 +190,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
         self._switch_on_model_options()
-        self.train_dataloader = self.get_train_dataloader()
+        self.train_dataloader = self.share_loader(self.get_train_dataloader())
         self.plan = self._make_plan(self.train_dataloader)
         if checkpoint is not None:
             self.plan = self.plan_to_go_on(checkpoint)
@@ -225,7 +225,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model as the loop calls it; on one device it is the model itself."""
-        return model
+        return self.strategy.wrap(model) if training else model
 
     def _start_state(self) -> None:
         """A fresh state, progress and meter in the objects callbacks already hold."""
@@ -237,7 +237,11 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
-        self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
+        self.meter = Meter(
+            self.strategy.read,
+            filter_nonfinite=self.args.logging_nan_inf_filter,
+            mean=None if self.is_alone else self.strategy.reduce,
+        )
         self.spikes = SpikeWatch()
         self._places = {}
         self.micro_split = 1

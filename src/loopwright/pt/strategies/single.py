@@ -21,8 +21,8 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class SingleDevice:
     """Carries out an update on one device."""
 
-    rank = 0
-    world_size = 1
+    rank = data_rank = 0
+    world_size = data_world = 1
 
     def __init__(
         self,
@@ -59,6 +59,14 @@ class SingleDevice:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it: here the model itself."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model as evaluation and probes call it."""
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -193,6 +201,10 @@ class SingleDevice:
         except (TypeError, RuntimeError):  # plain numbers among them, or tensors of another device or shape
             alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
             return list(torch.stack(alike).tolist())
+
+    def total(self, count: Any) -> Any:
+        """The mean of a count over all parts of the data."""
+        return count
 
     def reduce(self, values: list[float]) -> list[float]:
         return values
