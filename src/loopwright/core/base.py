@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from .loop import run_training
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .plan import Plan
-from .record import write_record
+from .record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
@@ -88,9 +89,9 @@ class BaseTrainer(Acting):
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self)
         self._check_output_dir()
+        checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        checkpoint = self.checkpoints.find(resume_from_checkpoint)
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
             self.notices.tell_once(
@@ -99,7 +100,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.signals:
+            with self.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
@@ -110,6 +111,10 @@ class BaseTrainer(Acting):
             self.release_data()
             self.callback_handler.leave_training()
             self.is_in_train = False
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """While entered, several processes see where each of them stands; one alone needs no watching."""
+        return nullcontext()
 
     def release_data(self) -> None:
         """Let go of whatever loads the training data."""
@@ -276,6 +281,16 @@ class BaseTrainer(Acting):
             self._load_best_model()
         self.callback_handler.fire("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
+        """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
+        restarted = is_restart(read_record(working_folder(self.args.output_dir)))
+        if request is not False and self.strategy.agree(restarted):
+            newest = self.checkpoints.find("auto")
+            if newest is not None:
+                logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                return newest
+        return self.checkpoints.find(request)
 
     def _resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:

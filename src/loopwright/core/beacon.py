@@ -18,7 +18,6 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 # Functions of loopwright that a phase can be told by, from the inside of the stack outwards.
 PHASES = {
     "backward": "backward",
-    "compute_loss": "forward",
     "training_step": "forward",
     "micro_step": "forward",
     "run_update": "forward",
@@ -77,7 +76,7 @@ class Sighting:
     @property
     def where(self) -> str:
         waiting = f", waiting in {self.waits}" if self.waits else ""
-        return f"step {self.step}, {self.phase}{waiting}"
+        return f"step {self.step}, in {self.phase}{waiting}"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
