@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
+import os
+import signal
 from typing import Any
 
-import torch
+from pt.tiny import VOCAB, Tokens, made, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loopwright
-from pt.tiny import VOCAB, Tokens, made, pad, samples, trainer_of
 
 LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
 TIMES = ("runtime", "per_second")
@@ -23,7 +22,9 @@ class Blocks(nn.Module):
     def __init__(self, width: int = 7) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 10), nn.Tanh(), nn.Linear(10, width)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 10), nn.Tanh(), nn.Linear(10, width)) for _ in range(2)
+        )
         self.head = nn.Linear(width, VOCAB)
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -90,3 +91,25 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+class At(loopwright.TrainerCallback):
+    """Does something at the end of an update, on one process."""
+
+    def __init__(self, step: int, rank: int, action: Any) -> None:
+        self.step, self.rank, self.action = step, rank, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            self.action()
+
+
+def fail() -> None:
+    raise ValueError("the disk of this machine is upside down")
+
+
+def stopped(folder: str, *, how: str, rank: int, step: int = 3, **options: Any) -> dict[str, Any]:
+    """A run in which something happens to one process."""
+    actions = {"fail": fail, "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "nothing": lambda: None}
+    return trained(folder, callbacks=[At(step, rank, actions[how])], **options)

@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
@@ -24,7 +25,7 @@ class Outcome:
     """What a case came to on one process."""
 
     kind: str
-    """returned, raised or exited"""
+    """returned, raised, exited or ended"""
     value: Any
     seconds: float = 0.0
 
@@ -34,8 +35,12 @@ class Pool:
 
     def __init__(self) -> None:
         self._members: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
+        self._said: dict[int, Any] = {}
 
-    def run(self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any) -> Any:
+    def run(
+        self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any
+    ) -> Any:
         """What the case returned on each process, by rank."""
         outcomes = self.outcomes(world, case, timeout=timeout, env=env, **given)
         failed = [f"rank {rank}: {each.value}" for rank, each in enumerate(outcomes) if each.kind != "returned"]
@@ -72,6 +77,22 @@ class Pool:
                 raise AssertionError(f"rank {rank}: {error or 'ended'}; earlier ranks: {found}") from error
         return found
 
+    def endings(self, world: int, *, timeout: float) -> list[Outcome]:
+        """What became of a case on processes that may not survive it; `ended` holds exit code and last words."""
+        started, found = time.monotonic(), []
+        for process, connection in self._members[:world]:
+            try:
+                ready = connection.poll(max(timeout - (time.monotonic() - started), 0.01))
+                assert ready, f"a process neither answered nor ended within {timeout} seconds"
+                found.append(Outcome(*pickle.loads(connection.recv_bytes())))
+            except EOFError:
+                found.append(
+                    Outcome("ended", (process.wait(timeout=10), self.said(process.pid)), time.monotonic() - started)
+                )
+        if any(each.kind == "ended" for each in found):
+            self.close()
+        return found
+
     def _grow_to(self, world: int) -> None:
         if any(process.poll() is not None for process, _ in self._members):
             self.close()
@@ -82,11 +103,21 @@ class Pool:
         with Listener(("127.0.0.1", 0), authkey=key) as listener:
             listener._listener._socket.settimeout(START)
             command = [sys.executable, str(HERE / "member.py"), str(listener.address[1])]
-            started = [subprocess.Popen(command, env={**os.environ, "POOL_KEY": key.hex()}) for _ in range(missing)]
+            env = {**os.environ, "POOL_KEY": key.hex()}
+            started = []
+            for _ in range(missing):
+                said = open(self._folder / f"{len(self._said)}.txt", "w+")
+                process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said)
+                self._said[process.pid] = said
+                started.append(process)
             by_id = {process.pid: process for process in started}
             for _ in range(missing):
                 connection = listener.accept()
                 self._members.append((by_id[connection.recv()], connection))
+
+    def said(self, process: int) -> str:
+        """What a process has written to its error stream."""
+        return Path(self._said[process].name).read_text()
 
     def close(self) -> None:
         for process, connection in self._members:

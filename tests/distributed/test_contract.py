@@ -47,7 +47,9 @@ GRID = [
 def compare(pool: Pool, tmp_path: Any, case: tuple[int, int, int, int], **options: Any) -> None:
     n, batch, accumulation, world = case
     shared = {"n": n, "per_device_train_batch_size": batch, "eval_strategy": "no", **options}
-    single = {name: value for name, value in shared.items() if name not in ("fsdp", "fsdp_config", "parallelism_config")}
+    single = {
+        name: value for name, value in shared.items() if name not in ("fsdp", "fsdp_config", "parallelism_config")
+    }
     one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=accumulation, **single)[0]
     many = pool.run(
         world, "trained", folder=str(tmp_path / "many"), gradient_accumulation_steps=accumulation // world, **shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 import loopwright.core.beacon as beacon
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
+from loopwright.errors import PeerError
 from loopwright.pt import watch
 from loopwright.pt.watch import Watch, is_lost_connection, patience_for
 
@@ -151,16 +153,14 @@ def store():
     yield server
 
 
-def watcher(store, rank: int, said: list[str], left: list[int], *, patience: float = 0.5, step=lambda: 3) -> Watch:
-    return Watch(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append,
-                 leave=lambda: left.append(rank))  # fmt: skip
+def watcher(store, rank: int, said: list[str], *, patience: float = 0.5, step=lambda: 3, **more) -> Watch:
+    return Watch(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append, **more)
 
 
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(watch, "TICK", 0.05)
     monkeypatch.setattr(watch, "SILENT", 0.6)
-    monkeypatch.setattr(watch, "GRACE", 0.3)
 
 
 def until(condition, seconds: float = 10.0) -> None:
@@ -172,53 +172,51 @@ def until(condition, seconds: float = 10.0) -> None:
 
 def test_a_standstill_is_told_once_with_the_missing_host(store, quick):
     """The other has shone once and is gone."""
-    said, left = [], []
-    other = at(1, 2, "data")
-    store.set("loopwright/beacon/1", __import__("json").dumps(other.as_json()))
-    with watcher(store, 0, said, left, patience=1.0):
+    said: list[str] = []
+    store.set("loopwright/beacon/1", json.dumps(at(1, 2, "data").as_json()))
+    with watcher(store, 0, said, patience=1.0):
         until(lambda: said)
         time.sleep(0.5)
-    assert len(said) == 1 and not left
+    assert len(said) == 1
     assert "missing: rank 1 on host1 (process 101)" in said[0] and "last: step 2, in data" in said[0]
 
 
 def test_what_moves_is_not_told(store, quick):
     said, steps = [], iter(range(10**6))
-    with watcher(store, 0, said, [], patience=0.5, step=lambda: next(steps)):
+    with watcher(store, 0, said, patience=0.5, step=lambda: next(steps)):
         time.sleep(1.5)
     assert not said
 
 
-def test_the_first_error_reaches_the_others_and_makes_them_leave(store, quick):
-    said, left = [], []
-    with watcher(store, 0, said, left):
-        with pytest.raises(ValueError, match="no more"), watcher(store, 1, [], []):
-            raise ValueError("no more")
-        until(lambda: left)
-    assert "rank 1 on" in said[-1] and "failed first" in said[-1] and "ValueError: no more" in said[-1]
-
-
-def test_a_lost_connection_is_explained_by_the_first_error(store, quick):
-    with pytest.raises(ValueError), watcher(store, 1, [], []):
-        raise ValueError("no more")
-    with pytest.raises(RuntimeError) as caught, watcher(store, 0, [], []):
+def test_a_lost_connection_is_explained_by_who_is_missing(store, quick):
+    store.set("loopwright/beacon/1", json.dumps(at(1, 2, "data").as_json()))
+    with pytest.raises(PeerError) as caught, watcher(store, 0, []):
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
-    assert "ValueError: no more" in "\n".join(caught.value.__notes__)
+    assert "missing: rank 1 on host1" in str(caught.value) and "Connection closed" in str(caught.value)
 
 
-def test_a_lost_store_is_said(quick, monkeypatch):
+def test_what_another_process_has_said_needs_no_explanation(store, quick):
+    with pytest.raises(RuntimeError, match="Connection closed"), watcher(store, 0, [], heard=lambda: "rank 1 failed"):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+def test_other_errors_are_left_alone(store, quick):
+    with pytest.raises(ValueError, match="mine"), watcher(store, 0, []):
+        raise ValueError("mine")
+
+
+def test_a_lost_store_is_said(quick):
     def connect():
         raise ConnectionError("gone")
 
     lonely = Watch(rank=0, world=2, step=lambda: 0, patience=1, connect=connect)
-    with pytest.raises(RuntimeError) as caught, lonely:
+    with pytest.raises(PeerError, match=f"cannot be reached from {socket.gethostname()}"), lonely:
         raise RuntimeError("gloo: Connection closed by peer")
-    assert f"cannot be reached from {socket.gethostname()}" in caught.value.__notes__[0]
 
 
 def test_threads_are_gone_afterwards(store, quick):
     before = threading.active_count()
-    with watcher(store, 0, [], []):
+    with watcher(store, 0, []):
         assert threading.active_count() > before
     until(lambda: threading.active_count() <= before)
 

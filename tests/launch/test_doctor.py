@@ -61,7 +61,17 @@ def test_an_all_reduce_moves_two_shares_of_the_others():
 def test_texts():
     assert "2 of 3 ranks" in missing({1: "b"}, 3, 5) and "rank 1 on b" in missing({1: "b"}, 3, 5)
     assert set(backends()) == {"gloo", "nccl", "mpi", "ucc", "xccl"}
-    figures = {"world": 2, "backend": "gloo", "device": "cpu", "hosts": ["a", "b"], "sum": 3.0, "latency_us": 10.0,
-               "bandwidth_mb_s": 5.0, "bus_mb_s": 5.0, "megabytes": 1.0, "pairs_mb_s": {"0-1": 4.0, "0-2": 2.0}}  # fmt: skip
+    figures = {
+        "world": 2,
+        "backend": "gloo",
+        "device": "cpu",
+        "hosts": ["a", "b"],
+        "sum": 3.0,
+        "latency_us": 10.0,
+        "bandwidth_mb_s": 5.0,
+        "bus_mb_s": 5.0,
+        "megabytes": 1.0,
+        "pairs_mb_s": {"0-1": 4.0, "0-2": 2.0},
+    }
     rows = dict(connection_rows(figures))
     assert rows["  rank 1"] == "b" and "slowest" in rows["  ranks 0-2"] and "slowest" not in rows["  ranks 0-1"]

@@ -32,8 +32,27 @@ def directives(text: str) -> dict[str, str]:
 
 
 def test_the_directives_say_what_was_asked(capsys):
-    words = ["--slurm", "-", "--nnodes", "4", "-n", "8", "--cpus", "64", "--time", "1:00:00", "--signal-before", "90",
-             "--sbatch", "partition=big", "--sbatch", "exclusive", "--sbatch", "output=/logs/%j", "train.py"]  # fmt: skip
+    words = [
+        "--slurm",
+        "-",
+        "--nnodes",
+        "4",
+        "-n",
+        "8",
+        "--cpus",
+        "64",
+        "--time",
+        "1:00:00",
+        "--signal-before",
+        "90",
+        "--sbatch",
+        "partition=big",
+        "--sbatch",
+        "exclusive",
+        "--sbatch",
+        "output=/logs/%j",
+        "train.py",
+    ]
     found = directives(written(words, capsys))
     assert found == {
         "job-name": "train", "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "cpus-per-task": "64",
@@ -103,8 +122,29 @@ def manifest(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict:
 
 
 def test_a_pytorch_job(capsys):
-    words = ["--nnodes", "1:4", "-n", "8", "--cpus", "16", "--memory", "64Gi", "--claim", "data:/data", "--variable",
-             "A=b=c", "--namespace", "team", "--threads", "2", "--max-restarts", "7", "my_Train.py", "--lr", "1"]  # fmt: skip
+    words = [
+        "--nnodes",
+        "1:4",
+        "-n",
+        "8",
+        "--cpus",
+        "16",
+        "--memory",
+        "64Gi",
+        "--claim",
+        "data:/data",
+        "--variable",
+        "A=b=c",
+        "--namespace",
+        "team",
+        "--threads",
+        "2",
+        "--max-restarts",
+        "7",
+        "my_Train.py",
+        "--lr",
+        "1",
+    ]
     found = manifest(words, capsys)
     assert (found["apiVersion"], found["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     assert found["metadata"] == {"name": "my-train", "namespace": "team"}

@@ -39,11 +39,16 @@ def test_what_ray_is_asked_for():
 @needs_ray
 @pytest.mark.parametrize(
     ("how", "code"),
-    [(["fine"], 0), pytest.param(["code", "75"], 75, marks=pytest.mark.grid), pytest.param(["error"], 1, marks=pytest.mark.grid)],
-)  # fmt: skip
+    [
+        (["fine"], 0),
+        pytest.param(["code", "75"], 75, marks=pytest.mark.grid),
+        pytest.param(["error"], 1, marks=pytest.mark.grid),
+    ],
+)
 def test_a_script_runs_on_ray(how, code, tmp_path):
     more = {"RAY_TMPDIR": f"/tmp/r{os.getpid()}"}  # short: sockets live below it
-    words = ["--ray", "2", "--max-restarts", "0", "--ray-storage", str(tmp_path / "ray"), str(SCRIPTS / "adds_up.py"), *how]
+    options = ["--ray", "2", "--max-restarts", "0", "--ray-storage", str(tmp_path / "ray")]
+    words = [*options, str(SCRIPTS / "adds_up.py"), *how]
     ended, text = launched(words, tmp_path, more=more, seconds=150)
     assert ended == code, text
     assert "rank 0 of 2 sum 3" in text

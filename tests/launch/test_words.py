@@ -10,7 +10,6 @@ import pytest
 from torch.distributed.run import get_args_parser, parse_args
 
 from loopwright.cli import launch as command, main as cli
-from loopwright.errors import ArgumentsError
 from loopwright.launch import network, torchrun
 from loopwright.launch.machine import Machine
 from loopwright.launch.request import Request, read

@@ -115,11 +115,8 @@ def connection_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("processes", f"{figures['world']} through {figures['backend']} on {figures['device'].split(':')[0]}"),
         *((f"  rank {rank}", host) for rank, host in enumerate(figures["hosts"])),
         ("all-reduce", f"right (sum {figures['sum']:g}), {figures['latency_us']:,.0f} us for one number"),
-        (
-            "bandwidth",
-            f"{figures['bandwidth_mb_s']:,.0f} MB/s of tensor, {figures['bus_mb_s']:,.0f} MB/s moved by each rank "
-            f"({figures['megabytes']:.0f} MB)",
-        ),
+        ("bandwidth", f"{figures['bandwidth_mb_s']:,.0f} MB/s, all-reduce of {figures['megabytes']:.0f} MB"),
+        ("", f"{figures['bus_mb_s']:,.0f} MB/s in and out of each rank"),
     ]
     slowest = min(figures["pairs_mb_s"].values(), default=0.0)
     for pair, speed in figures["pairs_mb_s"].items():

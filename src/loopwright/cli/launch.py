@@ -1,4 +1,4 @@
-"""`loopwright launch`: a script on many processes through torchrun, or written down for Slurm, Kubernetes, or on Ray."""
+"""`loopwright launch`: a script on many processes, through torchrun or on Ray; or as a job for Slurm or Kubernetes."""
 
 from __future__ import annotations
 

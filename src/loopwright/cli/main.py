@@ -28,7 +28,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and the connection between processes"),
     "drill": Command("loopwright.cli.drill:run", "put a training script through faults and say what survived"),
     "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
-    "launch": Command("loopwright.cli.launch:run", "run a script on many processes, or write its Slurm or Kubernetes job"),
+    "launch": Command("loopwright.cli.launch:run", "run a script on many processes, or write a cluster's job file"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the numbers"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
 }

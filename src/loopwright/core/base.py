@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..args.places import working_folder
-from ..errors import DataError, NotAvailable
+from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
 from .batches import Place, Update
@@ -100,7 +101,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.signals, self.watched():
+            with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
@@ -115,6 +116,24 @@ class BaseTrainer(Acting):
     def watched(self) -> AbstractContextManager[Any]:
         """While entered, several processes see where each of them stands; one alone needs no watching."""
         return nullcontext()
+
+    def _find_checkpoint(self, request: str | bool | None) -> str | None:
+        """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
+        if self.is_alone:
+            return self.checkpoints.find(request)
+        found: str | None = None
+        problem: Exception | None = None
+        if self.strategy.rank == 0:
+            try:
+                found = self.checkpoints.find(request)
+            except LoopwrightError as error:
+                problem = error
+        found, problem = self.strategy.broadcast((found, problem))
+        if problem is not None:
+            raise problem
+        if self.strategy.agree(found is not None and not os.path.isdir(found)):
+            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+        return found
 
     def release_data(self) -> None:
         """Let go of whatever loads the training data."""
@@ -286,11 +305,11 @@ class BaseTrainer(Acting):
         """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
         restarted = is_restart(read_record(working_folder(self.args.output_dir)))
         if request is not False and self.strategy.agree(restarted):
-            newest = self.checkpoints.find("auto")
+            newest = self._find_checkpoint("auto")
             if newest is not None:
                 logger.warning(f"the launcher has started this run again: it goes on from {newest}")
                 return newest
-        return self.checkpoints.find(request)
+        return self._find_checkpoint(request)
 
     def _resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:

@@ -27,7 +27,7 @@ def is_here(host: str) -> bool:
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise ArgumentsError(f"the host {host!r} cannot be resolved ({error}); give an address, or a name all know") from error
+        raise ArgumentsError(f"the host {host!r} cannot be resolved ({error}); give an address") from error
     return any(_can_listen(str(address)) for address in addresses)
 
 

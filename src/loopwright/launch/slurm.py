@@ -13,7 +13,7 @@ TEMPLATE = """\
 {directives}
 
 # Written by `loopwright launch --slurm`. {before_limit} seconds before the time limit, and when the job is preempted,
-# every process saves one checkpoint and exits with {saved}; the job then goes back into the queue and goes on from there.
+# every process saves one checkpoint and exits with {saved}; the job goes back into the queue and goes on from there.
 set -uo pipefail
 {before}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

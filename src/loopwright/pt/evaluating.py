@@ -104,7 +104,7 @@ class EvaluationMethods(BaseTrainer):
         started = time.time()
         if not self.args.skip_memory_metrics:
             self.memory.start()
-        with untouched_rng():
+        with self.strategy.alarm, untouched_rng():
             loader = self.share_loader(make_loader())  # type: ignore[attr-defined]
             output: EvalLoopOutput = self.evaluation_loop(
                 loader,

@@ -59,7 +59,10 @@ def is_shared(loader: Any) -> bool:
 
 def _knows_ranks(part: Any) -> bool:
     """DistributedSampler and its relatives (num_replicas), accelerate's shards (num_processes)."""
-    if isinstance(part, (EveryNth, SharedBatches)) or type(part).__name__ in ("DataLoaderShard", "DataLoaderDispatcher"):
+    if isinstance(part, (EveryNth, SharedBatches)) or type(part).__name__ in (
+        "DataLoaderShard",
+        "DataLoaderDispatcher",
+    ):
         return True
     return (hasattr(part, "num_replicas") and hasattr(part, "rank")) or (
         hasattr(part, "num_processes") and hasattr(part, "process_index")
@@ -68,8 +71,10 @@ def _knows_ranks(part: Any) -> bool:
 
 def _is_shared_stream(dataset: Any) -> bool:
     dataset = dataset.dataset if isinstance(dataset, SeededStream) else dataset
-    return isinstance(dataset, RankStream) or getattr(dataset, "_distributed", None) is not None or (
-        isinstance(dataset, IterableDataset) and _knows_ranks(dataset)
+    return (
+        isinstance(dataset, RankStream)
+        or getattr(dataset, "_distributed", None) is not None
+        or (isinstance(dataset, IterableDataset) and _knows_ranks(dataset))
     )
 
 
@@ -244,5 +249,3 @@ class WorkerLook:
         if self._asked:
             return rank, world
         return self._real.id * world + rank, self._real.num_workers * world
-
-

@@ -1,4 +1,4 @@
-"""The trainer's methods for several processes: sharing an update, learning about a loss, evaluating, stopping together."""
+"""The trainer's methods for several processes: sharing an update, learning, evaluating and stopping together."""
 
 from __future__ import annotations
 

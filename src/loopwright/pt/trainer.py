@@ -28,6 +28,7 @@ from .neftune import add_embedding_noise
 from .optimizing import OptimizerMethods
 from .precision import choose_precision, set_tf32
 from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
+from .records import own_random_states
 from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
@@ -189,8 +190,10 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
             set_seed(args.seed)
             self._adopt_model(self.call_model_init())
             self.optimizer = self.lr_scheduler = None
+        self._kept_accumulation = None
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
+            self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
         self._switch_on_model_options()
         self.train_dataloader = self.share_loader(self.get_train_dataloader())
         self.plan = self._make_plan(self.train_dataloader)
@@ -202,6 +205,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
         self._bind_overrides()
         if checkpoint is not None:
             self._resume(checkpoint)
+        elif self.strategy.rank:  # the first process draws what one process would
+            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.rank, 0))
         self.check_saving()
         self.check_metric_name()
         self.strategy.training()
@@ -216,6 +221,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
             step=lambda: self.state.global_step,
             patience=patience_for(self.args.ddp_timeout),
             connect=self.strategy.processes.store.clone,
+            heard=lambda: self.strategy.alarm.heard,
         )
 
     def _switch_on_model_options(self) -> None:

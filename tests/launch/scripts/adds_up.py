@@ -14,7 +14,8 @@ rank = dist.get_rank()
 total = torch.full((1,), float(rank + 1))
 dist.all_reduce(total)
 print(f"rank {rank} of {dist.get_world_size()} sum {total.item():g}", flush=True)
-print(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT')} resume {os.environ.get('LOOPWRIGHT_RESUME')}", flush=True)
+attempt, resume = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("LOOPWRIGHT_RESUME")
+print(f"attempt {attempt} resume {resume}", flush=True)
 print(f"threads {os.environ.get('OMP_NUM_THREADS')} words {sys.argv[1:]}", file=sys.stderr, flush=True)
 how = sys.argv[1] if len(sys.argv) > 1 else "fine"
 if how == "error" and rank == 1:

@@ -93,14 +93,25 @@ def stuck_in_the_data() -> None:
 
 FOLDER.mkdir(parents=True, exist_ok=True)
 args = TrainingArguments(
-    options.output, num_train_epochs=1, per_device_train_batch_size=options.batch, use_cpu=True, disable_tqdm=True,
-    gradient_accumulation_steps=max(1, options.micro_batches // WORLD), learning_rate=1e-2, save_steps=options.save_steps,
-    save_strategy="steps", logging_steps=1, seed=7, ddp_timeout=options.timeout, report_to="none",
+    options.output,
+    num_train_epochs=1,
+    per_device_train_batch_size=options.batch,
+    use_cpu=True,
+    disable_tqdm=True,
+    gradient_accumulation_steps=max(1, options.micro_batches // WORLD),
+    learning_rate=1e-2,
+    save_steps=options.save_steps,
+    save_strategy="steps",
+    logging_steps=1,
+    seed=7,
+    ddp_timeout=options.timeout,
+    report_to="none",
     dataloader_num_workers=options.workers,
-)  # fmt: skip
+)
 trainer = Trainer(Net(), args, train_dataset=Rows(), callbacks=[Trouble()])
 trainer.train()
 if trainer.is_world_process_zero():
     torch.save(trainer.model.state_dict(), FOLDER / "weights.pt")
-    (FOLDER / "done.json").write_text(json.dumps({"steps": trainer.state.global_step, "log": trainer.state.log_history}))
+    result = {"steps": trainer.state.global_step, "log": trainer.state.log_history}
+    (FOLDER / "done.json").write_text(json.dumps(result))
 print("training is over", flush=True)

@@ -22,7 +22,10 @@ def gather_nested(value: Any, host: Host, device: torch.device) -> list[Any]:
     layouts = [_layout(shapes) for _, shapes in outlines]
     longest = max(size for _, size in layouts)
     if not longest:
-        return [_filled(outline, [torch.empty(s, dtype=d, device=device) for s, d in shapes]) for outline, shapes in outlines]
+        return [
+            _filled(outline, [torch.empty(s, dtype=d, device=device) for s, d in shapes])
+            for outline, shapes in outlines
+        ]
     packed = torch.zeros(longest, dtype=torch.uint8, device=device)
     for tensor, (start, size) in zip(tensors, layouts[host.rank][0], strict=True):
         packed[start : start + size] = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.batches import Update
 from ...core.predictions import map_nested
 from ..precision import Precision
+from .alarm import Alarm
 from .gathering import gather_nested
 from .group import Host, Processes
 from .single import SingleDevice
@@ -34,6 +35,7 @@ class ManyProcesses(SingleDevice):
         super().__init__(device, precision, non_blocking=non_blocking)
         self.processes, self.host = processes, processes.host
         self.rank, self.world_size = processes.rank, processes.world_size
+        self.alarm = Alarm(processes)
         self._idle = False
         self._plain_backward = self.backward
         self.backward = self._weighed_backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class SingleDevice:
     """Carries out an update on one device."""
 
+    alarm: AbstractContextManager[Any] = nullcontext()
+    """Entered while processes depend on each other: an error of one stops all."""
+    is_sharded = False
+    """Whether processes hold parts of tensors."""
     rank = data_rank = 0
     world_size = data_world = 1
 
