@@ -173,7 +173,7 @@ def until(condition, seconds: float = 10.0) -> None:
 def test_a_standstill_is_told_once_with_the_missing_host(store, quick):
     """The other has shone once and is gone."""
     said: list[str] = []
-    store.set("loopwright/beacon/1", json.dumps(at(1, 2, "data").as_json()))
+    store.set("beacon/1", json.dumps(at(1, 2, "data").as_json()))
     with watcher(store, 0, said, patience=1.0):
         until(lambda: said)
         time.sleep(0.5)
@@ -189,7 +189,7 @@ def test_what_moves_is_not_told(store, quick):
 
 
 def test_a_lost_connection_is_explained_by_who_is_missing(store, quick):
-    store.set("loopwright/beacon/1", json.dumps(at(1, 2, "data").as_json()))
+    store.set("beacon/1", json.dumps(at(1, 2, "data").as_json()))
     with pytest.raises(PeerError) as caught, watcher(store, 0, []):
         raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
     assert "missing: rank 1 on host1" in str(caught.value) and "Connection closed" in str(caught.value)

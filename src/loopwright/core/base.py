@@ -307,7 +307,8 @@ class BaseTrainer(Acting):
         if request is not False and self.strategy.agree(restarted):
             newest = self._find_checkpoint("auto")
             if newest is not None:
-                logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                if self.args.should_log:
+                    logger.warning(f"the launcher has started this run again: it goes on from {newest}")
                 return newest
         return self._find_checkpoint(request)
 

@@ -53,6 +53,15 @@ class Agent(LocalElasticAgent):
         path = getattr(self._pcontext, "stderrs", {}).get(local_rank)
         return Path(path) if path and Path(path).is_file() else None
 
+    def _rendezvous(self, worker_group: Any) -> None:
+        # torch keeps the store of the first round and its address for later ones (seen in 2.13): processes that start
+        # again would read what the old ones wrote, and look for a first machine that may be gone.
+        handler = worker_group.spec.rdzv_handler
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+        super()._rendezvous(worker_group)
+
     def _initialize_workers(self, worker_group: Any) -> None:
         super()._initialize_workers(worker_group)
         # From now on workers are started again: whatever this run has saved is theirs.

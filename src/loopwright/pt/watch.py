@@ -22,7 +22,7 @@ from ..notices import logger
 TICK = 1.0
 SILENT = 6.0
 """Seconds without a sign of life after which a process counts as missing."""
-BEACON = "loopwright/beacon/{rank}"
+BEACON = "beacon/{rank}"
 LOST = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "TCPStore")
 """Words of the errors by which torch says that another process did not answer."""
 
@@ -135,7 +135,7 @@ class Watch:
         return seen, silent
 
     def explain(self, seconds: float = SILENT + 3 * TICK) -> str | None:
-        """After a failed collective: who is missing or late, as far as some seconds can tell; None if it has said so."""
+        """After a failed collective: who is missing or late, as far as seconds can tell; None if it has said so."""
         self._beats.clear()
         found: list[str | None] = []
         looking = threading.Thread(target=self._explain_to, args=(found, seconds), daemon=True)

@@ -81,9 +81,19 @@ class Trouble(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         time.sleep(options.seconds)
-        line = {"step": state.global_step, "rank": RANK, "world": WORLD, "ids": list(seen), "host": os.uname().nodename,
-                "lr": trainer.learning_rate}  # fmt: skip
-        with open(FOLDER / f"updates-{os.getpid()}.jsonl", "a") as file:
+        parts = [list(seen)] * WORLD
+        if WORLD > 1:
+            torch.distributed.all_gather_object(parts, list(seen))
+        line = {
+            "step": state.global_step,
+            "rank": RANK,
+            "world": WORLD,
+            "ids": sum(parts, []),
+            "lr": trainer.learning_rate,
+            "host": os.uname().nodename,
+            "time": time.time(),
+        }
+        with open(FOLDER / f"updates-{RANK}-{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
 
 
