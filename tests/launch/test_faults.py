@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import LAUNCH, job
+from .jobs import LAUNCH, descendants, job
 from .runs import TRAIN, assert_same_run, checkpoints, last_step, lines, undisturbed
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -48,7 +48,11 @@ def test_an_error_on_one_rank_stops_all_with_that_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "workers"),
-    [("rank 1", 0), ("launcher", 1), pytest.param("rank 0", 0, marks=pytest.mark.grid)],
+    [
+        ("rank 1", 0),
+        ("everyone", 1),
+        *(pytest.param(each, 0, marks=pytest.mark.grid) for each in ("rank 0", "launcher")),
+    ],
 )
 def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on(target, workers, tmp_path, reference):
     """Every process leaves at the same step, with 75; started again, the run ends where the undisturbed one does."""
@@ -58,7 +62,11 @@ def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on
     with job([*words, "--seconds", "0.3"], tmp_path) as started:
         started.until(lambda: last_step(run) >= 2)
         ranks = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
-        os.kill(started.process.pid if target == "launcher" else ranks[int(target[-1])], signal.SIGTERM)
+        # A scheduler that ends a job signals all of its processes, and the launcher passes on what it got.
+        everyone = [started.process.pid, *descendants(started.process.pid)]
+        chosen = {"launcher": everyone[:1], "everyone": everyone}.get(target) or [ranks[int(target[-1])]]
+        for pid in chosen:
+            os.kill(pid, signal.SIGTERM)
         assert started.wait(60) == 75, started.text()
     (step,) = checkpoints(run)
     assert {max(line["step"] for line in lines(run, rank)) for rank in (0, 1)} == {step}

@@ -63,5 +63,5 @@ def _read(store: Any, key: str) -> str | None:
 
 def _wait(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
-        raise PeerError(f"{whom} did not come to the meeting point in time; is it started, and can it reach the others?")
+        raise PeerError(f"{whom} did not come to the meeting point in time: is it started, can it reach the others?")
     time.sleep(PAUSE)
