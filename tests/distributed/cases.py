@@ -6,7 +6,7 @@ import os
 import signal
 from typing import Any
 
-from pt.tiny import VOCAB, Tokens, made, samples, trainer_of
+from pt.tiny import VOCAB, Tokens, llama, made, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -50,7 +50,29 @@ def divided_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 
 
 LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss}
-MODELS = {"tokens": Tokens, "blocks": Blocks}
+
+
+def small_llama(**options: Any) -> nn.Module:
+    return llama(**{"vocab_size": 14, "num_key_value_heads": 2, **options})
+
+
+def small_qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=14, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, head_dim=4, intermediate_size=16, max_position_embeddings=128,
+                         pad_token_id=0, initializer_range=0.3)  # fmt: skip
+    return made(Qwen3ForCausalLM, config)
+
+
+MODELS = {
+    "tokens": lambda: made(Tokens),
+    "blocks": lambda: made(Blocks),
+    "blocks-single": lambda: made(Blocks).float(),
+    "llama": small_llama,
+    "llama-tied": lambda: small_llama(tie_word_embeddings=True),
+    "qwen3": small_qwen,
+}
 
 
 def trained(
@@ -68,7 +90,7 @@ def trained(
              "lr_scheduler_type": "linear", "train_sampling_strategy": "random"}  # fmt: skip
     if LOSSES[loss] is not None:
         given["compute_loss_func"] = LOSSES[loss]
-    trainer = trainer_of(made(MODELS[model]), data, folder, **{**given, **options})
+    trainer = trainer_of(MODELS[model](), data, folder, **{**given, **options})
     trainer.train(resume_from_checkpoint=resume)
     return result_of(trainer)
 

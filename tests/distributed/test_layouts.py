@@ -10,13 +10,22 @@ import pytest
 from loopwright.core.checkpoint.manifest import damage, read_manifest
 
 from .pool import Pool
-from .test_contract import assert_same_run
+from .test_contract import assert_same_run, zero
 
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "ddp-2": (2, {}),
     "ddp-3": (3, {}),
     "ddp-4": (4, {}),
+    "fsdp-1": (1, {"fsdp": True}),
+    "fsdp-2": (2, {"fsdp": True}),
+    "fsdp-3": (3, {"fsdp": True}),
+    "fsdp-4": (4, {"fsdp": True}),
+    "fsdp-2-whole": (2, {"fsdp": True, "fsdp_config": {"state_dict_type": "FULL_STATE_DICT"}}),
+    "tp-2": (2, {"parallelism_config": {"tp_size": 2, "tp_plan": PLAN}}),
+    "tp-2-fsdp-2": (4, {"fsdp": True, "parallelism_config": {"tp_size": 2, "tp_plan": PLAN}}),
+    "hsdp-4": (4, {"parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
 }
 COMMON = {"n": 20, "per_device_train_batch_size": 1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
 TOTAL = 12
@@ -25,11 +34,12 @@ TOTAL = 12
 
 def run(pool: Pool, layout: str, folder: Path, **options: Any) -> Any:
     world, given = LAYOUTS[layout]
+    parts = world // given.get("parallelism_config", {}).get("tp_size", 1)
     return pool.run(
         world,
         "trained",
         folder=str(folder),
-        gradient_accumulation_steps=TOTAL // world,
+        gradient_accumulation_steps=TOTAL // parts,
         **{**COMMON, **given, **options},
     )
 
@@ -64,3 +74,19 @@ def test_any_layout_goes_on_in_any_other(
     assert manifest is not None and damage(checkpoint, manifest) is None
     for each in run(pool, after, tmp_path, resume=str(checkpoint)):
         assert_same_run(each, whole)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_goes_on_from_others_and_others_from_it(pool: Pool, tmp_path: Path, stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    given = {"model": "blocks-single", "deepspeed": zero(stage)}
+    whole = run(pool, "single", tmp_path / "whole", model="blocks-single")[0]
+    pool.close()
+    there = run(pool, "ddp-2", tmp_path / "zero", **given)[0]
+    assert_same_run(there, whole, 1e-5)
+    pool.close()
+    back = run(pool, "single", tmp_path / "one", model="blocks-single", resume=str(tmp_path / "zero" / "checkpoint-1"))
+    assert_same_run(back[0], whole, 1e-5)
+    again = run(pool, "ddp-2", tmp_path / "two", resume=str(tmp_path / "whole" / "checkpoint-1"), **given)
+    assert_same_run(again[0], whole, 1e-5)
+    pool.close()

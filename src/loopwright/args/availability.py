@@ -48,16 +48,11 @@ ACCELERATOR_KEYS = (
 )
 
 MISSING: dict[str, Missing] = {
-    "fsdp": Missing("sharding with FSDP"),
-    "fsdp_config": Missing("sharding with FSDP"),
-    "deepspeed": Missing("DeepSpeed"),
-    "parallelism_config": Missing("parallelism over several devices"),
     "accelerator_config": Missing(
         "spreading batches over processes",
         _other_than_default(*ACCELERATOR_KEYS),
         "one of " + ", ".join(ACCELERATOR_KEYS),
     ),
-    "eval_use_gather_object": Missing("gathering objects from several processes"),
     "push_to_hub": Missing("pushing to the Hub"),
     "report_to": Missing(
         "sending numbers to this tracker",

@@ -48,9 +48,11 @@ IDLE = (
             "log_on_each_node",
             "log_level_replica",
             "save_on_each_node",
+            "eval_use_gather_object",
         ),
         _one_process,
     ),
+    Idle(("fsdp_config",), lambda args: not args.fsdp),
     Idle(
         ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
         lambda args: not args.push_to_hub,

@@ -9,6 +9,7 @@ from .derive import METRIC_SCHEDULES
 from .field import nearest
 from .names import IntervalStrategy, SaveStrategy
 from .problems import Problems, shown
+from .sharding import read_fsdp, read_parallelism, wants_fsdp
 from .tracking import SERVED, TRACKERS, third_party
 
 Rule = Callable[[Any], "str | None"]
@@ -157,4 +158,26 @@ def trackers_exist(args: Any) -> str | None:
     if unknown:
         names = ", ".join(sorted(known))
         return f"report_to: {unknown[0]!r} is not a tracker{nearest(unknown[0], known)} (known: {names})"
+    return None
+
+
+@rule("fsdp", "fsdp_config")
+def sharding_makes_sense(args: Any) -> str | None:
+    """FSDP's options are known ones."""
+    if args.fsdp_config is None and not wants_fsdp(args):
+        return None
+    try:
+        read_fsdp(args.fsdp, args.fsdp_config)
+    except (TypeError, ValueError) as error:
+        return f"fsdp, fsdp_config: {error}"
+    return None
+
+
+@rule("parallelism_config")
+def parallel_sizes_make_sense(args: Any) -> str | None:
+    """Parallel dimensions are known ones, with whole sizes."""
+    try:
+        read_parallelism(args.parallelism_config)
+    except (TypeError, ValueError) as error:
+        return f"parallelism_config: {error}"
     return None

@@ -60,8 +60,11 @@ def own_boxes(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
 def _writes(tensor: Any, rank: int) -> bool:
     if not is_distributed(tensor):
         return rank == 0
+    # A mesh of some of the processes has others like it beside it: the one with the first process in it writes.
+    if 0 not in tensor.device_mesh.mesh.flatten().tolist():
+        return False
     place = tensor.device_mesh.get_coordinate()
-    replicated = [where for where, kind in zip(place, tensor.placements, strict=True) if not kind.is_shard()]
+    replicated = [where for where, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate()]
     return not any(replicated) and 0 not in local_part(tensor).values.shape
 
 

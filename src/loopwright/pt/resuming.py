@@ -15,8 +15,8 @@ from ..core.checkpoint.layout import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER
 from ..core.plan import Plan
 from ..core.state import Progress, TrainerState
 from ..errors import CheckpointError
-from .boxes import BoxReader, load_weights, slot_reader
-from .checkpoint import decode_optimizer, decode_schedule, plain_module, read_json, read_optimizer
+from .boxes import BoxReader, slot_reader
+from .checkpoint import decode_schedule, plain_module, read_json, read_optimizer
 from .foreign import foreign_progress, is_foreign, read_foreign
 from .loaders import ordered_sampler
 from .records import own_random_states, record_of
@@ -41,7 +41,7 @@ class ResumingMethods(BaseTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
-        load_weights(plain_module(model or self.model), resume_from_checkpoint)
+        self.strategy.load_weights(plain_module(model or self.model), resume_from_checkpoint)
 
     def _resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
@@ -75,21 +75,25 @@ class ResumingMethods(BaseTrainer):
         """The optimizer's state; where it is in shards here or there, only the parts this process holds are read."""
         module = plain_module(self.model)
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
-            decode_optimizer(*read_optimizer(folder), self.optimizer, module)
+            self.strategy.load_optimizer(*read_optimizer(folder), self.optimizer, module)
             return
         with BoxReader(folder, OPTIMIZER).opened() as reader:
             described = read_json(folder / f"{OPTIMIZER}.json")
-            decode_optimizer(described, slot_reader(reader, module), self.optimizer, module)
+            self.strategy.load_optimizer(described, slot_reader(reader, module), self.optimizer, module)
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
         """This process's random states; one that was not there when they were saved gets fresh ones of its own."""
-        rank = self.strategy.rank
-        record = record_of(folder, rank)
+        rank = self.strategy.data_rank
+        record = record_of(folder, rank * self._copies_then(folder))
         if record is not None and record["rng"] is not None:
             return rng_from_json(record["rng"])
         if rank == 0:
             return rng_from_json(read_json(folder / RNG))
         return own_random_states(self.args.seed, rank, self.state.global_step)
+
+    def _copies_then(self, folder: Path) -> int:
+        """How many processes worked on the same data in the run that saved a checkpoint."""
+        return int(read_json(folder / PROGRESS).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
 
     def _tell_changes(self, folder: Path) -> None:
         """Say which arguments differ from the checkpoint's and what becomes of them."""
@@ -164,7 +168,9 @@ class ResumingMethods(BaseTrainer):
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
         if document.get("world_size", 1) != self.strategy.data_world:
             return {"stream": None}
-        record = None if self._resume_from is None else record_of(self._resume_from, self.strategy.rank)
+        record = None if self._resume_from is None else record_of(
+            self._resume_from, self.strategy.data_rank * self._copies_then(self._resume_from)
+        )
         return {} if record is None else record["parts"]
 
     def _guess_progress(self) -> None:
@@ -220,4 +226,4 @@ class ResumingMethods(BaseTrainer):
         if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
             self.notices.tell_once(f"the best checkpoint, {best}, could not be saved: the last weights are kept")
             return
-        load_weights(plain_module(self.model), self.checkpoints.local(best))
+        self.strategy.load_weights(plain_module(self.model), self.checkpoints.local(best))

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..args.places import is_url, working_folder
 from ..core.checkpoint.crew import Part
-from ..core.checkpoint.layout import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
@@ -35,6 +36,7 @@ from .memory import free_memory
 from .records import SavingCrew, is_visible_to_all, keep_records
 from .resuming import ResumingMethods
 from .seeding import rng_to_json
+from .whole import stream_tensors, whole_tensors
 
 
 class SavingMethods(ResumingMethods):
@@ -50,16 +52,34 @@ class SavingMethods(ResumingMethods):
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, its processor and the arguments, ready to be loaded again."""
-        if self.args.should_save:
+        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights."""
+        if self.strategy.is_sharded:
+            self._save_gathered(output_dir or self.args.output_dir)
+        elif self.args.should_save:
             with folder_for(output_dir or self.args.output_dir) as folder:
                 self._save(folder)
+
+    def _save_gathered(self, place: str) -> None:
+        """Whole weights from the parts of all processes, which all have to call this."""
+        module, leads = plain_module(self.model), self.args.should_save
+        with folder_for(place) if leads else nullcontext(None) as folder:
+            if leads:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
+                state = whole_tensors(self.strategy.model_state(module), keep=leads)
+                if leads:
+                    self._save(folder, state_dict=state)
+            else:
+                stream_tensors(Path(folder) / MODEL if leads else None, self.strategy.model_state(module))
+                if leads:
+                    self._save_companions(Path(folder))
+        self.strategy.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or working_folder(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         module = plain_module(self.model)
-        model_writer(module, module.state_dict() if state_dict is None else state_dict)(folder)
+        model_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
     def _save_companions(self, folder: Path) -> None:
@@ -95,7 +115,7 @@ class SavingMethods(ResumingMethods):
     @cached_property
     def crew(self) -> SavingCrew | None:
         """The processes that write checkpoints together; None when there is one."""
-        if self.is_alone:
+        if self.is_alone and not self.strategy.is_sharded:
             return None
         strategy, leader = self.strategy, 0
         if self.args.save_on_each_node:
@@ -120,11 +140,10 @@ class SavingMethods(ResumingMethods):
         if self._saves_models_itself():
             save_model = adapt(self.save_model, "_internal_call")
             writers.append(lambda folder: save_model(str(folder), _internal_call=True))
-        elif self.strategy.is_sharded:
+        elif self.strategy.is_sharded and not self._saves_whole():
             writers += self._shard_writers(keep, leads=leads)
-        elif leads:
-            module = plain_module(self.model)
-            writers += [model_writer(module, keep(module.state_dict())), self._save_companions]
+        else:
+            writers += self._whole_writers(keep, leads=leads)
         documents: dict[str, Any] = {STATE: self._state_document()}
         if self.args.save_only_model:
             pass
@@ -132,10 +151,10 @@ class SavingMethods(ResumingMethods):
             writers += [self._foreign_writer(copy=copy)] if leads else []
             documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
         else:
-            if leads and not self.strategy.is_sharded:
-                described, tensors = encode_optimizer(self.optimizer, plain_module(self.model))
-                tensors = keep(tensors)
-                writers.append(lambda folder: write_optimizer(folder, described, tensors))
+            if (leads and not self.strategy.is_sharded) or self._saves_whole():
+                described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
+                tensors = keep(self._gathered_tensors(tensors, leads=leads))
+                writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
         record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.part_states()}
         texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
@@ -149,14 +168,32 @@ class SavingMethods(ResumingMethods):
 
         return write
 
+    def _saves_whole(self) -> bool:
+        """Whether the parts of all processes are gathered for a checkpoint: asked for, or a disk per machine."""
+        if not self.strategy.is_sharded:
+            return False
+        apart = self.args.save_on_each_node and self.strategy.agree(self.crew is not None and self.crew.leader != 0)
+        return apart or self.strategy.saves_whole
+
+    def _gathered_tensors(self, tensors: Any, *, leads: bool) -> Any:
+        return whole_tensors(tensors, keep=leads) if self.strategy.is_sharded else tensors
+
+    def _whole_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """One process writes everything."""
+        if not leads and not self.strategy.is_sharded:
+            return []
+        module = plain_module(self.model)
+        tensors = keep(self._gathered_tensors(self.strategy.model_state(module), leads=leads))
+        return [model_writer(module, tensors), self._save_companions] if leads else []
+
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
         """Each process writes the parts of weights and optimizer it holds."""
         module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
         described, slots = {}, {}
         if not self.args.save_only_model:
-            described, slots = encode_optimizer(self.optimizer, module)
+            described, slots = self.strategy.optimizer_state(self.optimizer, module)
         writers: list[Callable[[Path], Any]] = []
-        for stem, tensors in (("model", module.state_dict()), (OPTIMIZER, slots)):
+        for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
             boxes = own_boxes(tensors, rank)
             values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
             kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
@@ -179,7 +216,7 @@ class SavingMethods(ResumingMethods):
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
         module = plain_module(self.model)
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.strategy.model_state(module).values())
         if self.args.save_only_model:
             return weights
         known = sum(
@@ -216,7 +253,8 @@ class SavingMethods(ResumingMethods):
 
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
-        size = {"world_size": self.strategy.data_world, "accumulation": self.plan.accumulation}
+        strategy = self.strategy
+        size = {"world_size": strategy.data_world, "copies": strategy.copies, "accumulation": self.plan.accumulation}
         documents = {
             PROGRESS: {
                 "progress": dataclasses.asdict(self.progress),

@@ -146,6 +146,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
     @property
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to the device."""
+        if self.strategy.is_sharded:  # each process takes its part only
+            return False
         return self.args.place_model_on_device is not False and not self.is_model_parallel
 
     @property
@@ -205,8 +207,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
         self._bind_overrides()
         if checkpoint is not None:
             self._resume(checkpoint)
-        elif self.strategy.rank:  # the first process draws what one process would
-            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.rank, 0))
+        elif self.strategy.data_rank:  # the first process draws what one process would
+            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
         self.check_saving()
         self.check_metric_name()
         self.strategy.training()

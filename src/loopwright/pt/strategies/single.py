@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ..boxes import load_weights
+from ..checkpoint import decode_optimizer, encode_optimizer
 from ..devices import empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
@@ -27,7 +30,7 @@ class SingleDevice:
     is_sharded = False
     """Whether processes hold parts of tensors."""
     rank = data_rank = 0
-    world_size = data_world = 1
+    world_size = data_world = copies = 1
 
     def __init__(
         self,
@@ -72,6 +75,10 @@ class SingleDevice:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model as evaluation and probes call it."""
+        return model
+
+    def rewrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it, once the optimizer is known."""
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -225,6 +232,24 @@ class SingleDevice:
 
     def barrier(self) -> None:
         """One process is always where it is."""
+
+    # ---- state to save and load -------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """Weights and buffers by name, or what this process holds of them."""
+        return module.state_dict()
+
+    def load_weights(self, module: nn.Module, folder: str | Path) -> None:
+        """The weights of a checkpoint, into the model."""
+        load_weights(module, folder)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The optimizer's state by parameter name: a description, and the tensors it mentions."""
+        return encode_optimizer(optimizer, module)
+
+    def load_optimizer(self, described: dict[str, Any], tensors: Any, optimizer: Any, module: nn.Module) -> None:
+        """The counterpart of `optimizer_state`."""
+        decode_optimizer(described, tensors, optimizer, module)
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 
