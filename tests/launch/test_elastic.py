@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from .jobs import LAUNCH, Job, descendants, free_port, job
 from .runs import TRAIN, assert_same_run, checkpoints, kept, last_step, lines, undisturbed
 
 ROWS = 256
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 CONF = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -31,13 +33,37 @@ def world_of(run: Path) -> int:
     return done[-1]["world"] if done else 0
 
 
-@pytest.mark.parametrize("worlds", [(1, 2, 1), pytest.param((1, 2, 4, 1), marks=pytest.mark.grid)], ids=str)
-def test_processes_come_and_go_and_the_run_is_the_same(worlds, tmp_path):
+@pytest.mark.parametrize(
+    ("worlds", "command"),
+    [
+        ((1, 2, 1), "launch"),
+        pytest.param((1, 2, 4, 1), "launch", marks=pytest.mark.grid),
+        pytest.param((1, 2, 1), "torchrun", marks=pytest.mark.grid),
+    ],
+    ids=str,
+)
+def test_processes_come_and_go_and_the_run_is_the_same(worlds, command, tmp_path):
     """Over one epoch: every sample once, the learning rates of one process, its weights within 1e-10."""
     run = tmp_path / "run"
-    words = [*LAUNCH, "--nnodes", "1:4", "-n", "1", "--host", f"127.0.0.1:{free_port()}", "--rdzv-id", "e",
-             "--rdzv-conf", CONF, "--max-restarts", "10", TRAIN, "--output", str(run), "--rows", str(ROWS),
-             "--seconds", "0.4"]  # fmt: skip
+    where = f"127.0.0.1:{free_port()}"
+    meeting = {
+        "launch": [*LAUNCH, "--host", where],
+        "torchrun": [*TORCHRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint={where}"],
+    }
+    options = [
+        "--nnodes",
+        "1:4",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-id",
+        "e",
+        "--rdzv-conf",
+        CONF,
+        "--max-restarts",
+        "10",
+    ]
+    script = [TRAIN, "--output", str(run), "--rows", str(ROWS), "--seconds", "0.4"]
+    words = [*meeting[command], *options, *script]
     reference = undisturbed(str(tmp_path / "undisturbed"), "--rows", str(ROWS))
     with ExitStack() as stack:
         agents: list[Job] = []

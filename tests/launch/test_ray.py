@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -11,10 +14,19 @@ from loopwright.errors import ArgumentsError
 from loopwright.launch.machine import Machine
 from loopwright.launch.on_ray import settings, workers
 
-from .jobs import SCRIPTS, launched
+from .jobs import LAUNCH, SCRIPTS, job, launched
+from .runs import TRAIN, assert_same_run, checkpoints, lines, undisturbed
 from .test_words import asked
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+@pytest.fixture
+def ray_folder():
+    """Where Ray keeps its sockets: their paths must be short."""
+    folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("text", "found"), [("1", 1), ("4", 4), ("1:4", (1, 4)), ("3:3", (3, 3))])
@@ -40,17 +52,31 @@ def test_what_ray_is_asked_for():
 @pytest.mark.parametrize(
     ("how", "code"),
     [
-        (["fine"], 0),
+        pytest.param(["fine"], 0, marks=pytest.mark.grid),
         pytest.param(["code", "75"], 75, marks=pytest.mark.grid),
         pytest.param(["error"], 1, marks=pytest.mark.grid),
     ],
 )
-def test_a_script_runs_on_ray(how, code, tmp_path):
-    more = {"RAY_TMPDIR": f"/tmp/r{os.getpid()}"}  # short: sockets live below it
+def test_a_script_runs_on_ray(how, code, ray_folder, tmp_path):
     options = ["--ray", "2", "--max-restarts", "0", "--ray-storage", str(tmp_path / "ray")]
     words = [*options, str(SCRIPTS / "adds_up.py"), *how]
-    ended, text = launched(words, tmp_path, more=more, seconds=150)
+    ended, text = launched(words, tmp_path, more={"RAY_TMPDIR": ray_folder}, seconds=150)
     assert ended == code, text
     assert "rank 0 of 2 sum 3" in text
     if code == 1:
         assert "rank 1 has had enough" in text
+
+
+@needs_ray
+def test_a_trainer_on_ray_survives_a_killed_worker(ray_folder, tmp_path):
+    """Ray starts the workers again; the run goes on from its last checkpoint and ends like the undisturbed one."""
+    run = tmp_path / "run"
+    reference = undisturbed(str(tmp_path / "undisturbed"))
+    words = ["--ray", "2", "--ray-storage", str(tmp_path / "ray"), TRAIN, "--output", str(run), "--seconds", "0.3"]
+    with job([*LAUNCH, *words], tmp_path, more={"RAY_TMPDIR": ray_folder}) as started:
+        started.until(lambda: len(checkpoints(run)) >= 2, seconds=150)
+        ranks = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
+        os.kill(ranks[1], signal.SIGKILL)
+        assert started.wait(150) == 0, started.text()
+    assert_same_run(run, reference, 64)
+    assert len([line for line in lines(run) if line["step"] == 1]) == 1  # it did not begin again

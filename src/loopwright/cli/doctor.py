@@ -26,7 +26,9 @@ def run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "loopwright doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--processes", "-n", type=int, help="processes to start (default: accelerators, at least 2)")
+    parser.add_argument(
+        "--processes", "-n", type=int, help="processes to start (default: one per accelerator; 2 on processors)"
+    )
     parser.add_argument("--megabytes", type=float, default=64.0, help="size of the large all-reduce (default: 64)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for others (default: 60)")
     parser.add_argument("--cpu", action="store_true", help="check the processors, not the accelerators")
@@ -80,7 +82,8 @@ def _among_own_processes(options: argparse.Namespace) -> dict[str, Any]:
 
     from ..launch.machine import this_machine
 
-    count = options.processes or max(2, 0 if options.cpu else this_machine().devices)
+    # Two processes cannot share an accelerator; processors are shared anyway.
+    count = options.processes or (0 if options.cpu else this_machine().devices) or 2
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures.json"
         wanted = {"megabytes": options.megabytes, "seconds": options.timeout, "file": str(result)}
