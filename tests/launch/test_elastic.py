@@ -38,6 +38,8 @@ def world_of(run: Path) -> int:
     [
         ((1, 2, 1), "launch"),
         pytest.param((1, 2, 4, 1), "launch", marks=pytest.mark.grid),
+        # torch 2.13 keeps the meeting point of the first round, so a machine that comes later waits for it in vain,
+        # unless its store is not shared; loopwright launch sees to that itself.
         pytest.param((1, 2, 1), "torchrun", marks=pytest.mark.grid),
     ],
     ids=str,
@@ -64,12 +66,13 @@ def test_processes_come_and_go_and_the_run_is_the_same(worlds, command, tmp_path
     ]
     script = [TRAIN, "--output", str(run), "--rows", str(ROWS), "--seconds", "0.4"]
     words = [*meeting[command], *options, *script]
+    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if command == "torchrun" else {}
     reference = undisturbed(str(tmp_path / "undisturbed"), "--rows", str(ROWS))
     with ExitStack() as stack:
         agents: list[Job] = []
         for world in worlds:
             while len(agents) < world:
-                agents.append(stack.enter_context(job(words, tmp_path, name=f"agent-{len(agents)}")))
+                agents.append(stack.enter_context(job(words, tmp_path, name=f"agent-{len(agents)}", more=more)))
                 if len(agents) == 1:
                     agents[0].until(lambda: last_step(run) >= 1)
             if world > 2:  # growth through a kill: whoever waits outside is in when the rest start again

@@ -22,6 +22,8 @@ from ..notices import logger
 TICK = 1.0
 SILENT = 6.0
 """Seconds without a sign of life after which a process counts as missing."""
+LAST_CALL = 2.0
+"""Seconds a thread has to finish what it says to the store."""
 BEACON = "beacon/{rank}"
 LOST = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "TCPStore")
 """Words of the errors by which torch says that another process did not answer."""
@@ -56,14 +58,22 @@ class Watch:
         self._over = threading.Event()
 
     def __enter__(self) -> Watch:
-        for work, name in ((self._shine, "beacon"), (self._look, "beacon-watch")):
-            threading.Thread(target=self._until_over, args=(work,), name=name, daemon=True).start()
+        works = ((self._shine, "beacon"), (self._look, "beacon-watch"))
+        self._threads = [
+            threading.Thread(target=self._until_over, args=(work,), name=name, daemon=True) for work, name in works
+        ]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
+        for thread in self._threads:
+            # A thread inside a call of torch when Python ends would abort the process. One that talks to a machine
+            # which is gone may never return; it is left behind.
+            thread.join(LAST_CALL)
         if is_lost_connection(error):
             reason = self.explain()
             if reason:
