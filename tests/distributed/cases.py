@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
-from pt.tiny import VOCAB, Tokens, llama, made, samples, trainer_of
+import torch
+from pt.tiny import CPU, VOCAB, Tokens, llama, made, pad, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -135,3 +137,236 @@ def stopped(folder: str, *, how: str, rank: int, step: int = 3, **options: Any) 
     """A run in which something happens to one process."""
     actions = {"fail": fail, "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "nothing": lambda: None}
     return trained(folder, callbacks=[At(step, rank, actions[how])], **options)
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def sharded(folder: str, **options: Any) -> dict[str, Any]:
+    """A sharded model before any training: which modules are wrapped, and how much this process holds."""
+    from torch.distributed.fsdp import FSDPModule
+
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:4]), folder, optim="adamw_torch", fsdp=True, **options)
+    held = sum(p.to_local().numel() for p in trainer.model.parameters())
+    return {
+        "wrapped": [name for name, module in trainer.model.named_modules() if isinstance(module, FSDPModule)],
+        "held": held,
+        "whole": sum(p.numel() for p in trainer.model.parameters()),
+    }
+
+
+def saved_model(folder: str, *, model: str = "blocks", **options: Any) -> Any:
+    """What save_model writes, from whatever the processes hold."""
+    trainer = trainer_of(MODELS[model](), samples(LENGTHS[:4]), folder, optim="adamw_torch", **options)
+    before = full_weights(trainer.model)
+    trainer.save_model(f"{folder}/model")
+    return before
+
+
+def own_optimizer(folder: str, *, started: bool = False, **options: Any) -> Any:
+    """A run with an optimizer that was made before the model was sharded."""
+    model = made(Blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if started:
+        model(torch.zeros(1, 2, dtype=torch.long))["logits"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    args = loopwright.TrainingArguments(folder, **{**CPU, "num_train_epochs": 1, **options})
+    trainer = loopwright.Trainer(
+        model, args, train_dataset=samples(LENGTHS[:8]), data_collator=pad, optimizers=(optimizer, None)
+    )
+    trainer.train()
+    return result_of(trainer)
+
+
+def different_weights(folder: str, **options: Any) -> Any:
+    """A run whose processes made models with other weights each."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Blocks().double()
+    first = full_weights(model)
+    trainer = trainer_of(
+        model, samples(LENGTHS[:8]), folder, **{"learning_rate": 0.0, "num_train_epochs": 1, **options}
+    )
+    trainer.train()
+    return first, full_weights(trainer.model)
+
+
+def made_on_meta(folder: str) -> Any:
+    """Only the first process makes weights; the others hold none until they get their part."""
+
+    seen = []
+
+    def make() -> nn.Module:
+        model = made(Blocks)
+        seen.append(model.head.weight.is_meta)
+        return model
+
+    trainer = trainer_of(
+        None, samples(LENGTHS[:8]), folder, model_init=make, fsdp=True, fsdp_config={"cpu_ram_efficient_loading": True},
+        optim="adamw_torch", num_train_epochs=1,
+    )  # fmt: skip
+    before = full_weights(trainer.model)
+    trainer.train()
+    return before, full_weights(made(Blocks)), trainer.state.global_step, seen[0]
+
+
+class WithUnused(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(3, 3)
+
+
+def with_unused(folder: str, **options: Any) -> Any:
+    trainer = trainer_of(made(WithUnused), samples(LENGTHS[:8]), folder, num_train_epochs=1, **options)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def clipped(folder: str, **options: Any) -> Any:
+    return trained(folder, n=8, max_grad_norm=0.05, num_train_epochs=1, **options)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class Numbers(nn.Module):
+    """Remembers which samples it was shown in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.seen: list[list[int]] = []
+
+    def forward(self, number: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen.append(number.long().tolist())
+        logits = number.double() * self.weight + number.double()
+        return {"loss": (self.weight * number.double()).mean(), "logits": logits}
+
+
+def row(index: int) -> dict[str, Any]:
+    return {"number": index, "labels": float(index)}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that knows nothing of workers, or shares itself out among them."""
+
+    def __init__(self, n: int, aware: bool) -> None:
+        self.n, self.aware = n, aware
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if self.aware and info is not None else (0, 1)
+        return (row(index) for index in range(first, self.n, step))
+
+
+class OwnSampler(loopwright.Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset)  # drawn from this process's own stream
+
+
+class OwnLoader(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True)
+
+
+class Sharing(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        sampler = torch.utils.data.DistributedSampler(self.train_dataset, shuffle=False)
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, sampler=sampler)
+
+
+KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "sharing": Sharing}
+
+
+def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, **options: Any) -> Any:
+    """The samples each forward pass of training was shown, epoch by epoch."""
+    data: Any = Stream(n, aware=stream == "aware") if stream else [row(index) for index in range(n)]
+    model = Numbers()
+    given = {**CPU, "num_train_epochs": epochs, "per_device_train_batch_size": 2, "train_sampling_strategy": "random"}
+    trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
+    trainer.train()
+    rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
+    progress, state = trainer.progress, trainer.state
+    return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
+
+
+def evaluated(folder: str, *, n: int, stream: bool = False, **options: Any) -> Any:
+    """Metrics and predictions of an evaluation."""
+    data: Any = Stream(n, aware=False) if stream else [row(index) for index in range(n)]
+    args = loopwright.TrainingArguments(folder, **{**CPU, "per_device_eval_batch_size": 5, **options})
+    trainer = loopwright.Trainer(
+        Numbers(), args, compute_metrics=lambda each: {"n": len(each.predictions), "sum": float(each.label_ids.sum())}
+    )
+    metrics = trainer.evaluate(data)
+    output = trainer.predict(data)
+    kept = {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
+    return {"metrics": kept, "predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
+
+
+def first_process_first(folder: str) -> Any:
+    """The main process writes a file before the others look for it."""
+    args = loopwright.TrainingArguments(folder, use_cpu=True)
+    path = os.path.join(folder, "made")
+    with args.main_process_first(local=False):
+        there = os.path.exists(path)
+        if args.process_index == 0:
+            time.sleep(0.2)
+            os.makedirs(folder, exist_ok=True)
+            open(path, "w").close()
+    return there
+
+
+def told(folder: str, *, rank: int, **options: Any) -> Any:
+    """A callback of one process asks for something; all of them do it."""
+
+    class Ask(loopwright.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and args.process_index == rank:
+                control.should_save = control.should_training_stop = True
+
+    result = trained(folder, n=12, callbacks=[Ask()], **options)
+    return result["step"], sorted(name for name in os.listdir(folder) if name.startswith("checkpoint"))
+
+
+# ---- elastic ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A collator that writes down which samples were loaded for which update."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.trainer: Any = None
+
+    def __call__(self, features: list[Any]) -> Any:
+        with open(self.path, "a") as file:
+            for each in features:
+                file.write(f"{self.trainer.state.global_step + 1} {each['id']}\n")
+        return pad([{name: value for name, value in each.items() if name != "id"} for each in features])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def elastic(folder: str, *, phase: int, stop_at: int, how: str = "fail", **options: Any) -> Any:
+    """One life of a run that is ended at some update, by an error everywhere or by killing one process."""
+    data = [{**each, "id": index} for index, each in enumerate(samples(LENGTHS))]
+    rank = int(os.environ["RANK"])
+    recorder = Recorder(f"{folder}-{phase}-{rank}.txt")
+    action = {"fail": fail, "kill": kill if rank == int(os.environ["WORLD_SIZE"]) - 1 else lambda: None}[how]
+    given = {"num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.01, "lr_scheduler_type": "linear",
+             "train_sampling_strategy": "random", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
+             "save_strategy": "steps", "save_steps": 1, "remove_unused_columns": False}  # fmt: skip
+    trainer = trainer_of(
+        made(Blocks), data, folder, collator=recorder, callbacks=[At(stop_at, rank, action)], **{**given, **options}
+    )
+    recorder.trainer = trainer
+    trainer.train(resume_from_checkpoint="auto")
+    return result_of(trainer)
+
+
+def on_machines(folder: str, **options: Any) -> Any:
+    """A run on machines that see only folders of their own."""
+    return trained(os.path.join(folder, os.environ["MACHINE"]), **options)

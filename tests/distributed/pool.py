@@ -39,28 +39,29 @@ class Pool:
         self._said: dict[int, Any] = {}
 
     def run(
-        self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any
+        self, world: int, case: str, *, timeout: float = 90.0, by_rank: list[dict[str, str]] | None = None, **given: Any
     ) -> Any:
         """What the case returned on each process, by rank."""
-        outcomes = self.outcomes(world, case, timeout=timeout, env=env, **given)
+        outcomes = self.outcomes(world, case, timeout=timeout, by_rank=by_rank, **given)
         failed = [f"rank {rank}: {each.value}" for rank, each in enumerate(outcomes) if each.kind != "returned"]
         assert not failed, "\n\n".join(failed)
         return [each.value for each in outcomes]
 
     def outcomes(
-        self, world: int, case: str, *, timeout: float = 90.0, env: dict[str, str] | None = None, **given: Any
+        self, world: int, case: str, *, timeout: float = 90.0, by_rank: list[dict[str, str]] | None = None, **given: Any
     ) -> list[Outcome]:
         """What became of the case on each process, by rank."""
-        self.send(world, case, env=env, **given)
+        self.send(world, case, by_rank=by_rank, **given)
         return self.receive(world, timeout=timeout)
 
-    def send(self, world: int, case: str, *, env: dict[str, str] | None = None, **given: Any) -> list[int]:
+    def send(self, world: int, case: str, *, by_rank: list[dict[str, str]] | None = None, **given: Any) -> list[int]:
         """Begin a case; returns the ids of its processes by rank."""
         self._grow_to(world)
         place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(free_port()), **(env or {})}  # fmt: skip
+                 "MASTER_PORT": str(free_port())}  # fmt: skip
         for rank, (_, connection) in enumerate(self._members[:world]):
-            connection.send((case, {"LOCAL_RANK": str(rank), **place, "RANK": str(rank)}, given))
+            own = by_rank[rank] if by_rank else {}
+            connection.send((case, {"LOCAL_RANK": str(rank), **place, "RANK": str(rank), **own}, given))
         return [process.pid for process, _ in self._members[:world]]
 
     def receive(self, world: int, *, timeout: float) -> list[Outcome]:

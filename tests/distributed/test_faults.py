@@ -27,7 +27,7 @@ def test_a_signal_at_any_process_saves_one_checkpoint_and_exits_with_75(pool: Po
         assert_same_run(each, expected)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.grid), 1])
 def test_an_error_on_one_process_stops_all_within_seconds_with_that_error(
     pool: Pool, tmp_path: Path, rank: int
 ) -> None:

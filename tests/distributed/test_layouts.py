@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loopwright.core.checkpoint.manifest import damage, read_manifest
+from loopwright.pt.checkpoint import read_tensors
 
 from .pool import Pool
 from .test_contract import assert_same_run, zero
@@ -64,8 +65,15 @@ def saved(pool: Pool, tmp_path_factory: Any) -> Any:
     return folder_of
 
 
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", LAYOUTS)
+def pairs() -> list[Any]:
+    """Every pair of layouts; a spread in which each comes twice before and twice after runs always."""
+    names = list(LAYOUTS)
+    spread = {(name, names[(k + step) % len(names)]) for k, name in enumerate(names) for step in (1, 5)}
+    every = [(before, after) for before in names for after in names]
+    return [pair if pair in spread else pytest.param(*pair, marks=pytest.mark.grid) for pair in every]
+
+
+@pytest.mark.parametrize(("before", "after"), pairs())
 def test_any_layout_goes_on_in_any_other(
     pool: Pool, tmp_path: Path, saved: Any, whole: Any, before: str, after: str
 ) -> None:
@@ -77,16 +85,16 @@ def test_any_layout_goes_on_in_any_other(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_goes_on_from_others_and_others_from_it(pool: Pool, tmp_path: Path, stage: int) -> None:
+def test_deepspeed_goes_on_from_its_own_checkpoints_and_its_weights_load_anywhere(
+    pool: Pool, tmp_path: Path, stage: int
+) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     given = {"model": "blocks-single", "deepspeed": zero(stage)}
-    whole = run(pool, "single", tmp_path / "whole", model="blocks-single")[0]
     pool.close()
-    there = run(pool, "ddp-2", tmp_path / "zero", **given)[0]
-    assert_same_run(there, whole, 1e-5)
+    whole = run(pool, "ddp-2", tmp_path / "zero", timeout=180, **given)[0]
     pool.close()
-    back = run(pool, "single", tmp_path / "one", model="blocks-single", resume=str(tmp_path / "zero" / "checkpoint-1"))
-    assert_same_run(back[0], whole, 1e-5)
-    again = run(pool, "ddp-2", tmp_path / "two", resume=str(tmp_path / "whole" / "checkpoint-1"), **given)
+    again = run(pool, "ddp-2", tmp_path / "two", timeout=180, resume=str(tmp_path / "zero" / "checkpoint-1"), **given)
     assert_same_run(again[0], whole, 1e-5)
     pool.close()
+    last = read_tensors(tmp_path / "zero" / "checkpoint-2" / "model.safetensors")
+    assert max(float((last[name] - value).abs().max()) for name, value in whole["weights"].items()) < 1e-6

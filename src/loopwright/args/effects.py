@@ -92,4 +92,6 @@ def without_effect(args: Any) -> list[str]:
     changed = [name for name in idle if name in known and getattr(args, name) != known[name].default]
     if _one_process(args) and not args.accelerator_config.even_batches:
         changed.append("accelerator_config.even_batches")
+    if args.accelerator_config.dispatch_batches is False:
+        changed.append("accelerator_config.dispatch_batches")
     return changed

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .derive import METRIC_SCHEDULES
+from .distributed import read_accelerator_config, unsuited
 from .field import nearest
 from .names import IntervalStrategy, SaveStrategy
 from .problems import Problems, shown
@@ -181,3 +182,10 @@ def parallel_sizes_make_sense(args: Any) -> str | None:
     except (TypeError, ValueError) as error:
         return f"parallelism_config: {error}"
     return None
+
+
+@rule("accelerator_config")
+def batches_are_spread_one_way(args: Any) -> str | None:
+    """Some ways of spreading batches have no counterpart here."""
+    found = unsuited(read_accelerator_config(args.accelerator_config))
+    return f"accelerator_config: {'; '.join(found)}" if found else None

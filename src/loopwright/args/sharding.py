@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -108,16 +108,15 @@ def _words(fsdp: Any) -> dict[str, Any]:
 def _option(key: str, value: Any) -> dict[str, Any]:
     if key in ("cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading"):
         return {key: _true(value)}
-    readers = {
+    readers: dict[str, Callable[[], dict[str, Any]]] = {
         "offload_params": lambda: {"cpu_offload": _true(value)},
         "reshard_after_forward": lambda: {key: value if type(value) is int else _true(value)},
         "state_dict_type": lambda: {"whole_checkpoints": _one_of(key, value, STATES) == STATES[0]},
         "auto_wrap_policy": lambda: {"wrap": _one_of(key, value, WRAPS)},
         "transformer_layer_cls_to_wrap": lambda: {"layer_classes": _names(value)},
         "min_num_params": lambda: {key: int(value)},
-        **{name: lambda name=name: {name: _one_of(name, value, DTYPES)}  # type: ignore[misc]
-           for name in ("param_dtype", "reduce_dtype", "output_dtype")},
-    }  # fmt: skip
+        **dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), lambda: {key: _one_of(key, value, DTYPES)}),
+    }
     if key not in readers:
         known = [*readers, "cpu_offload", "activation_checkpointing", "cpu_ram_efficient_loading", "version"]
         raise ValueError(f"has no key {key!r}{nearest(key, known)} (keys: {', '.join(sorted(known))})")

@@ -33,7 +33,7 @@ FILLED: dict[str, tuple[str, Value]] = {
 FREE: dict[str, Value] = {"scheduler.params.warmup_min_lr": lambda a, w: 0.0}
 """Keys that no argument speaks of, and what `auto` means there."""
 
-OF_MODEL = {
+OF_MODEL: dict[str, Callable[[int], int]] = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "run.json"
+STOPPED = "LOOPWRIGHT_STOPPED"
+"""A file that a launcher wants to see once a process has saved and is about to leave with 75."""
 RESUME = "LOOPWRIGHT_RESUME"
 """Set to `auto` by a launcher that starts a run again: it goes on from the newest checkpoint, if there is one."""
 
@@ -54,3 +56,10 @@ def is_restart(record: dict[str, Any] | None) -> bool:
     if os.environ.get(RESUME) == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
         return True
     return record is not None and job_id() is not None and record.get("job") == job_id()
+
+
+def note_stop() -> None:
+    """Tell the launcher that this process has saved and leaves: torch may still abort a process that is ending."""
+    place = os.environ.get(STOPPED)
+    if place:
+        Path(place).touch()

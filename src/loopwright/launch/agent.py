@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ..core.record import RESUME
+from ..core.record import RESUME, STOPPED
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..notices import logger
 
@@ -44,9 +45,10 @@ class Agent(LocalElasticAgent):
     def was_saved(self) -> bool:
         """Whether the workers saved a checkpoint and left.
 
-        They leave together after all have saved; one that is slow to end may still be killed by then.
+        They leave together after all have saved. One that is slow to end may still be killed by then, or be aborted by
+        torch, whose gloo groups sometimes do that when they end (seen in 2.13): so they leave a mark as well.
         """
-        return STOPPED_AFTER_SAVING in self.codes
+        return STOPPED_AFTER_SAVING in self.codes or os.path.exists(os.environ.get(STOPPED, ""))
 
     def log_of(self, local_rank: int) -> Path | None:
         """The file with the worker's error output, if there is one."""
@@ -63,15 +65,15 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
 
     def _initialize_workers(self, worker_group: Any) -> None:
+        Path(os.environ[STOPPED]).unlink(missing_ok=True)
         super()._initialize_workers(worker_group)
         # From now on workers are started again: whatever this run has saved is theirs.
         os.environ[RESUME] = "auto"
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        codes = [failure.exitcode for failure in result.failures.values()]
-        if STOPPED_AFTER_SAVING in codes:
-            self.codes = codes
+        self.codes = [failure.exitcode for failure in result.failures.values()]
+        if self.codes and self.was_saved:
             # Another machine leaves: an elastic job goes on without it. Otherwise the whole job was told to stop.
             self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
         return result
@@ -86,6 +88,12 @@ class Agent(LocalElasticAgent):
 def run(make_words: Callable[[], list[str]], *, elastic: bool, patience: float) -> int:
     """Run the agent to its end and return the exit code; for `patience` seconds it looks for machines it lost."""
     Agent.elastic = elastic
+    with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
+        os.environ[STOPPED] = os.path.join(folder, "stopped")
+        return _run(make_words, patience)
+
+
+def _run(make_words: Callable[[], list[str]], patience: float) -> int:
     lost_at: float | None = None
     while True:
         started = time.monotonic()
@@ -125,7 +133,7 @@ def _signalled(error: SignalException) -> int:
 
 
 def _failed(error: ChildFailedError) -> int:
-    if STOPPED_AFTER_SAVING in [failure.exitcode for failure in error.failures.values()]:
+    if Agent.current is not None and Agent.current.was_saved:
         return _saved()
     log = Agent.current.log_of(error.get_first_failure()[1].local_rank) if Agent.current is not None else None
     print(failure_text(error, log), file=sys.stderr)

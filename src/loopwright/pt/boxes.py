@@ -97,7 +97,8 @@ class BoxReader:
 
     def __init__(self, folder: str | Path, stem: str) -> None:
         self.folder = Path(folder)
-        self._entries, self._aliases = self._described(stem), {}
+        self._entries = self._described(stem)
+        self._aliases: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -238,7 +239,8 @@ def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
 
 def save_config(model: Any, folder: Path) -> None:
     """Write what a model of transformers is besides its weights."""
-    for part in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+    for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(str(folder))
 

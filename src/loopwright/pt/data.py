@@ -51,7 +51,7 @@ class DataMethods(BaseTrainer):
     _batches_are_theirs: bool = False
     _kept_accumulation: int | None = None
     """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
-    share: Share
+    strategy: Any
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
     _stream_before: Any = None
@@ -115,7 +115,7 @@ class DataMethods(BaseTrainer):
         **ignored: Any,
     ) -> DataLoader[Any]:
         if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
-            dataset = share_stream(dataset, self.share, batch_size)
+            dataset = share_stream(dataset, self._share(), batch_size)
         return build_loader(
             dataset,
             args=self.args,
@@ -240,6 +240,10 @@ class DataMethods(BaseTrainer):
             world_size=self.strategy.data_world,
         )
 
+    def _share(self) -> Share:
+        """The part of the data this process takes."""
+        return Share(self.strategy.data_rank, self.strategy.data_world)
+
     def _batches_in(self, loader: Any) -> int:
         """Batches all processes get from their loaders in an epoch."""
         if self.strategy.data_world == 1:
@@ -273,7 +277,7 @@ class DataMethods(BaseTrainer):
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)
         else:
-            batches = self._stream_from(loader, done if self.is_alone else self.share.batches_of(done))
+            batches = self._stream_from(loader, done if self.is_alone else self._share().batches_of(done))
         self._put_back_rng()
         return batches
 

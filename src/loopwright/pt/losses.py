@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -244,8 +245,10 @@ class LossMethods(DataMethods, EvaluationMethods):
         place = self._places.get(step)
         found = self.samples_at(place) if place is not None else None
         self.strategy.zero_grad()
+        own = working_folder(self.args.output_dir)
         folder = write_incident(
-            working_folder(self.args.output_dir),
+            # All processes look into it, since a forward pass may need all of them; one writes it down.
+            own if self.strategy.rank == 0 else tempfile.mkdtemp(),
             step=step,
             sample_ids=found[0] if found else None,
             batches=found[1] if found else None,

@@ -40,13 +40,12 @@ def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
 
 def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:
     """Whether all processes see the same folder: the first one leaves a file there and everybody looks for it."""
-    probe = Path(folder) / f".loopwright-shared-{os.getpid()}"
-    name = gather(str(probe))[0]
+    probe = Path(folder) / gather(f".loopwright-shared-{os.getpid()}")[0]
     if rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
     gather(None)
-    seen = gather(os.path.exists(name))
+    seen = gather(probe.exists())
     if rank == 0:
         probe.unlink()
     return all(seen)

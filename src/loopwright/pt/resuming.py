@@ -74,6 +74,14 @@ class ResumingMethods(BaseTrainer):
     def _resume_optimizer(self, folder: Path) -> None:
         """The optimizer's state; where it is in shards here or there, only the parts this process holds are read."""
         module = plain_module(self.model)
+        if self.strategy.saves_itself:
+            self.strategy.read_state(folder)
+            return
+        if not (folder / f"{OPTIMIZER}.json").is_file():
+            raise CheckpointError(
+                f"{folder.name} holds no {OPTIMIZER}.json: DeepSpeed has saved it in files of its own. Resume with "
+                "deepspeed= and as many processes as then, or start anew from its weights"
+            )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
             self.strategy.load_optimizer(*read_optimizer(folder), self.optimizer, module)
             return

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,18 @@ class SavingMethods(ResumingMethods):
     def _save_gathered(self, place: str) -> None:
         """Whole weights from the parts of all processes, which all have to call this."""
         module, leads = plain_module(self.model), self.args.should_save
-        with folder_for(place) if leads else nullcontext(None) as folder:
+        with folder_for(place) if leads else nullcontext("") as name:
+            folder = Path(name)
             if leads:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
                 state = whole_tensors(self.strategy.model_state(module), keep=leads)
                 if leads:
-                    self._save(folder, state_dict=state)
+                    self._save(str(folder), state_dict=state)
             else:
-                stream_tensors(Path(folder) / MODEL if leads else None, self.strategy.model_state(module))
+                stream_tensors(folder / MODEL if leads else None, self.strategy.model_state(module))
                 if leads:
-                    self._save_companions(Path(folder))
+                    self._save_companions(folder)
         self.strategy.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -98,7 +99,8 @@ class SavingMethods(ResumingMethods):
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        background = self.args.async_save and not self._saves_models_itself() and self._fits_in_memory()
+        theirs = self._saves_models_itself() or self.strategy.saves_itself
+        background = self.args.async_save and not theirs and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
@@ -133,7 +135,7 @@ class SavingMethods(ResumingMethods):
     def _saves_models_itself(self) -> bool:
         return is_overridden(self, "save_model") or is_overridden(self, "_save")
 
-    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], None]:
+    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
         keep, leads = self._copies if copy else dict, self.leads_saving
         writers: list[Callable[[Path], Any]] = []
@@ -151,7 +153,9 @@ class SavingMethods(ResumingMethods):
             writers += [self._foreign_writer(copy=copy)] if leads else []
             documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
         else:
-            if (leads and not self.strategy.is_sharded) or self._saves_whole():
+            if self.strategy.saves_itself:
+                writers.append(self.strategy.write_state)
+            elif (leads and not self.strategy.is_sharded) or self._saves_whole():
                 described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
@@ -197,7 +201,7 @@ class SavingMethods(ResumingMethods):
             boxes = own_boxes(tensors, rank)
             values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
             kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
-            writers.append(lambda folder, stem=stem, kept=kept: write_boxes(folder, stem, kept, rank, world))
+            writers.append(partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world))
         if leads:
             writers.append(lambda folder: write_json(folder / f"{OPTIMIZER}.json", described) if described else None)
             writers += [lambda folder: save_config(module, folder), self._save_companions]
@@ -216,7 +220,7 @@ class SavingMethods(ResumingMethods):
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
         module = plain_module(self.model)
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in self.strategy.model_state(module).values())
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
         if self.args.save_only_model:
             return weights
         known = sum(
@@ -243,7 +247,7 @@ class SavingMethods(ResumingMethods):
         )
         if warning:
             self.notices.tell_once(warning)
-        if not args.save_only_model:
+        if not args.save_only_model and not self.strategy.saves_itself:
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
             encode_schedule(self.lr_scheduler.state_dict())
 

@@ -97,7 +97,8 @@ class SharedBatches:
         self._same_everywhere = type(batches) is BatchSampler and type(self.sampler) is SequentialSampler
 
     def set_epoch(self, epoch: int) -> None:
-        for part in (self.batches, self.sampler):
+        parts: tuple[Any, ...] = (self.batches, self.sampler)
+        for part in parts:
             if callable(getattr(part, "set_epoch", None)):
                 part.set_epoch(epoch)
 

@@ -11,7 +11,7 @@ from ..core.events import CallbackHandler
 from ..core.signals import WATCHED, Interrupted
 from .loss import LossKind
 from .losses import LossMethods
-from .shares import Share, share_loader
+from .shares import share_loader
 from .strategies.many import on_host
 
 SIGNALS = ("", *(each.name for each in WATCHED))
@@ -23,16 +23,11 @@ class SharingMethods(LossMethods):
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    @property
-    def share(self) -> Share:
-        """The part of the data this process takes."""
-        return Share(self.strategy.data_rank, self.strategy.data_world)
-
     def share_loader(self, loader: Any) -> Any:
         """A loader of this process's part."""
         if self.strategy.data_world == 1:
             return loader
-        return share_loader(loader, self.share, self.strategy.broadcast, self.notices.tell_once)
+        return share_loader(loader, self._share(), self.strategy.broadcast, self.notices.tell_once)
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

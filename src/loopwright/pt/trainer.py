@@ -33,7 +33,7 @@ from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
 from .sharing import SharingMethods, agreeing
-from .strategies.choose import choose_strategy
+from .strategies.choose import asked_for, choose_strategy, told
 from .watch import Watch, patience_for
 from .work import WorkCounter, operations_per_token, tokens_in
 
@@ -100,6 +100,10 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
             self.handler_class = agreeing(self.strategy.host.rows)
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.signals.shared = not self.is_alone
+        asked = asked_for(args)
+        self.is_fsdp_enabled, self.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
+        for text in told(args):
+            self.notices.tell_once(text)
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.call_model_init() if model is None else model)
@@ -138,7 +142,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from `model_init`."""
         assert self.model_init is not None
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        with torch.device("meta") if self.strategy.makes_empty else nullcontext():
+            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
             raise ModelError("model_init() returned None; it must return the model")
         return model
@@ -172,7 +177,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods)
 
     def get_tp_size(self) -> int:
         """Devices one tensor is split over."""
-        return 1
+        return int(self.strategy.copies)
 
     def get_cp_size(self) -> int:
         """Devices one sequence is split over."""

@@ -1,8 +1,7 @@
-"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; checkpoints are ours, so any layout loads them."""
+"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer's state is in files of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,14 @@ from torch import Tensor, nn
 from ...args.zero import filled_config
 from ...core.batches import Update
 from ...core.strategy import MicroStep
-from ...errors import ArgumentsError, MissingPackage, NotAvailable
+from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
 from ..boxes import BoxReader
 from ..precision import Precision
 from .group import Processes
 from .many import ManyProcesses
+
+FOLDER = "deepspeed"
+TAG = "state"
 
 
 class DeepSpeed(ManyProcesses):
@@ -24,6 +26,7 @@ class DeepSpeed(ManyProcesses):
 
     is_sharded = True
     saves_whole = True
+    saves_itself = True
     forward_is_collective = True
 
     def __init__(
@@ -122,41 +125,22 @@ class DeepSpeed(ManyProcesses):
                 if parameter.requires_grad:
                     safe_set_full_fp32_param(parameter, reader.whole(name).to(parameter.device))
 
-    def optimizer_state(self, optimizer: Any, module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state by parameter name, as one process would write it."""
-        from deepspeed.utils import safe_get_full_optimizer_state
+    # ---- the optimizer's state, in DeepSpeed's own files ------------------------------------------------------------
 
-        slots = _slots(optimizer)
-        tensors: dict[str, Tensor] = {}
-        state: dict[str, Any] = {}
-        for name, parameter in module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            state[name] = {}
-            for slot, scalar in slots.items():
-                key = f"{name}/{slot}"
-                whole = scalar if scalar is not None else safe_get_full_optimizer_state(parameter, slot)
-                if whole is not None:
-                    tensors[key] = whole if whole.dim() == 0 else whole.reshape(_shape(parameter))
-                    state[name][slot] = {"tensor": key}
-        return {"groups": _described_groups(optimizer, list(state)), "state": state, "extra": {}}, tensors
+    def write_state(self, folder: Path) -> None:
+        """Write the engine's state; every process writes its own files."""
+        self.engine.save_checkpoint(str(folder / FOLDER), tag=TAG, save_latest=False)
 
-    def load_optimizer(
-        self, described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, module: Any
-    ) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        for name, parameter in module.named_parameters():
-            for slot, value in described["state"].get(name, {}).items():
-                whole = tensors[value["tensor"]]
-                if whole.dim():
-                    safe_set_full_optimizer_state(parameter, whole.to(parameter.device), slot)
-                else:
-                    for each in optimizer.state.values():
-                        each[slot] = torch.as_tensor(whole)
-        for group, saved in zip(optimizer.param_groups, described["groups"], strict=False):
-            known = {key: value for key, value in saved["options"].items() if isinstance(value, (int, float, bool))}
-            group.update(known)
+    def read_state(self, folder: Path) -> None:
+        """The counterpart of `write_state`, for as many processes as had written it."""
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder.name} holds no {FOLDER} folder: it was saved without DeepSpeed, whose optimizer state is in "
+                "files of its own. Go on without deepspeed=, or start anew from its weights"
+            )
+        found, _ = self.engine.load_checkpoint(str(folder / FOLDER), tag=TAG, load_lr_scheduler_states=False)
+        if found is None:
+            raise CheckpointError(f"DeepSpeed could not read {folder / FOLDER}")
 
 
 def _imported() -> Any:
@@ -170,20 +154,3 @@ def _imported() -> Any:
 def _shape(parameter: Any) -> tuple[int, ...]:
     """The shape of the whole parameter, also where a stage holds only a part of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _slots(optimizer: Any) -> dict[str, Tensor | None]:
-    """Names of the state's parts; the value of those that are one number for all parameters."""
-    for slots in optimizer.state.values():
-        return {name: value if value.dim() == 0 else None for name, value in slots.items() if isinstance(value, Tensor)}
-    return {}
-
-
-def _described_groups(optimizer: Any, names: list[str]) -> list[dict[str, Any]]:
-    """Groups with their numbers; parameters of all of them are listed with the first, since parts carry no names."""
-    plain = (bool, int, float, str, type(None))
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params" and isinstance(value, plain)}
-        groups.append({"params": [] if number else names, "options": options})
-    return groups

@@ -40,6 +40,7 @@ class FullySharded(Sharded):
         super().__init__(device, precision, processes, non_blocking=non_blocking)
         self.options, self._compute_dtype = options, compute_dtype
         self.saves_whole = options.whole_checkpoints
+        self.makes_empty = options.cpu_ram_efficient_loading and self.rank > 0
         self.mesh = make_mesh(device, processes.world_size, replicas)
 
     def shard(self, model: nn.Module) -> None:

@@ -24,35 +24,26 @@ class ManyProcesses(SingleDevice):
     targets per part (`Update.total_items`): the result is the mean over all targets of the update.
     """
 
-    forward_is_collective = False
-    """Whether a forward pass waits for those of the other processes: then all run equally many."""
-    copies = 1
-    """Neighbouring processes that work on the same data."""
-
     def __init__(
         self, device: torch.device, precision: Precision, processes: Processes, *, non_blocking: bool = False
     ) -> None:
         super().__init__(device, precision, non_blocking=non_blocking)
         self.processes, self.host = processes, processes.host
         self.rank, self.world_size = processes.rank, processes.world_size
+        self.share_out(copies=1)
         self.alarm = Alarm(processes)
         self._idle = False
         self._plain_backward = self.backward
         self.backward = self._weighed_backward
 
     @property
-    def data_rank(self) -> int:
-        """Which part of the data this process takes."""
-        return self.rank // self.copies
-
-    @property
-    def data_world(self) -> int:
-        """Into how many parts the data goes."""
-        return self.world_size // self.copies
-
-    @property
     def saving(self) -> Host:
         return self.processes.saving
+
+    def share_out(self, *, copies: int) -> None:
+        """Neighbouring processes, so many at a time, take the same part of the data."""
+        self.copies = copies
+        self.data_rank, self.data_world = self.rank // copies, self.world_size // copies
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

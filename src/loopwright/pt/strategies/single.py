@@ -27,6 +27,12 @@ class SingleDevice:
 
     alarm: AbstractContextManager[Any] = nullcontext()
     """Entered while processes depend on each other: an error of one stops all."""
+    saves_itself = False
+    """Whether the optimizer's state is written in files of another engine, by all processes."""
+    makes_empty = False
+    """Whether models are made without weights here, because another process has them."""
+    forward_is_collective = False
+    """Whether a forward pass waits for those of the other processes: then all run equally many."""
     is_sharded = False
     """Whether processes hold parts of tensors."""
     rank = data_rank = 0

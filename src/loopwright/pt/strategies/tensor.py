@@ -57,7 +57,8 @@ class TensorParallel(Sharded):
         non_blocking: bool = False,
     ) -> None:
         super().__init__(device, precision, processes, non_blocking=non_blocking)
-        self.copies, self.size = size, size
+        self.size = size
+        self.share_out(copies=size)
         self._plan, self._sharding, self._compute_dtype = plan, sharding, compute_dtype
         self.saves_whole = sharding is not None and sharding.whole_checkpoints
         # Neighbours split layers: they talk the most, and are most likely on one machine.
