@@ -40,6 +40,12 @@ def test_codes_of_the_script_are_passed_on(given, code, tmp_path):
     assert ("saved and stopped" in text) == (given == 75)
 
 
+def test_a_process_that_is_aborted_after_saving_has_saved(tmp_path):
+    code, text = launched(["-n", "2", "--max-restarts", "2", ADDS_UP, "abort"], tmp_path)
+    assert code == 75, text
+    assert text.count("rank 0 of 2") == 1
+
+
 def test_a_killed_process_brings_the_job_back_told_to_resume(tmp_path):
     code, text = launched(["-n", "2", "--max-restarts", "1", ADDS_UP, "first"], tmp_path)
     assert code == 0, text

@@ -24,6 +24,10 @@ if how == "code":
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(int(sys.argv[2]))
+if how == "abort":  # as torch may do to a process that has saved and is ending
+    dist.barrier()
+    open(os.environ["LOOPWRIGHT_STOPPED"], "w").close()
+    os.abort()
 if how == "first" and rank == 0 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "wait":  # as a Trainer does: save, then leave with 75
