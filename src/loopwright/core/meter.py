@@ -61,7 +61,7 @@ class Meter:
             return
         losses, norms = self._losses, self._norms
         self._losses, self._norms, self._waiting = [], [], 0
-        values = self._read([*losses, *(norm for norm in norms if norm is not None)])
+        values = self._read([*losses, *[norm for norm in norms if norm is not None]])  # a list: no call per update
         if self._mean is not None:  # a loss is this process's part of it; a norm is the same everywhere
             values[: len(losses)] = self._mean(values[: len(losses)])
         if len(values) == 2 * len(losses) and math.isfinite(sum(values)):

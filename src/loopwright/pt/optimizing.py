@@ -31,6 +31,8 @@ class OptimizerMethods(BaseTrainer):
         check_fp16_weights(self.model, self.strategy.precision)
         self.optimizer = self.strategy.setup_optimizer(self.optimizer)
         self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
+        if self.args.speed != "off":
+            self.strategy.fold_clipping(lambda: not self.callback_handler.listens("on_pre_optimizer_step"))
         self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
         self.callback_handler.context.update(
             optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader

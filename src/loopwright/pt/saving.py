@@ -48,6 +48,8 @@ class SavingMethods(ResumingMethods):
     data_collator: Any
     _copies: HostCopies
     """What a save in the background writes while training goes on."""
+    device: Any
+    compiled: Any
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -113,6 +115,12 @@ class SavingMethods(ResumingMethods):
             crew=self.crew,
             records=keep_records,
         )
+        self._keep_compiled()
+
+    def _keep_compiled(self) -> None:
+        """Put what was compiled beside the checkpoints, not into them."""
+        if self.compiled is not None and self.args.should_save:
+            self.compiled.keep(self.args.output_dir, self.device)
 
     @cached_property
     def crew(self) -> SavingCrew | None:

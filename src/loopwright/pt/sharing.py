@@ -85,7 +85,7 @@ class SharingMethods(LossMethods):
         """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
         accounting = self.accounting
         smoothed = self.label_smoother is not None and accounting.undecided_shift
-        if accounting.kind is not None and not smoothed:
+        if not accounting.is_open and not smoothed:
             return
         rows = self.strategy.rows([float(bool(batches))])
         holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
@@ -96,8 +96,8 @@ class SharingMethods(LossMethods):
         batch = self.strategy.broadcast(own, source * self.strategy.copies)
         if smoothed:
             accounting.learn_shift(batch, self._shift_probe())
-        if accounting.kind is None:
-            self._learn(batch)
+        if accounting.is_open:
+            self._learn_loss(batch)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 

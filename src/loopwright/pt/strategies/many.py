@@ -49,6 +49,8 @@ class ManyProcesses(SingleDevice):
 
     def begin_micro_batch(self, update: Update, index: int) -> None:
         """Note whether a micro-batch is this process's data, or only keeps the others company."""
+        if index == 0 and self._ahead.runs:
+            self._ahead.begin(update.batches)
         self._idle = update.real is not None and index >= update.real
 
     def _weighed_backward(self, loss: Tensor) -> None:

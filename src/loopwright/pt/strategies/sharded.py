@@ -80,6 +80,9 @@ class Sharded(ManyProcesses):
         for group in groups:
             group["params"] = [self._successors.get(p, p) for p in group["params"]]
 
+    def fold_clipping(self, allowed: Any) -> None:
+        """The optimizer's kernel knows only the norm of what this process holds, so it does not clip."""
+
     # ---- gradients --------------------------------------------------------------------------------------------------
 
     def _gradients(self) -> list[Any]:
