@@ -16,7 +16,7 @@ from loopwright.pt.strategies.rounds import agree_on_round
 
 @pytest.fixture
 def store():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 def started(store, world: int, *, seconds: float = 20.0, order: random.Random | None = None) -> list[str]:

@@ -51,7 +51,7 @@ def bus_share(world: int) -> float:
 def meet(store: Any, rank: int, world: int, seconds: float) -> list[str]:
     """The host of every rank, once all are here; names those that did not come in time."""
     store.set(f"here/{rank}", f"{socket.gethostname()} (process {os.getpid()})")
-    hosts = {}
+    hosts: dict[int, str] = {}
     deadline = time.monotonic() + seconds
     while len(hosts) < world:
         for other in set(range(world)) - set(hosts):
