@@ -87,6 +87,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "NotAvailable",
         "OutputError",
         "OverrideError",
+        "PeerError",
         "UnknownArgument",
     ),
 }
@@ -265,6 +266,7 @@ if TYPE_CHECKING:
         NotAvailable as NotAvailable,
         OutputError as OutputError,
         OverrideError as OverrideError,
+        PeerError as PeerError,
         UnknownArgument as UnknownArgument,
     )
     from .pt.arguments import (

@@ -370,3 +370,106 @@ def elastic(folder: str, *, phase: int, stop_at: int, how: str = "fail", **optio
 def on_machines(folder: str, **options: Any) -> Any:
     """A run on machines that see only folders of their own."""
     return trained(os.path.join(folder, os.environ["MACHINE"]), **options)
+
+
+# ---- training, all of it ---------------------------------------------------------------------------------------------
+
+
+class Noisy(Blocks):
+    """Blocks with dropout and a batch norm: random streams and buffers of each process matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(7)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.drop(self.norm(self.embed(input_ids).flatten(0, 1)).reshape(*input_ids.shape, -1))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+MODELS["noisy"] = lambda: made(Noisy)
+
+
+def with_evaluation(folder: str, **options: Any) -> dict[str, Any]:
+    """A run that evaluates, keeps the best and loads it at the end."""
+    given = {"eval_dataset": samples(LENGTHS[3:14]), "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best",
+             "load_best_model_at_end": True, "per_device_eval_batch_size": 2, "learning_rate": 0.3}  # fmt: skip
+    return trained(folder, n=12, model="blocks", **{**given, **options})
+
+
+def synchronized(folder: str, **options: Any) -> Any:
+    """How often a run kept its gradients to itself, and how DDP was told to work."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    kept, before = [], DistributedDataParallel.no_sync
+    DistributedDataParallel.no_sync = lambda self: kept.append(1) or before(self)
+    try:
+        trainer = trainer_of(made(Blocks), samples(LENGTHS[:12]), folder, num_train_epochs=1, **options)
+        trainer.train()
+    finally:
+        DistributedDataParallel.no_sync = before
+    wrapped = trainer.model_wrapped
+    told = {name: getattr(wrapped, name) for name in ("find_unused_parameters", "broadcast_buffers", "static_graph")}
+    return len(kept), trainer.state.global_step, told, wrapped.bucket_bytes_cap
+
+
+class Poisoned(Blocks):
+    """Its loss is not a number for one sample."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, attention_mask, labels)
+        if input_ids.shape[1] == LENGTHS[4]:
+            outputs["loss"] = outputs["loss"] * float("nan")
+        return outputs
+
+
+MODELS["poisoned"] = lambda: made(Poisoned)
+
+
+def drawn(folder: str, **options: Any) -> Any:
+    """A run on samples that draw random numbers when they are loaded by workers."""
+
+    class Drawing(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 13
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"input_ids": torch.randint(1, VOCAB, (5,)), "labels": torch.randint(0, VOCAB, (5,))}
+
+    given = {"num_train_epochs": 1, "dataloader_num_workers": 1, "per_device_train_batch_size": 2}
+    trainer = trainer_of(made(Blocks), Drawing(), folder, **given, **options)
+    trainer.train()
+    return result_of(trainer)
+
+
+def streamed(folder: str, *, stop_at: int, **options: Any) -> Any:
+    """The samples of a stream that one life of a run trained on."""
+    model = Numbers()
+    given = {**CPU, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+             "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    rank = int(os.environ["RANK"])
+    trainer = loopwright.Trainer(
+        model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=Stream(24, aware=False),
+        callbacks=[At(stop_at, rank, fail)],
+    )  # fmt: skip
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except ValueError:
+        pass
+    return model.seen
+
+
+def generated(folder: str, **options: Any) -> Any:
+    """What a sequence-to-sequence model generates for data that does not share out evenly."""
+    from pt.tiny import t5
+
+    args = loopwright.Seq2SeqTrainingArguments(
+        folder, predict_with_generate=True, generation_max_length=6, per_device_eval_batch_size=2, **{**CPU, **options}
+    )
+    trainer = loopwright.Seq2SeqTrainer(t5(), args, data_collator=pad)
+    output = trainer.predict(samples(LENGTHS[:5]))
+    return output.predictions.tolist(), output.metrics["test_loss"]

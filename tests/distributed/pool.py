@@ -72,7 +72,7 @@ class Pool:
                 if not connection.poll(max(end - time.monotonic(), 0.01)):
                     raise TimeoutError(f"rank {rank} gave no answer within {timeout} seconds")
                 found.append(Outcome(*pickle.loads(connection.recv_bytes())))
-            except (TimeoutError, EOFError) as error:
+            except (TimeoutError, EOFError, OSError) as error:
                 process.poll()
                 self.close()
                 raise AssertionError(f"rank {rank}: {error or 'ended'}; earlier ranks: {found}") from error
@@ -86,7 +86,7 @@ class Pool:
                 ready = connection.poll(max(timeout - (time.monotonic() - started), 0.01))
                 assert ready, f"a process neither answered nor ended within {timeout} seconds"
                 found.append(Outcome(*pickle.loads(connection.recv_bytes())))
-            except EOFError:
+            except (EOFError, OSError):
                 found.append(
                     Outcome("ended", (process.wait(timeout=10), self.said(process.pid)), time.monotonic() - started)
                 )

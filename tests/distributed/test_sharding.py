@@ -125,3 +125,11 @@ def test_plans_that_cannot_be_carried_out_say_why(pool: Pool, tmp_path: Path, pl
     sizes = {"tp_size": 2, **({"tp_plan": plan} if plan else {})}
     outcomes = pool.outcomes(2, "saved_model", folder=str(tmp_path), parallelism_config=sizes)
     assert all(each.kind == "raised" and words in each.value for each in outcomes), outcomes[0].value
+
+
+def test_half_precision_follows_the_policy(pool: Pool, tmp_path: Path) -> None:
+    given = {"n": 8, "model": "blocks-single", "bf16": True, "num_train_epochs": 1}
+    one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **given)[0]
+    found = pool.run(2, "trained", folder=str(tmp_path / "two"), fsdp=True, **given)[0]
+    assert all(value.dtype is torch.float32 for value in found["weights"].values()), "weights stay whole"
+    assert abs(found["logs"][0]["loss"] - one["logs"][0]["loss"]) < 0.05

@@ -44,13 +44,13 @@ class Job:
     def text(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def wait(self, seconds: float = 90) -> int:
+    def wait(self, seconds: float = 300) -> int:
         try:
             return self.process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"not over after {seconds} s; it printed:\n{self.text()[-6000:]}") from None
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 240) -> None:
         """Until the condition holds; the job must not end before."""
         end = time.monotonic() + seconds
         while not condition():
@@ -102,7 +102,7 @@ def job(
         started.close()
 
 
-def launched(words: Sequence[str], folder: Path, *, seconds: float = 90, more: Mapping[str, str] | None = None):
+def launched(words: Sequence[str], folder: Path, *, seconds: float = 300, more: Mapping[str, str] | None = None):
     """Exit code and output of a launch that ends by itself."""
     with job([*LAUNCH, *words], folder, more=more) as started:
         return started.wait(seconds), started.text()

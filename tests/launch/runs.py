@@ -42,7 +42,7 @@ def undisturbed(folder: str, *words: str) -> Path:
     """The folder of a run of one process that nothing happens to."""
     place = Path(folder)
     done = subprocess.run(
-        [sys.executable, TRAIN, "--output", folder, "--save-steps", "1000", *words], env=variables(), timeout=90,
+        [sys.executable, TRAIN, "--output", folder, "--save-steps", "1000", *words], env=variables(), timeout=300,
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

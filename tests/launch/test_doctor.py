@@ -16,7 +16,7 @@ from .jobs import launched, variables
 
 def test_it_starts_its_own_processes_and_measures(tmp_path):
     command = [sys.executable, "-m", "loopwright", "doctor", "-n", "3", "--megabytes", "2", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, env=variables(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     found = report["connection"]
@@ -41,7 +41,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
     more["MASTER_PORT"] = str(free_port())
     command = [sys.executable, "-m", "loopwright", "doctor", "--timeout", "2"]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**variables(), **more}, capture_output=True, text=True, timeout=60
+        command, cwd=tmp_path, env={**variables(), **more}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
     assert "1 of 2 ranks did not come within 2 s: 1." in done.stderr and "rank 0 on" in done.stderr

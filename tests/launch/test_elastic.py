@@ -79,10 +79,10 @@ def test_processes_come_and_go_and_the_run_is_the_same(worlds, command, tmp_path
                 os.kill(agents[0].workers()[0], signal.SIGKILL)
             while len(agents) > world:
                 kill_machine(agents.pop())
-            agents[0].until(lambda world=world: world_of(run) == world, seconds=90)
+            agents[0].until(lambda world=world: world_of(run) == world, seconds=240)
             reached = last_step(run)
             if world != worlds[-1]:
-                agents[0].until(lambda reached=reached: max(checkpoints(run), default=0) > reached, seconds=30)
-        assert agents[0].wait(120) == 0, agents[0].text()
+                agents[0].until(lambda reached=reached: max(checkpoints(run), default=0) > reached, seconds=240)
+        assert agents[0].wait(300) == 0, agents[0].text()
     assert_same_run(run, reference, ROWS)
     assert {line["world"] for line in kept(run).values()} == set(worlds)

@@ -60,7 +60,7 @@ def test_what_ray_is_asked_for():
 def test_a_script_runs_on_ray(how, code, ray_folder, tmp_path):
     options = ["--ray", "2", "--max-restarts", "0", "--ray-storage", str(tmp_path / "ray")]
     words = [*options, str(SCRIPTS / "adds_up.py"), *how]
-    ended, text = launched(words, tmp_path, more={"RAY_TMPDIR": ray_folder}, seconds=150)
+    ended, text = launched(words, tmp_path, more={"RAY_TMPDIR": ray_folder}, seconds=240)
     assert ended == code, text
     assert "rank 0 of 2 sum 3" in text
     if code == 1:
@@ -74,9 +74,9 @@ def test_a_trainer_on_ray_survives_a_killed_worker(ray_folder, tmp_path):
     reference = undisturbed(str(tmp_path / "undisturbed"))
     words = ["--ray", "2", "--ray-storage", str(tmp_path / "ray"), TRAIN, "--output", str(run), "--seconds", "0.3"]
     with job([*LAUNCH, *words], tmp_path, more={"RAY_TMPDIR": ray_folder}) as started:
-        started.until(lambda: len(checkpoints(run)) >= 2, seconds=150)
+        started.until(lambda: len(checkpoints(run)) >= 2, seconds=240)
         ranks = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
         os.kill(ranks[1], signal.SIGKILL)
-        assert started.wait(150) == 0, started.text()
+        assert started.wait(300) == 0, started.text()
     assert_same_run(run, reference, 64)
     assert len([line for line in lines(run) if line["step"] == 1]) == 1  # it did not begin again

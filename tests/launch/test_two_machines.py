@@ -41,21 +41,21 @@ def test_a_machine_is_cut_off_and_the_job_goes_on_when_it_returns(machines, node
         job(head.words(*words), tmp_path / "a", name="head") as first,
         job(other.words(*words), tmp_path / "b", name="other") as second,
     ):
-        first.until(lambda: len(checkpoints(run)) >= 2, seconds=90)
+        first.until(lambda: len(checkpoints(run)) >= 2, seconds=240)
         assert {line["host"] for line in lines(run, None)} == {"machine-a", "machine-b"}
         assert lines(run)[-1]["world"] == 2
         other.unplug()
-        first.until(lambda: "missing: rank 1 on machine-b" in first.text(), seconds=60)
+        first.until(lambda: "missing: rank 1 on machine-b" in first.text(), seconds=240)
         reached = last_step(run)
         if cut == "long":
-            first.until(lambda: "PeerError" in first.text(), seconds=60)
+            first.until(lambda: "PeerError" in first.text(), seconds=240)
         if nodes == "1:2":
-            first.until(lambda: lines(run)[-1]["world"] == 1 and last_step(run) > reached, seconds=60)
+            first.until(lambda: lines(run)[-1]["world"] == 1 and last_step(run) > reached, seconds=240)
         assert second.process.poll() is None  # it looks for the others
         other.plug_in()
-        first.until(lambda: lines(run)[-1]["world"] == 2 and last_step(run) > reached, seconds=90)
-        assert first.wait(120) == 0, first.text()
-        assert second.wait(60) == 0, second.text()
+        first.until(lambda: lines(run)[-1]["world"] == 2 and last_step(run) > reached, seconds=240)
+        assert first.wait(300) == 0, first.text()
+        assert second.wait(300) == 0, second.text()
         assert ("goes on from" in first.text() + second.text()) == (cut == "long")
     assert_same_run(run, reference, ROWS)
     assert 2 in {line["world"] for line in kept(run).values()}

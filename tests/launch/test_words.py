@@ -247,5 +247,5 @@ def test_writing_job_files_imports_no_torchrun_agent():
         "import sys; from loopwright.cli.main import main; main(['launch', '--slurm', '-', 'train.py']); "
         "print('agent' if 'loopwright.launch.agent' in sys.modules else 'none')"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
     assert shown.endswith("none\n") and "#SBATCH" in shown

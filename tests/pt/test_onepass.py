@@ -56,6 +56,12 @@ def make_tokenizer(kind=transformers.PreTrainedTokenizerFast, **options):
     return kind(tokenizer_object=backend(), **{"unk_token": "[UNK]", "pad_token": "[PAD]", **options})
 
 
+@functools.cache
+def cached_tokenizer(with_mask, *told):
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return make_tokenizer(**dict(told), model_input_names=names if with_mask else names[:2])
+
+
 def slow_calls(act):
     """How often transformers' `pad` ran, by its code: a patched `pad` would itself be unusual."""
     calls = 0
@@ -89,7 +95,7 @@ def batches(draw):
     """Samples with some of the padded columns and of the scalar ones, in any order, in rows of one kind."""
     wrap = draw(st.sampled_from(sorted(WRAPS)))
     labels = sorted(LABELS) if wrap != "list" else [name for name in sorted(LABELS) if name in ("int", "float", "bool")]
-    named = {key: "row" for key in ("input_ids", *draw(st.sets(st.sampled_from(ROWS))))}
+    named = dict.fromkeys(("input_ids", *draw(st.sets(st.sampled_from(ROWS)))), "row")
     named |= {key: draw(st.sampled_from(labels)) for key in draw(st.sets(st.sampled_from(["label", "idx"])))}
     order = draw(st.permutations(sorted(named)))
     features = []
@@ -114,7 +120,7 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:`max_length` is ignored:UserWarning")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     batches(),
     st.fixed_dictionaries(TOKENIZERS),
@@ -122,9 +128,7 @@ OPTIONS = {
     st.booleans(),
 )
 def test_gives_what_the_tokenizer_gives(features, told, options, with_mask):
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    has_mask = "attention_mask" in features[0]
-    tokenizer = make_tokenizer(**told, model_input_names=names if with_mask or has_mask else names[:2])
+    tokenizer = cached_tokenizer(with_mask or "attention_mask" in features[0], *told.items())
     mine = pad_in_one_pass(tokenizer, features, **options)
     unbounded = (options["padding"], options["max_length"], told["model_max_length"] > 12) == ("max_length", None, True)
     assert (mine is None) == unbounded  # a length that is nowhere told is no padding, as transformers has it
@@ -205,11 +209,9 @@ def outcome(act):
 
 
 def assert_same_outcome(mine, theirs):
-    if isinstance(theirs, tuple):
-        assert mine == theirs
-        return
-    assert list(mine) == list(theirs)
-    assert all(np.array_equal(mine[key], theirs[key]) and mine[key].dtype == theirs[key].dtype for key in theirs)
+    assert repr(mine) == repr(theirs)  # small, and objects in arrays compare no better
+    if isinstance(theirs, dict):
+        assert {key: value.dtype for key, value in mine.items()} == {key: value.dtype for key, value in theirs.items()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -338,10 +340,8 @@ def test_the_batch_shares_no_memory_with_the_samples():
 def test_the_default_device_is_heeded_as_by_the_tokenizer():
     tokenizer = make_tokenizer()
     with torch.device("meta"):
-        mine, theirs = (
-            pad_in_one_pass(tokenizer, FEATURES, return_tensors="pt"),
-            tokenizer.pad(FEATURES, return_tensors="pt"),
-        )
+        mine = pad_in_one_pass(tokenizer, FEATURES, return_tensors="pt")
+        theirs = tokenizer.pad(FEATURES, return_tensors="pt")
     assert {key: value.device.type for key, value in mine.items()} == dict.fromkeys(theirs, "meta")
 
 

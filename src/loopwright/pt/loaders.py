@@ -49,7 +49,11 @@ class OrderedSampler(Sampler[Any]):
         self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        return len(self._own(np.arange(self.order.n)))
+        if self.part is None:
+            return self.order.n
+        rank, world, size = self.part
+        rounds, rest = divmod(self.order.n, world * size)
+        return rounds * size + min(max(rest - rank * size, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
         indices = self._own(self.order.epoch(self.epoch)[self.start :]).tolist()

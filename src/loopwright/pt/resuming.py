@@ -174,7 +174,12 @@ class ResumingMethods(BaseTrainer):
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
-        if document.get("world_size", 1) != self.strategy.data_world:
+        before, now = document.get("world_size", 1), self.strategy.data_world
+        if before != now:
+            self.notices.tell_once(
+                f"saved by {before} processes, resumed on {now}: those that were there go on with their random states, "
+                "new ones begin with states made from the seed, their number and the step"
+            )
             return {"stream": None}
         record = None if self._resume_from is None else record_of(
             self._resume_from, self.strategy.data_rank * self._copies_then(self._resume_from)

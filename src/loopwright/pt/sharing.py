@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -185,8 +186,9 @@ class AgreeingHandler(CallbackHandler):
     def fire(self, event: str, **extra: Any) -> Any:
         control = super().fire(event, **extra)
         if event in self.MOMENTS and self._may_differ():
-            rows = self.rows([float(value) for value in vars(control).values()])
-            for name, values in zip(vars(control), zip(*rows, strict=True), strict=True):
+            wishes = [each.name for each in dataclasses.fields(control)]
+            rows = self.rows([float(getattr(control, name)) for name in wishes])
+            for name, values in zip(wishes, zip(*rows, strict=True), strict=True):
                 setattr(control, name, any(values))
         return control
 

@@ -20,6 +20,14 @@ LOOK_EVERY = 0.5
 GRACE = 3.0
 """Seconds the main thread has to come out of what it is doing by itself."""
 
+LOST = ("gloo", "nccl", "connection", "timed out", "process group", "store")
+
+
+def _lost_the_others(error: BaseException | None) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    words = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(word in words for word in LOST)
+
 
 class Alarm:
     """While entered: tells the others of an error here, and hears of theirs. May be entered again inside itself."""
@@ -49,7 +57,7 @@ class Alarm:
         first = self._ring(error) if isinstance(error, Exception) else None
         self._over.set()
         self._thread.join(2.0)  # a thread that is inside a call of torch when Python ends would abort the process
-        if first is not None:
+        if first is not None and _lost_the_others(error):
             raise PeerError(first) from error
 
     @property

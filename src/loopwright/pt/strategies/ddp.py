@@ -35,6 +35,9 @@ class DataParallel(ManyProcesses):
     ) -> None:
         super().__init__(device, precision, processes, non_blocking=non_blocking)
         self._options = dict(options or {})
+        # A static graph is recorded while gradients travel, so that all micro-batches of the first update share theirs.
+        self.forward_is_collective = bool(self._options.get("static_graph"))
+        self._recording = False
         self._wrapped: Any = None
         self._seen: set[nn.Parameter] | None = set()
         """The parameters that got a gradient in the first update; None once that is known to be all of them."""
@@ -49,7 +52,7 @@ class DataParallel(ManyProcesses):
         self._wrapped = DistributedDataParallel(
             model, device_ids=[self.device.index] if single else None, gradient_as_bucket_view=True, **self._options
         )
-        self._seen = set()
+        self._seen, self._recording = set(), self.forward_is_collective
         return self._wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -64,11 +67,12 @@ class DataParallel(ManyProcesses):
             self.begin_micro_batch(update, index)
             with self._sharing(index == last):
                 total = self.add(total, self._step_or_name_unused(micro_step, update, index))
+        self._recording = False
         return total
 
     def _sharing(self, is_last: bool) -> AbstractContextManager[Any]:
         """Gradients travel in the backward pass of the last micro-batch of this process, once per update."""
-        if not is_last and isinstance(self._wrapped, DistributedDataParallel):
+        if not is_last and not self._recording and isinstance(self._wrapped, DistributedDataParallel):
             return self._wrapped.no_sync()
         return self._watching() if is_last and self._seen is not None else nullcontext()
 

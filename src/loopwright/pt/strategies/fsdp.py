@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
 
 from ...args.sharding import FsdpOptions
@@ -100,6 +106,8 @@ def shard_model(
     for block in blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)
+    if callable(getattr(model, "generate", None)):  # it calls parts of the model without the whole
+        register_fsdp_forward_method(model, "generate")
     if empty:
         fill_from_first(model, whole, torch.device("cpu") if options.cpu_offload else device, strategy.rank)
 
