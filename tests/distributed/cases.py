@@ -358,7 +358,8 @@ def elastic(folder: str, *, phase: int, stop_at: int, how: str = "fail", **optio
     action = {"fail": fail, "kill": kill if rank == int(os.environ["WORLD_SIZE"]) - 1 else lambda: None}[how]
     given = {"num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.01, "lr_scheduler_type": "linear",
              "train_sampling_strategy": "random", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
-             "save_strategy": "steps", "save_steps": 1, "remove_unused_columns": False}  # fmt: skip
+             "save_strategy": "steps", "save_steps": 1, "remove_unused_columns": False,
+             "async_save": how != "kill"}  # fmt: skip
     trainer = trainer_of(
         made(Blocks), data, folder, collator=recorder, callbacks=[At(stop_at, rank, action)], **{**given, **options}
     )

@@ -74,8 +74,9 @@ class Pool:
                 found.append(Outcome(*pickle.loads(connection.recv_bytes())))
             except (TimeoutError, EOFError, OSError) as error:
                 process.poll()
+                last = self.said(process.pid)[-3000:]
                 self.close()
-                raise AssertionError(f"rank {rank}: {error or 'ended'}; earlier ranks: {found}") from error
+                raise AssertionError(f"rank {rank}: {error or 'ended'}; earlier: {found}; it said: {last}") from error
         return found
 
     def endings(self, world: int, *, timeout: float) -> list[Outcome]:

@@ -39,7 +39,8 @@ class SharingMethods(LossMethods):
         for its gradients.
         """
         self._learn_together(batches)
-        update = self.make_update(batches) if batches else Update([])
+        nothing = Update([], real_tokens=0, computed_tokens=0, squared_lengths=0)
+        update = self.make_update(batches) if batches else nothing
         own = self._own_items(update)
         rows = self.strategy.rows(
             [len(update), own, update.samples, update.micro_batches, update.flos, update.tokens, self._signal()]
