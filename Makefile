@@ -14,7 +14,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
-BENCHMARKS ?= overhead checkpoint layouts
+BENCHMARKS ?= overhead checkpoint layouts scaling
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -23,7 +23,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 # Needed by the suite and the linters; nothing runs without them.
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
-PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec
+PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec ray
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean

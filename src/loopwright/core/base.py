@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .pace import Pace
 from .plan import Plan
-from .record import write_record
+from .record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
@@ -93,9 +94,9 @@ class BaseTrainer(Acting):
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self)
         self._check_output_dir()
+        checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        checkpoint = self._find_checkpoint(resume_from_checkpoint)
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
             self.notices.tell_once(
@@ -104,7 +105,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.strategy.alarm, self.signals:
+            with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
@@ -115,6 +116,10 @@ class BaseTrainer(Acting):
             self.release_data()
             self.callback_handler.leave_training()
             self.is_in_train = False
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """While entered, several processes see where each of them stands; one alone needs no watching."""
+        return nullcontext()
 
     def _find_checkpoint(self, request: str | bool | None) -> str | None:
         """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
@@ -324,6 +329,17 @@ class BaseTrainer(Acting):
             self._load_best_model()
         self.callback_handler.fire("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
+        """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
+        restarted = is_restart(read_record(working_folder(self.args.output_dir)))
+        if request is not False and self.strategy.agree(restarted):
+            newest = self._find_checkpoint("auto")
+            if newest is not None:
+                if self.args.should_log:
+                    logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                return newest
+        return self._find_checkpoint(request)
 
     def _resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:

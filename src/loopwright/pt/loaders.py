@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 
 from ..core.order import Order
 from ..core.packing import Packing
+from ..core.signals import outlive_signals
 from ..errors import ArgumentsError, DataError
 from .seeding import restore_rng
 from .streams import Start, StreamLoader, become_worker, has_exact_state
@@ -247,6 +248,7 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if workers:
+        options["worker_init_fn"] = outlive_signals
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["in_order"] = keep_order or args.dataloader_in_order

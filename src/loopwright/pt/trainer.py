@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
 from .sharing import SharingMethods, agreeing
 from .strategies.choose import asked_for, choose_strategy, told
+from .watch import Watch, patience_for
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
@@ -228,6 +229,18 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        if self.is_alone:
+            return nullcontext()
+        return Watch(
+            rank=self.strategy.rank,
+            world=self.strategy.world_size,
+            step=lambda: self.state.global_step,
+            patience=patience_for(self.args.ddp_timeout),
+            connect=self.strategy.processes.store.clone,
+            heard=lambda: self.strategy.alarm.heard,
+        )
 
     def _switch_on_model_options(self) -> None:
         args = self.args

@@ -20,11 +20,10 @@ LOOK_EVERY = 0.5
 GRACE = 3.0
 """Seconds the main thread has to come out of what it is doing by itself."""
 
-
 LOST = ("gloo", "nccl", "connection", "timed out", "process group", "store")
 
 
-def _lost_the_others(error: BaseException) -> bool:
+def _lost_the_others(error: BaseException | None) -> bool:
     """Whether an error says no more than that another process is gone."""
     words = str(error).lower()
     return isinstance(error, (RuntimeError, OSError)) and any(word in words for word in LOST)
@@ -45,19 +44,21 @@ class Alarm:
             self._rounds += 1
             self._over, self.heard = threading.Event(), None
             self._store = self._processes.store.clone()
-            threading.Thread(target=self._listen, args=(self._over, self._key), name="alarm", daemon=True).start()
+            self._thread = threading.Thread(
+                target=self._listen, args=(self._over, self._key), name="alarm", daemon=True
+            )
+            self._thread.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._depth -= 1
         if self._depth or self._processes.world_size == 1:
             return
-        if isinstance(error, Exception):
-            first = self._ring(error)
-            self._over.set()
-            if first is not None and _lost_the_others(error):
-                raise PeerError(first) from error
+        first = self._ring(error) if isinstance(error, Exception) else None
         self._over.set()
+        self._thread.join(2.0)  # a thread that is inside a call of torch when Python ends would abort the process
+        if first is not None and _lost_the_others(error):
+            raise PeerError(first) from error
 
     @property
     def _key(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentsError
+from .rounds import agree_on_round
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -66,11 +68,15 @@ class Processes:
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.names = self.host.gather(socket.gethostname())
         """The machine each process is on, by rank."""
+        self._name = self.host.broadcast(secrets.token_hex(8))
 
     @property
     def store(self) -> Any:
-        """The key-value store the group was opened with."""
-        return dist.distributed_c10d._get_default_store()
+        """The key-value store the group was opened with, for this group alone.
+
+        torchrun keeps the store when it starts the processes again: what they said then must not be heard now.
+        """
+        return dist.PrefixStore(f"loopwright/{self._name}", dist.distributed_c10d._get_default_store())
 
     def close(self) -> None:
         """Leave the group, if this is where it was opened."""
@@ -109,7 +115,10 @@ def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -
             f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} says there are several processes, but {', '.join(missing)} is "
             "not set, so they cannot find each other; start the script with torchrun, which sets all of them"
         )
-    dist.init_process_group(libraries, timeout=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    name = agree_on_round(store, rank, world, timeout)
+    store = dist.PrefixStore(name, store)
+    dist.init_process_group(libraries, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def backend_for(device: torch.device, asked: str | None) -> str:
