@@ -75,6 +75,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_wsd_schedule",
     ),
     "pt.optimizers.adafactor": ("Adafactor",),
+    "tf.arguments": ("TFTrainingArguments",),
+    "tf.keras_callbacks": ("KerasCallbackAdapter",),
+    "tf.optimizers": ("AdamWeightDecay", "GradientAccumulator", "WarmUp", "create_optimizer"),
+    "tf.trainer": ("TFTrainer",),
     "errors": (
         "ArgumentsError",
         "CheckpointError",
@@ -145,7 +149,7 @@ __all__ = [*sorted(_HOME), "__version__"]
 def __getattr__(name: str) -> Any:
     """Import a public name the first time it is used."""
     if name in _HOME:
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        value = _take_own(name)
     elif name in _FROM_TRANSFORMERS:
         value = _take_from_transformers(name)
     else:
@@ -156,6 +160,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_FROM_TRANSFORMERS})
+
+
+def _take_own(name: str) -> Any:
+    try:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras"):
+            raise
+        from .errors import MissingPackage
+
+        raise MissingPackage(error.name, needed_for=f"loopwright.{name}", install="'loopwright[tf]'") from None
 
 
 def _take_from_transformers(name: str) -> Any:
@@ -306,3 +321,12 @@ if TYPE_CHECKING:
     from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from .pt.trainer import Trainer as Trainer
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
+    from .tf.arguments import TFTrainingArguments as TFTrainingArguments
+    from .tf.keras_callbacks import KerasCallbackAdapter as KerasCallbackAdapter
+    from .tf.optimizers import (
+        AdamWeightDecay as AdamWeightDecay,
+        GradientAccumulator as GradientAccumulator,
+        WarmUp as WarmUp,
+        create_optimizer as create_optimizer,
+    )
+    from .tf.trainer import TFTrainer as TFTrainer
