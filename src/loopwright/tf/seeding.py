@@ -18,6 +18,7 @@ def set_seed(seed: int, *, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed)
     tf.random.set_seed(seed)
+    tf.random.set_global_generator(tf.random.Generator.from_seed(seed))  # else it starts anywhere
     if deterministic:
         tf.config.experimental.enable_op_determinism()
 
