@@ -148,7 +148,8 @@ class Torch:
 
     def weights(self, trainer: Any) -> list[Any]:
         """All weights, in the layout that other frameworks share."""
-        return [_shared(value.detach().numpy(), "embed" in name) for name, value in trainer.model.named_parameters()]
+        named = trainer.model.named_parameters()
+        return [_shared(value.detach().numpy().copy(), "embed" in name) for name, value in named]
 
     def memory(self, trainer: Any) -> list[Any]:
         """What the optimizer remembers."""
@@ -180,7 +181,6 @@ class TensorFlow(Torch):
         import keras
 
         self.seed()
-        keras.backend.clear_session()
         layers = keras.layers
         middle = [layers.Dropout(dropout, seed=1)] if dropout else []
         model = keras.Sequential(
@@ -194,7 +194,6 @@ class TensorFlow(Torch):
     def tokens(self) -> Any:
         import keras
 
-        keras.backend.clear_session()
         layers = keras.layers
         ids = keras.Input((None,), dtype="int32", name="input_ids")
         hidden = layers.Activation("tanh")(layers.Embedding(VOCAB, 6)(ids))
