@@ -140,7 +140,9 @@ class Torch:
 
         return TrainingArguments(str(folder), **{**QUIET, **options})
 
-    def trainer(self, folder: Any, model: Any, data: Any, *, cls: Any = None, evaluation: Any = None, **more: Any) -> Any:
+    def trainer(
+        self, folder: Any, model: Any, data: Any, *, cls: Any = None, evaluation: Any = None, **more: Any
+    ) -> Any:
         self.seed()
         given = {name: more.pop(name) for name in OWN if name in more}
         args = self.arguments(folder, **more)
@@ -177,7 +179,7 @@ class TensorFlow(Torch):
 
         keras.utils.set_random_seed(0)
 
-    def net(self, dropout: float = 0.0) -> Any:
+    def net(self, dropout: float = 0.0, compiled: bool = True) -> Any:
         import keras
 
         self.seed()
@@ -186,7 +188,8 @@ class TensorFlow(Torch):
         model = keras.Sequential(
             [keras.Input((4,), name="x"), layers.Dense(8, activation="tanh"), *middle, layers.Dense(1)]
         )
-        model.compile(loss="mse")
+        if compiled:
+            model.compile(loss="mse")
         for variable, value in zip(model.trainable_variables, initial(*NET), strict=True):
             variable.assign(value)
         return model
@@ -231,6 +234,6 @@ needs_tensorflow = [
     pytest.mark.xdist_group("tensorflow"),
     pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed"),
 ]
-"""Marks of every test that imports TensorFlow: one worker imports it, and without it the test says why it is skipped."""
+"""Marks of every test that imports TensorFlow: one worker imports it, and without it the test is skipped."""
 
 BOTH = [pytest.param("torch", id="torch"), pytest.param("tensorflow", id="tensorflow", marks=needs_tensorflow)]

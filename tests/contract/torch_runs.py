@@ -10,7 +10,7 @@ train, signalled, killed = _calls.train, _calls.signalled, _calls.killed
 def warm_up() -> None:
     import torch
 
-    import loopwright.callbacks.defaults  # noqa: F401
+    import loopwright.callbacks.defaults
     import loopwright.pt.trainer  # noqa: F401
 
     torch.set_num_threads(1)

@@ -1,7 +1,8 @@
 """A process that has imported everything and forks itself once per case, so that a case costs no import.
 
-Its argument is the module whose functions are called; `warm_up` of that module comes first. Reads one JSON job per line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The
-status is that of `subprocess`: an exit code, or minus the number of the signal that ended the child.
+Its argument is the module whose functions are called; `warm_up` of that module comes first. Reads one JSON job per
+line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The status is that of
+`subprocess`: an exit code, or minus the number of the signal that ended the child.
 """
 
 from __future__ import annotations

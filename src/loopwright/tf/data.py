@@ -125,7 +125,7 @@ class DataMethods(BaseTrainer):
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
             self.notices.tell_once(f"withheld because the model does not take them: {', '.join(surplus)}")
-        return kept or features
+        return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
 
     # ---- order ------------------------------------------------------------------------------------------------------
 
@@ -193,13 +193,12 @@ class DataMethods(BaseTrainer):
             self._put_back_rng()
             return source.open(epoch, samples=progress.samples_in_epoch, batches=done)
         state, self._stream = self._stream, None
-        if done and state is None:
-            self._tell_skip(done)
-            if self._epoch_rng is not None:
-                restore_rng(self._epoch_rng)  # whatever the data draws from is drawn again
-        self._epoch_rng = snapshot_rng()
-        batches = source.open(epoch, samples=progress.samples_in_epoch, batches=done, state=state if done else None)
-        return self._then_put_back_rng(batches) if done else batches
+        if not done:
+            self._put_back_rng()
+            self._epoch_rng = snapshot_rng()
+            return source.open(epoch)
+        place = {"samples": progress.samples_in_epoch, "batches": done, "state": state}
+        return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
 
     def _then_put_back_rng(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
         """The batches; random streams are put back once what was skipped has been read."""
@@ -209,10 +208,12 @@ class DataMethods(BaseTrainer):
             yield first
             yield from batches
 
-    def _tell_skip(self, done: int) -> None:
+    def _begin_skip(self, done: int) -> None:
         self.notices.tell_once(
             f"this data cannot be positioned: {done} batches already trained on are read again and left out"
         )
+        if self._epoch_rng is not None:
+            restore_rng(self._epoch_rng)  # whatever the data draws from is drawn again
 
     def _put_back_rng(self) -> None:
         """Random streams as the checkpoint holds them, once."""

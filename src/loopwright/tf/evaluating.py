@@ -23,6 +23,7 @@ from .data import DataMethods
 from .losses import LossMethods
 from .seeding import untouched_rng
 from .sources import Columns, Source, TFDataSource, is_columns, is_tf_data
+from .strategy import plain_errors
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
@@ -178,7 +179,8 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         for batch in batches:
             items = np.float32(max(self._compute_nb_instances((batch.features, batch.labels)), 1))
             placed = self.strategy.placed([self.strategy.padded(batch, full)])[0]
-            outputs, loss, count = self._predict(placed, items)
+            with plain_errors():
+                outputs, loss, count = self._predict(placed, items)
             if loss is not None and count is not None:
                 loss = loss * items / tf.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)

@@ -87,12 +87,18 @@ def _names(call: Any) -> list[str]:
 
 def _inputs(model: Any, call: Any) -> tuple[str, ...] | None:
     """The names a dict of features may have: a functional model's inputs, or the parameters of a model of old."""
-    if getattr(model, "input_names", None) and getattr(model, "built", True):
-        return tuple(model.input_names)
+    found = getattr(model, "inputs", None) if getattr(model, "built", True) else None
+    if found:
+        names = getattr(model, "input_names", None) or [each.name for each in _flat(found)]
+        return tuple(names)
     names = _names(call)
     if "labels" in names and "input_ids" in names:
         return tuple(name for name in names if name not in ("self", "training", "kwargs"))
     return None
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(tf.nest.flatten(value))
 
 
 def call_model(model: Any, info: ModelInfo, features: Any, labels: Any, training: bool) -> Any:

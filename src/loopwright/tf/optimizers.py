@@ -36,18 +36,11 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "adamw_torch": ("AdamW", _adam),
     "adamw_torch_fused": ("AdamW", _adam),
     "adamw_torch_xla": ("AdamW", _adam),
-    "adamw": ("AdamW", _adam),
-    "adam": ("Adam", _adam),
-    "nadam": ("Nadam", _adam),
-    "adamax": ("Adamax", _adam),
     "sgd": ("SGD", _nothing),
     "adagrad": ("Adagrad", _nothing),
-    "adadelta": ("Adadelta", _nothing),
     "rmsprop": ("RMSprop", _nothing),
     "adafactor": ("Adafactor", _nothing),
     "lion_32bit": ("Lion", _betas),
-    "lion": ("Lion", _betas),
-    "ftrl": ("Ftrl", _nothing),
 }
 """The value of `optim`: the Keras class, and what of the arguments it takes besides learning rate and weight decay."""
 

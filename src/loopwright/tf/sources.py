@@ -23,6 +23,8 @@ from .batches import HostBatch, as_array, leaves, mapped, rows_of
 Finish = Callable[[Any], HostBatch]
 """From what a collator or a pipeline gives to a batch of host arrays."""
 
+Skipping = Callable[[], None] | None
+
 LARGEST_BUFFER = 100_000
 """Samples a shuffle of an unbatched tf.data pipeline holds at most."""
 
@@ -39,8 +41,13 @@ class Source:
         self.position = 0
         """Batches given in the current epoch."""
 
-    def open(self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None) -> Iterator[HostBatch]:
-        """The batches of an epoch after this many samples and batches; `state` is what `files` or `state` gave."""
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
+        """The batches of an epoch after this many samples and batches; `state` is what `files` or `state` gave.
+
+        `skipping` is called before batches that were read before are read again.
+        """
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
@@ -73,7 +80,9 @@ class MapSource(Source):
         self.examples = n
         self.batches = n // size if drop_last else -(-n // size)
 
-    def open(self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None) -> Iterator[HostBatch]:
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
         indices = self.order.epoch(epoch)[samples:]
         self.position = batches
         for start in range(0, len(indices), self._size):
@@ -93,12 +102,16 @@ class StreamSource(Source):
         super().__init__()
         self._samples, self._collate, self._size, self._drop, self._finish = samples, collate, size, drop_last, finish
 
-    def open(self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None) -> Iterator[HostBatch]:
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
         data = self._samples
         if callable(getattr(data, "set_epoch", None)):
             data.set_epoch(epoch)
         if state is not None:
             data.load_state_dict(state)
+        elif samples and skipping is not None:
+            skipping()
         found = iter(data() if callable(data) and not hasattr(data, "__iter__") else data)
         if state is None and samples:
             next(islice(found, samples - 1, samples), None)
@@ -147,17 +160,29 @@ class TFDataSource(Source):
             )
         return dataset.batch(self._size, drop_remainder=self._drop)
 
-    def open(self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None) -> Iterator[HostBatch]:
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
         pipeline = self._pipeline(epoch)
-        if state is None and batches:
-            pipeline = pipeline.skip(batches)
-        iterator = self._iterator = iter(pipeline.prefetch(2))
-        if state is not None:
-            tf.train.Checkpoint(iterator=iterator).read(str(Path(state) / self.STATE)).assert_consumed()
+        self._iterator = iter(pipeline.prefetch(2))
+        if batches and not self._put_back(state):
+            if skipping is not None:
+                skipping()
+            self._iterator = iter(pipeline.skip(batches).prefetch(2))
         self.position = batches
-        for element in iterator:
+        for element in self._iterator:
             self.position += 1
             yield self._finish(element)
+
+    def _put_back(self, state: Any) -> bool:
+        """Load the iterator's own state; returns whether it could be."""
+        if state is None:
+            return False
+        try:
+            tf.train.Checkpoint(iterator=self._iterator).read(str(Path(state) / self.STATE)).assert_consumed()
+        except (tf.errors.OpError, AssertionError):
+            return False
+        return True
 
     def files(self) -> Path | None:
         if self._iterator is None or self.cannot_save:

@@ -6,8 +6,8 @@ clipping, the optimizer step. What BaseTrainer asks for afterwards (the norm, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..core.batches import Update
+from ..errors import LoopwrightError
 from .batches import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
 from .models import raw
 from .seeding import restore_rng, snapshot_rng
@@ -110,7 +111,8 @@ class TFStrategy:
         given = self.placed(batches, loop=loop)
         rate = None if self.learning_rate is None else np.float32(self.learning_rate)
         items = np.float32(max(update.total_items or 1, 1))
-        loss, self._norm, self._moved = self._compiled(given, rate, items, loop)
+        with plain_errors():
+            loss, self._norm, self._moved = self._compiled(given, rate, items, loop)
         return loss
 
     def padded(self, batch: HostBatch, full: int) -> HostBatch:
@@ -355,6 +357,20 @@ class TFStrategy:
 
     def load_rng_state(self, state: dict[str, Any]) -> None:
         restore_rng(state)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What loopwright raises while TensorFlow traces is raised as it is, not as TensorFlow wraps it."""
+    try:
+        yield
+    except Exception as error:
+        original: BaseException | None = error
+        while original is not None and not isinstance(original, LoopwrightError):
+            original = original.__cause__ or original.__context__
+        if original is None or original is error:
+            raise
+        raise original from None
 
 
 def as_host(leaf: Any) -> Any:

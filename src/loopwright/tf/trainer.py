@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ from .models import check_policy, in_scope, is_built, look_at, rebuilt
 from .optimizing import OptimizerMethods
 from .saving import SavingMethods
 from .seeding import set_seed, untouched_rng
+from .sources import Columns, is_columns
 from .strategy import TFStrategy, UpdateRules
 from .work import MemoryMeter, WorkCounter
 
@@ -66,7 +67,8 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
             tf.config.experimental.enable_tensor_float_32_execution(args.tf32)
         self.model_init, self.compute_loss_func = model_init, compute_loss_func
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one set, not several named ones
+        self.train_dataset, self.eval_dataset = train_dataset, Columns(eval_dataset) if columns else eval_dataset
         self.data_collator, self.processing_class, self.tb_writer = data_collator, processing_class, tb_writer
         self.label_names = args.label_names
         self.optimizer, self.lr_scheduler = optimizers
