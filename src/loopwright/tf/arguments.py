@@ -33,9 +33,9 @@ class TFTrainingArguments(TensorFlowArgs, BaseArguments):
         apply_refusals(self, problems)
 
     def without_effect(self) -> list[str]:
-        known = specs(type(self))
-        given = [name for name in IDLE if getattr(self, name) != known[name].default and not self.use_cpu]
-        return [*super().without_effect(), *given]
+        known, found = specs(type(self)), super().without_effect()
+        given = [name for name in IDLE if getattr(self, name) != known[name].default and name not in found]
+        return [*found, *(name for name in given if name != "dataloader_pin_memory" or not self.use_cpu)]
 
     # ---- the strategy -----------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ from ..core.checkpoint.documents import write_json
 from ..core.checkpoint.layout import MODEL, OPTIMIZER
 from ..errors import CheckpointError
 from ..notices import logger
-from .models import named_variables
+from .models import named_variables, raw
 
+VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
+"""How TensorFlow's own checkpoints end the name of a variable."""
 VARIABLES = "variables.json"
 """The order of the variables in a file: names that Keras counts up differ from process to process."""
 
@@ -122,11 +124,19 @@ def old_checkpoint(place: Any) -> str | None:
 def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
     """Load what the old trainer saved (`optimizer` and `model`); returns the updates it had done."""
     saved = {name for name, _ in tf.train.list_variables(prefix)}
-    tf.train.Checkpoint(model=model, optimizer=optimizer).restore(prefix).expect_partial()
-    _check_model_found(prefix, saved, model)
-    # Both the old and the new optimizers of Keras count updates, under different names.
-    for name in ("optimizer/iter", "optimizer/_iterations", "optimizer/iterations", "optimizer/_variables/0"):
-        key = f"{name}/.ATTRIBUTES/VARIABLE_VALUE"
+    try:
+        tf.train.Checkpoint(model=model).restore(prefix).assert_existing_objects_matched()
+    except (AssertionError, ValueError) as error:
+        raise CheckpointError(
+            f"{prefix} does not fit the model ({str(error).splitlines()[0]}). Weights of tf_keras models load into "
+            "tf_keras models (TF_USE_LEGACY_KERAS=1)"
+        ) from error
+    if any(".OPTIMIZER_SLOT/optimizer/" in name for name in saved):
+        _restore_slots(prefix, saved, model, optimizer)
+    else:
+        tf.train.Checkpoint(model=model, optimizer=optimizer).restore(prefix).expect_partial()
+    for name in ("optimizer/iter", "optimizer/_iterations"):
+        key = f"{name}/{VALUE}"
         if key in saved:
             step = int(tf.train.load_variable(prefix, key))
             optimizer.iterations.assign(step)
@@ -135,14 +145,21 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
     return 0
 
 
-def _check_model_found(prefix: str, saved: set[str], model: Any) -> None:
-    values = {tf.train.load_variable(prefix, name).tobytes() for name in saved if name.startswith("model/")}
-    lost = [variable for variable in model.trainable_variables if _value(variable).tobytes() not in values]
-    if lost:
-        names = ", ".join(name for name in list(named_variables(lost))[:5])
-        raise CheckpointError(
-            f"{prefix} was saved from another kind of model: nothing in it is {names}. Weights of tf_keras models load "
-            "into tf_keras models (TF_USE_LEGACY_KERAS=1)"
-        )
+def _restore_slots(prefix: str, saved: set[str], model: Any, optimizer: Any) -> None:
+    """Adam's moments as the optimizers before Keras 2.11 wrote them: beside the variables they belong to."""
+    moments = {"m": getattr(optimizer, "_momentums", None), "v": getattr(optimizer, "_velocities", None)}
+    keys = _checkpoint_keys(model)
+    for index, variable in enumerate(model.trainable_variables):
+        for slot, values in moments.items():
+            key = f"{keys.get(id(raw(variable)))}/.OPTIMIZER_SLOT/optimizer/{slot}/{VALUE}"
+            if values is not None and key in saved:
+                values[index].assign(tf.train.load_variable(prefix, key))
 
 
+def _checkpoint_keys(model: Any) -> dict[int, str]:
+    """Where a checkpoint of TensorFlow's own kind keeps each variable of a model, by the variable's id."""
+    from tensorflow.python.checkpoint.graph_view import ObjectGraphView
+
+    root = tf.train.Checkpoint(model=model)  # the view holds it weakly
+    objects, paths = ObjectGraphView(root).breadth_first_traversal()
+    return {id(each): "/".join(reference.name for reference in paths[each]) for each in objects}

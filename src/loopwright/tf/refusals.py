@@ -26,7 +26,7 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-TORCH_ONLY = "it speaks to PyTorch's DDP; TFTrainer spreads work with a tf.distribute strategy (args.strategy)"
+TORCH_ONLY = "it speaks to PyTorch; TFTrainer spreads work with a tf.distribute strategy (args.strategy)"
 
 REFUSED: dict[str, Refusal] = {
     "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
@@ -49,6 +49,17 @@ REFUSED: dict[str, Refusal] = {
                                  _is("transformers")),
     "average_tokens_across_devices": Refusal("losses are always divided by the items of all replicas",
                                              lambda value: value is False),
+    "fsdp": Refusal(TORCH_ONLY),
+    "fsdp_config": Refusal(TORCH_ONLY),
+    "deepspeed": Refusal(TORCH_ONLY),
+    "parallelism_config": Refusal(TORCH_ONLY, _is_set),
+    "use_liger_kernel": Refusal("Liger's kernels are PyTorch's"),
+    "liger_kernel_config": Refusal("Liger's kernels are PyTorch's"),
+    "max_recompiles": Refusal("it counts compilations of torch.compile", _is_set),
+    "packing": Refusal("rows are packed by a collator of PyTorch; pack them in the tf.data pipeline"),
+    "per_device_train_batch_tokens": Refusal("use bucket_by_sequence_length in the tf.data pipeline", _is_set),
+    "train_sampling_strategy": Refusal("micro-batches are balanced for PyTorch only", _is("batch_rebalance")),
+    "eval_use_gather_object": Refusal("outputs of a compiled step are tensors, which are always gathered"),
     "ddp_find_unused_parameters": Refusal(TORCH_ONLY, _is_set),
     "ddp_bucket_cap_mb": Refusal(TORCH_ONLY, _is_set),
     "ddp_broadcast_buffers": Refusal(TORCH_ONLY, _is_set),
@@ -59,8 +70,8 @@ REFUSED: dict[str, Refusal] = {
 }  # fmt: skip
 """Fields whose values TFTrainingArguments refuses."""
 
-IDLE = ("dataloader_pin_memory",)
-"""Fields that change nothing here: batches travel by TensorFlow's own ways."""
+IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", "dataloader_in_order")
+"""Fields that change nothing here: batches travel by TensorFlow's own ways, and accelerations are PyTorch's."""
 
 
 def apply_refusals(args: Any, problems: Problems) -> None:
