@@ -112,8 +112,8 @@ class DataMethods(BaseTrainer):
     def _finish(self, batch: Any) -> HostBatch:
         """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
         features, labels = split_batch(batch, self.label_names)
-        features = self._wanted_columns(features)
-        return HostBatch(mapped(as_array, features), mapped(as_array, labels), rows_of(mapped(as_array, features)))
+        features = mapped(as_array, self._wanted_columns(features))
+        return HostBatch(features, mapped(as_array, labels), rows_of(features))
 
     def _wanted_columns(self, features: Any) -> Any:
         inputs = self.info.inputs

@@ -17,6 +17,7 @@ import tensorflow as tf
 from ..core.batches import Update
 from ..errors import LoopwrightError
 from .batches import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
+from .compiled import FlatFunction
 from .models import raw
 from .seeding import restore_rng, snapshot_rng
 
@@ -91,7 +92,9 @@ class TFStrategy:
         if rules.veto == "raise":
             with self.scope():
                 self._broken = tf.Variable(False, trainable=False)
-        self._compiled = tf.function(self._update, reduce_retracing=True)
+        # Values of several replicas are no plain tensors: only TensorFlow's own dispatch takes them.
+        spread = tf.function(self._update, reduce_retracing=True) if self.spreads else None
+        self._compiled = spread or FlatFunction(self._update)
 
     @property
     def scales(self) -> bool:
@@ -109,10 +112,9 @@ class TFStrategy:
         batches = [self.padded(batch, self.full_rows) for batch in update.batches]
         loop = len(batches) > 1 and can_be_stacked(batches)
         given = self.placed(batches, loop=loop)
-        rate = None if self.learning_rate is None else np.float32(self.learning_rate)
-        items = np.float32(max(update.total_items or 1, 1))
+        numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)
         with plain_errors():
-            loss, self._norm, self._moved = self._compiled(given, rate, items, loop)
+            loss, self._norm, self._moved = self._compiled(given, numbers, loop)
         return loss
 
     def padded(self, batch: HostBatch, full: int) -> HostBatch:
@@ -145,10 +147,11 @@ class TFStrategy:
 
         return mapped(divided, whole)
 
-    def _update(self, batches: Any, rate: Any, items: Any, loop: bool) -> Any:
-        """The compiled update, in no replica's context."""
-        if rate is not None:
-            self.optimizer.learning_rate.assign(rate)
+    def _update(self, batches: Any, numbers: Any, loop: bool) -> Any:
+        """The compiled update, in no replica's context; `numbers` are its items and its learning rate."""
+        items = numbers[0]
+        if self.learning_rate is not None:
+            self.optimizer.learning_rate.assign(numbers[1])
         if not self.spreads:
             return self._apply(batches, items, loop)
         loss, norm, moved = self.distribution.run(self._apply, args=(batches, items, loop))
