@@ -33,6 +33,8 @@ NEW = {
     "save_trigger_file": None,
     "max_runtime": None,
     "max_recompiles": None,
+    "torch_compile_scope": "blocks",
+    "fp8": False,
     "eval_loss_reduction": "item_mean",
     "half_precision_backend": "auto",
     "fp16_opt_level": "O1",

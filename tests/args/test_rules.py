@@ -15,6 +15,8 @@ from loopwright.pt.arguments import Seq2SeqTrainingArguments
 
 BROKEN = {
     "one_half_precision": {"fp16": True, "bf16": True},
+    "fp8_beside_bf16": {"fp8": True, "fp16": True},
+    "token_budgets_need_layouts": {"per_device_train_batch_tokens": 64, "speed": "off"},
     "one_evaluation_precision": {"fp16_full_eval": True, "bf16_full_eval": True},
     "apex_needs_fp16": {"half_precision_backend": "apex"},
     "some_duration": {"num_train_epochs": 0},
@@ -52,15 +54,14 @@ UNAVAILABLE = [
     ("use_liger_kernel", True),
     ("liger_kernel_config", {"rope": True}),
     ("packing", "across_updates"),
-    ("per_device_train_batch_tokens", 4096),
     ("train_sampling_strategy", "batch_rebalance"),
-    ("speed", "max"),
-    ("max_recompiles", 0),
     ("debug", "underflow_overflow"),
 ]
 AVAILABLE = [
     {"torch_compile": True},
     {"torch_compile_backend": "eager"},
+    {"torch_compile": True, "torch_compile_scope": "model", "max_recompiles": 0},
+    {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"policy": "selective"}},
     {"auto_find_batch_size": True},
     {"skip_memory_metrics": False},
     {"neftune_noise_alpha": 5},
@@ -72,6 +73,7 @@ AVAILABLE = [
     {"accelerator_config": {"non_blocking": True, "even_batches": False}},
     {"bf16": True, "use_cpu": True},
     {"speed": "off"},
+    {"speed": "max", "per_device_train_batch_tokens": 4096},
     {"fsdp": "", "fsdp_config": {}},
     {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "epoch"},
     {"num_train_epochs": 0, "max_steps": 5},
@@ -157,6 +159,8 @@ IDLE_CASES = [
     ({"optim": "sgd", "adam_beta1": 0.5}, ["adam_beta1"]),
     ({"optim_target_modules": "all-linear"}, ["optim_target_modules"]),
     ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, ["gradient_checkpointing_kwargs"]),
+    ({"max_recompiles": 0, "torch_compile_scope": "model", "use_cpu": True}, ["torch_compile_scope", "max_recompiles"]),
+    ({"max_recompiles": 0, "torch_compile_scope": "model", "torch_compile_mode": "default"}, []),
     ({"fp16": True, "fp16_opt_level": "O2"}, ["fp16_opt_level"]),
     ({"fp16": True, "fp16_opt_level": "O2", "half_precision_backend": "apex"}, []),
     ({"length_column_name": "n"}, ["length_column_name"]),

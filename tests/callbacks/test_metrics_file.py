@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from loopwright.callbacks.metrics_file import MetricsFileCallback, read_metrics
+from loopwright.callbacks.metrics_file import MetricsFileCallback, kind_of, read_metrics
 from loopwright.core.state import TrainerControl, TrainerState
 from loopwright.errors import OutputError
 
@@ -72,6 +72,23 @@ def test_numbers_json_does_not_have_survive(tmp_path):
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert math.isnan(row["loss"])
     assert (row["a"], row["b"], row["c"], row["d"], row["e"]) == (math.inf, -math.inf, 0.5, [1, 2], {"f": math.inf})
+
+
+def test_pace_is_nested_and_only_in_rows_of_training(tmp_path):
+    process = Process(tmp_path).begin().at(2)
+    process.fire("on_log", logs={"loss": 0.5}, pace={"tokens_per_second": 9.0})
+    process.fire("on_log", logs={"eval_loss": 0.5, "eval_runtime": 1.0}, pace={"tokens_per_second": 9.0})
+    process.fire("on_log", logs={"loss": 0.5}, pace={})
+    rows = read_metrics(tmp_path)
+    assert [row.get("pace") for row in rows] == [{"tokens_per_second": 9.0}, None, None]
+    assert [kind_of(row) for row in rows] == ["training", "eval", "training"]
+
+
+def test_a_row_logged_again_after_a_resume_takes_the_place_of_the_one_with_another_pace(tmp_path):
+    Process(tmp_path).begin().at(2).fire("on_log", logs={"loss": 0.5}, pace={"tokens_per_second": 9.0})
+    second = Process(tmp_path, step=2).begin()
+    second.fire("on_log", logs={"loss": 0.5}, pace={"tokens_per_second": 7.0})
+    assert [row["pace"] for row in read_metrics(tmp_path)] == [{"tokens_per_second": 7.0}]
 
 
 def test_a_value_nobody_can_write_becomes_text(tmp_path):

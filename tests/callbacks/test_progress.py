@@ -200,6 +200,17 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     assert screen.lines() == ["step 5/100  loss 1  (1 updates/s, 0:01:35 left)"]
 
 
+def test_the_line_says_how_fast_the_work_is():
+    screen = Screen(terminal=False)
+    screen.fire("on_train_begin")
+    screen.steps(5)
+    screen.fire("on_log", logs={"loss": 1.0}, pace={"tokens_per_second": 58691.0, "mfu": 0.59})
+    screen.fire("on_log", logs={"eval_loss": 2.0}, pace=None)
+    first, second = screen.lines()
+    assert first == "step 5/100  loss 1  (58.7k tokens/s, MFU 59.0%, 1 updates/s, 0:01:35 left)"
+    assert second == "step 5/100  eval_loss 2"
+
+
 def test_logs_outside_training_are_plain_too():
     screen = Screen(terminal=False)
     screen.fire("on_log", logs={"eval_loss": 2.0})

@@ -172,3 +172,23 @@ def test_the_calling_style_of_other_handlers_works() -> None:
     assert seen == [{"a": 1}, {"b": 2}, {"c": 3}, {"d": 4}]
     for event in ("on_save", "on_prediction_step"):
         assert getattr(events, event)(None, None, None) is events.control
+
+
+def test_pace_is_for_those_who_name_it() -> None:
+    told: list[Any] = []
+
+    class Names(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, pace: Any = None, **kwargs: Any) -> None:
+            told.append((pace, "logs" in kwargs))
+
+    class TakesAll(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.append(sorted(kwargs))
+
+    events = handler(Names(), TakesAll())
+    events.pace = {"tokens_per_second": 1.0}
+    events.fire("on_log", logs={})
+    events.pace = None
+    events.fire("on_log", logs={})
+    assert told[0] == ({"tokens_per_second": 1.0}, True) and told[2] == (None, True)
+    assert "pace" not in told[1] and told[1] == told[3]

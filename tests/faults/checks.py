@@ -37,7 +37,7 @@ def trace(folder: Path, word: str) -> list[int]:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what a clock made."""
     kept = [
-        {name: value for name, value in row.items() if name != "time" and not name.endswith(CLOCKED)}
+        {name: value for name, value in row.items() if name not in ("time", "pace") and not name.endswith(CLOCKED)}
         for row in read_metrics(folder)
     ]
     return sorted(kept, key=lambda row: (row["step"], "loss" not in row, "train_loss" in row))

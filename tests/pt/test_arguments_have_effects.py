@@ -46,11 +46,14 @@ def shows(*names: str) -> Callable[[Any], Any]:
 
 
 ELSEWHERE = {
+    "speed": "tests/speed/test_layouts_in_training.py::test_the_level_says_what_is_tried",
+    "per_device_train_batch_tokens": "tests/speed/test_layouts_in_training.py::test_a_token_budget_is_kept",
     "auto_find_batch_size": "tests/pt/test_oom.py::test_weights_and_logs_are_those_of_the_run_that_fits",
     "bf16": "tests/pt/test_precision.py::test_autocast_computes_in_half_and_keeps_weights_whole",
     "fp16": "tests/pt/test_precision.py::test_a_step_that_overflows_is_skipped_and_the_schedule_waits",
     "bf16_full_eval": "tests/pt/test_precision.py::test_a_full_eval_cast_is_undone_to_the_bit",
     "fp16_full_eval": "tests/pt/test_precision.py::test_a_full_eval_cast_is_undone_to_the_bit",
+    "fp8": "tests/speed/test_fp8.py::test_the_argument_is_refused_where_no_device_computes_in_it",
     "tf32": "tests/pt/test_precision.py::test_tf32_is_set_as_asked_and_left_alone_otherwise",
     "half_precision_backend": "tests/pt/test_precision.py::test_every_other_backend_is_torchs",
     "fp16_opt_level": "tests/pt/test_precision.py::test_apex_is_really_used",
@@ -108,7 +111,7 @@ def test_every_argument_is_accounted_for_once() -> None:
     nowhere = [name for name, where in found.items() if not where]
     assert not nowhere, f"accepted, and nothing shows an effect: {', '.join(nowhere)}"
     # What raises only for some of its values has an effect for the others.
-    partly = {"report_to", "accelerator_config", "train_sampling_strategy", "speed"}
+    partly = {"report_to", "accelerator_config", "train_sampling_strategy"}
     twice = {name: where for name, where in found.items() if len(where) > 1 and name not in partly}
     assert not twice
     assert partly <= {name for name, where in found.items() if len(where) > 1 and "not available" in where}
@@ -153,8 +156,8 @@ ASKS: dict[str, Any] = {
     "fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "deepspeed": {"zero": 1},
     "parallelism_config": {"tp": 2}, "accelerator_config": {"split_batches": True}, "eval_use_gather_object": True,
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "packing": "across_updates", "per_device_train_batch_tokens": 8, "train_sampling_strategy": "batch_rebalance",
-    "speed": "max", "on_spike": "rollback", "max_recompiles": 0, "debug": "underflow_overflow",
+    "packing": "across_updates", "train_sampling_strategy": "batch_rebalance",
+    "on_spike": "rollback", "debug": "underflow_overflow",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 
@@ -361,8 +364,8 @@ def test_unused_columns_are_passed_on_when_asked() -> None:
 
 @shows("accelerator_config")
 def test_non_blocking_copies_are_asked_for() -> None:
-    assert make(accelerator_config={"non_blocking": True}).strategy._non_blocking is True
-    assert make(accelerator_config={"non_blocking": False}).strategy._non_blocking is False
+    assert make(accelerator_config={"non_blocking": True}).strategy._ahead._non_blocking is True
+    assert make(accelerator_config={"non_blocking": False}).strategy._ahead._non_blocking is False
 
 
 # ---- logging --------------------------------------------------------------------------------------------------------
@@ -696,20 +699,52 @@ def test_activations_are_recomputed_with_the_options_given(monkeypatch: Any) -> 
     assert len(logged(trainer, "loss")) == 1
 
 
-@shows("torch_compile", "torch_compile_backend", "torch_compile_mode")
+@shows("torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_compile_scope")
 def test_the_model_is_compiled_as_asked(monkeypatch: Any) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda self, **options: asked.append({"of": type(self).__name__, **options})
-    )
+
+    def record(self: Any, **options: Any) -> None:
+        asked.append({"of": type(self).__name__, **options})
+        self._compiled_call_impl = self._call_impl
+
+    monkeypatch.setattr(nn.Module, "compile", record)
     run(max_steps=1)
     assert asked == []
     run(max_steps=1, torch_compile=True)
     run(max_steps=1, torch_compile_backend="eager", torch_compile_mode="default")
     assert asked == [
-        {"of": "Regression", "backend": "inductor", "mode": None},
-        {"of": "Regression", "backend": "eager", "mode": "default"},
+        {"of": "Regression", "backend": "inductor", "mode": None, "dynamic": None},
+        {"of": "Regression", "backend": "eager", "mode": "default", "dynamic": None},
     ]
+    asked.clear()
+    data = token_data(4, labels="token")
+    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True)
+    assert {each["of"] for each in asked} == {"LlamaDecoderLayer"}
+    asked.clear()
+    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True, torch_compile_scope="model")
+    assert [each["of"] for each in asked] == ["LlamaForCausalLM"]
+
+
+@shows("max_recompiles")
+@pytest.mark.parametrize("allowed", [None, 0, 9])
+def test_more_compilations_than_allowed_are_told(allowed: int | None) -> None:
+    torch._dynamo.reset()  # what another test compiled is not compiled again
+    data = [{"x": torch.ones(size), "labels": torch.ones(1)} for size in (2, 3, 4)]
+
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            return {"loss": ((x * self.weight).sum(-1) - labels.squeeze(-1)).square().mean()}
+
+    options = {"torch_compile_backend": "eager", "max_recompiles": allowed}
+    trainer = run(Flexible, data, max_steps=3, per_device_train_batch_size=1, **options)
+    assert trainer.compiled.counter.count > 0
+    told = [text for text in trainer.notices.told if "max_recompiles=" in text]
+    assert len(told) == (allowed == 0)
+    assert all("'x' size mismatch" in text for text in told)
 
 
 @shows("torch_empty_cache_steps")
@@ -736,11 +771,6 @@ def test_full_determinism_switches_torch() -> None:
     run(full_determinism=True)
     assert torch.are_deterministic_algorithms_enabled()
 
-
-@shows("speed")
-def test_speed_off_and_auto_give_the_same_run() -> None:
-    """Only what is proved equal is ever switched on, so both must log the same numbers."""
-    assert logged(run(speed="off"), "loss") == logged(run(speed="auto"), "loss")
 
 
 # ---- old names ------------------------------------------------------------------------------------------------------

@@ -67,10 +67,7 @@ MISSING: dict[str, Missing] = {
     "use_liger_kernel": Missing("Liger's kernels"),
     "liger_kernel_config": Missing("Liger's kernels"),
     "packing": Missing("packing samples into rows"),
-    "per_device_train_batch_tokens": Missing("a token budget per micro-batch"),
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
-    "speed": Missing("accelerations beyond those that are always on", _only("max"), "max"),
-    "max_recompiles": Missing("counting recompilations", lambda value: value is not None and str(value)),
     "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }
 """Each field that can ask for a part that is not there yet."""

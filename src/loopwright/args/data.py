@@ -33,7 +33,9 @@ class DataArgs(Group):
     )
     length_column_name: str = arg("length", "The column with lengths, for group_by_length.")
     per_device_train_batch_tokens: int | None = arg(
-        None, "Tokens per device in one forward pass of training, instead of samples.", check=positive
+        None,
+        "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.",
+        check=positive,
     )
     packing: str | None = arg(
         None,

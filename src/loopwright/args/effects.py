@@ -72,6 +72,8 @@ IDLE = (
     Idle(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda args: args.optim.startswith(NOT_ADAM)),
     Idle(("optim_target_modules",), lambda args: not args.optim.startswith(("galore_", "apollo_"))),
     Idle(("gradient_checkpointing_kwargs",), lambda args: not args.gradient_checkpointing),
+    Idle(("torch_compile_scope",), lambda args: not args.torch_compile),
+    Idle(("max_recompiles",), lambda args: not args.torch_compile and (args.use_cpu or args.speed == "off")),
     Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
     Idle(("length_column_name",), lambda args: args.train_sampling_strategy != "group_by_length"),
     Idle(("dataloader_multiprocessing_context", "dataloader_in_order"), lambda args: args.dataloader_num_workers == 0),

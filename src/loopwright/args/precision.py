@@ -17,6 +17,11 @@ class PrecisionArgs(Group):
     fp16: bool = arg(False, "Compute in float16 where that is safe, with loss scaling.")
     bf16_full_eval: bool = arg(False, "Evaluate with the weights themselves in bfloat16.")
     fp16_full_eval: bool = arg(False, "Evaluate with the weights themselves in float16.")
+    fp8: bool = arg(
+        False,
+        "Compute linear layers in 8-bit floating point where a measurement shows that they become faster; results "
+        "differ from bf16 beyond rounding.",
+    )
     tf32: bool | None = arg(None, "Allow (or forbid) TF32 in float32 matrix products; None leaves it as it is.")
     half_precision_backend: str = arg(
         "auto",

@@ -41,6 +41,20 @@ def one_half_precision(args: Any) -> str | None:
     return "fp16 and bf16 are both True; keep one of them" if args.fp16 and args.bf16 else None
 
 
+@rule("fp8", "fp16")
+def fp8_beside_bf16(args: Any) -> str | None:
+    """8-bit layers go with bfloat16 or float32 around them."""
+    return "fp8 and fp16 are both True; use bf16=True beside fp8" if args.fp8 and args.fp16 else None
+
+
+@rule("per_device_train_batch_tokens", "speed")
+def token_budgets_need_layouts(args: Any) -> str | None:
+    """Tokens per micro-batch are kept by laying samples out anew."""
+    if args.per_device_train_batch_tokens and args.speed == "off":
+        return "per_device_train_batch_tokens needs speed='auto' or 'max': with 'off' batches stay as they are made"
+    return None
+
+
 @rule("fp16_full_eval", "bf16_full_eval")
 def one_evaluation_precision(args: Any) -> str | None:
     """Evaluation has one format."""

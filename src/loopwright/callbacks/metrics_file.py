@@ -26,6 +26,7 @@ _POSITION = frozenset({"step", "epoch", "time"})
 class MetricsFileCallback(TrainerCallback):
     """Appends each log to metrics.jsonl in the output folder as {"step", "epoch", "time", **logs}.
 
+    A row of training also holds how fast it was, as {"pace": {"tokens_per_second", ...}}.
     A resumed run first drops the rows after the step it resumes from, and a row it logs a second time for that step
     takes the place of the old one. A run that starts anew keeps the file of the previous run as metrics.<n>.jsonl.
     """
@@ -54,9 +55,17 @@ class MetricsFileCallback(TrainerCallback):
             raise _cannot_write(path, error) from error
         self._has_begun = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        pace: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if state.is_world_process_zero and logs and not self._is_off:
-            self._keep(_path(args), state, logs)
+            self._keep(_path(args), state, {**logs, "pace": pace} if pace and "loss" in logs else logs)
 
     def on_predict(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any

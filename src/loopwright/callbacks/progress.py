@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.events import TrainerCallback
-from .text import clock_time, log_line, rate, short
+from .text import clock_time, log_line, rate, short, work_line
 
 REFRESH_SECONDS = 0.1
 RATE_WINDOW_SECONDS = 30.0
@@ -46,12 +46,13 @@ class ProgressCallback(TrainerCallback):
         self._live: Live | None = None
         self._due = -math.inf
         self._loss: Any = None
+        self._work = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._close()
-        self._loss = None
+        self._loss, self._work = None, ""
         self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
         self._open()
 
@@ -91,10 +92,19 @@ class ProgressCallback(TrainerCallback):
     def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_evaluation()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        pace: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         self._loss = logs.get("loss", self._loss)
+        self._work = work_line(pace) if pace else self._work
         self._print(self._log_line(state, logs))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,7 +135,7 @@ class ProgressCallback(TrainerCallback):
         if self.training is None:
             return line
         self.training.advance(state.global_step, self._clock())
-        speed = f"  ({self.training.speed()})" if "loss" in logs and not self._live else ""
+        speed = f"  ({self._work}{self.training.speed()})" if "loss" in logs and not self._live else ""
         return f"step {self.training.position()}  {line}{speed}"
 
     def _print(self, line: str) -> None:
@@ -175,7 +185,7 @@ class ProgressCallback(TrainerCallback):
         lines, width = [], min(max(self._output.width - TEXT_WIDTH, 0), BAR_WIDTH)
         if self.training is not None:
             loss = "" if self._loss is None else f"  loss {short(self._loss)}"
-            lines.append(_bar(self.training, "training", loss, width))
+            lines.append(_bar(self.training, "training", loss, width, self._work))
         if self.evaluation is not None:
             lines.append(_bar(self.evaluation, "evaluation", "", width))
         return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
@@ -227,13 +237,13 @@ class Pace:
         return rate(self.per_second, self.unit) + ("" if left is None else f", {clock_time(left)} left")
 
 
-def _bar(pace: Pace, title: str, extra: str, width: int) -> Text:
+def _bar(pace: Pace, title: str, extra: str, width: int, work: str = "") -> Text:
     share = min(pace.done / pace.total, 1.0) if pace.total else 0.0
     full = round(share * width)
     text = Text(f"{title:<10} ")
     text.append("━" * full, style="green")
     text.append("─" * (width - full), style="dim")
-    text.append(f" {pace.position()}{extra}  {pace.speed()}")
+    text.append(f" {pace.position()}{extra}  {work}{pace.speed()}")
     return text
 
 

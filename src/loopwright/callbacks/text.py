@@ -44,3 +44,17 @@ def rate(updates_per_second: float, unit: str = "updates") -> str:
     if updates_per_second < 0.1:
         return f"{1 / updates_per_second:.1f} s/{unit.removesuffix('s')}"
     return f"{updates_per_second:.3g} {unit}/s" if updates_per_second < 1000 else f"{updates_per_second:.0f} {unit}/s"
+
+
+def work_line(pace: Mapping[str, float]) -> str:
+    """Tokens per second and the use of the device, where they are known, to stand before a speed."""
+    found = []
+    if "tokens_per_second" in pace:
+        found.append(f"{_thousands(pace['tokens_per_second'])} tokens/s")
+    if "mfu" in pace:
+        found.append(f"MFU {pace['mfu']:.1%}")
+    return "".join(f"{each}, " for each in found)
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.3g}k" if 1000 <= value < 1e6 else f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value:.3g}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ..args.base import BaseArguments
@@ -16,9 +18,11 @@ from .meter import Meter, Reading
 from .metrics import better, full_name, readable, table, write_results
 from .outputs import speed_metrics
 from .overrides import adapt
+from .pace import Pace
 from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
+from .strategy import Strategy
 
 
 class Acting:
@@ -32,6 +36,8 @@ class Acting:
     checkpoints: CheckpointManager
     notices: Notices
     meter: Meter
+    pace: Pace
+    strategy: Strategy
     signals: SignalWatch
     spikes: SpikeWatch
     model: Any = None
@@ -45,6 +51,8 @@ class Acting:
     _started: float = 0.0
     _interval_length: int = 0
     _first_token: int = 0
+    split: Any = None
+    """The marks of the update whose time is being split into parts."""
 
     # ---- log, evaluate, save --------------------------------------------------------------------------------------
 
@@ -64,9 +72,34 @@ class Acting:
             logs["nonfinite_updates"] = reading.nonfinite
             self._report_nonfinite(step, reading)
         self.store_flos()
-        self._log(logs, start_time=self._started)
+        self._log_with_pace(logs)
         if self.args.on_spike == "rollback" and self.spikes.is_spike(reading.loss):
             self.roll_back(step - self._interval_length)
+
+    def _log_with_pace(self, logs: dict[str, float]) -> None:
+        """Log; callbacks are also told how fast the interval was, which is no part of the log history."""
+        self.callback_handler.pace = self.live_numbers()
+        try:
+            self._log(logs, start_time=self._started)
+        finally:
+            self.callback_handler.pace = None
+        if self.split is not None:
+            self.split.restart()
+
+    def live_numbers(self) -> dict[str, float]:
+        """How fast the run went since the last log point."""
+        return self.pace.read()
+
+    @contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        """Evaluating and saving: no part of the time of updates."""
+        if not self.strategy.reads_are_free:
+            # What follows waits for the device in any case; the wait belongs to the updates that made the work.
+            self.meter.settle()
+        with self.pace.left_out():
+            yield
+        if self.split is not None:
+            self.split.restart()
 
     def roll_back(self, step: int) -> None:
         """Go back to the newest checkpoint that is not after this step, and on with the data that comes next."""
@@ -163,7 +196,8 @@ class Acting:
     def evaluate_now(self) -> None:
         """Evaluate as the training loop does, and see whether this is the best so far."""
         try:
-            metrics = self._evaluate(None, self.ignore_keys_for_eval)
+            with self._off_the_clock():
+                metrics = self._evaluate(None, self.ignore_keys_for_eval)
         except Interrupted:
             self.leave()
         is_best = self._determine_best_metric(metrics=metrics, trial=None)
@@ -179,7 +213,8 @@ class Acting:
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         started = time.monotonic()
-        adapt(self._save_checkpoint, "trial")(self.model, trial=None)
+        with self._off_the_clock():
+            adapt(self._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")
 

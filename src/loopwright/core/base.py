@@ -19,6 +19,7 @@ from .events import CallbackHandler
 from .loop import run_training
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
+from .pace import Pace
 from .plan import Plan
 from .record import write_record
 from .signals import Interrupted, SignalWatch
@@ -35,6 +36,8 @@ class BaseTrainer(Acting):
 
     args: BaseArguments
     strategy: Strategy
+    split_at: int = -1
+    """The update after which `turn_split` begins or ends looking where the time goes."""
     plan: Plan
     optimizer: Any = None
     _places: dict[int, Place]
@@ -54,6 +57,7 @@ class BaseTrainer(Acting):
         self.control = TrainerControl()
         self._places = {}
         self.progress = Progress()
+        self.pace = Pace()
         self.callback_handler = CallbackHandler(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
@@ -131,10 +135,14 @@ class BaseTrainer(Acting):
         self._held, self._undone = None, False
         batches = self.epoch_batches(epoch)
         found, undoable = self.progress.batches_in_epoch > 0, self._may_be_undone()
+        pace, clock = self.pace, time.perf_counter
         while True:
             if undoable and (found or self._held is None):
                 self._held = self.strategy.hold()
+            asked = clock()
             micro_batches = self._next_batches(batches)
+            pace.last_wait = clock() - asked
+            pace.waited += pace.last_wait
             if not micro_batches:
                 break
             found = True
@@ -168,12 +176,16 @@ class BaseTrainer(Acting):
     def update_step(self, update: Update) -> None:
         """One optimizer step: micro-batches, clip, step, schedule."""
         strategy, events = self.strategy, self.callback_handler
+        if self.split is not None:
+            self.split.data_is_there()
         try:
             loss = self.run_micro_batches(update)
         except Interrupted:
             self._undone = True
             self.strategy.undo(self._held)
             self.leave()
+        if self.split is not None:
+            self.split.gradients_are_done()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
@@ -199,13 +211,21 @@ class BaseTrainer(Acting):
 
     def finish_update(self, update: Update) -> None:
         """Count the update."""
-        progress, state = self.progress, self.state
+        progress, state, pace = self.progress, self.state, self.pace
         if self.args.on_nonfinite == "raise":
             self._remember_place(update)
         progress.batches_in_epoch += update.micro_batches
         progress.samples_in_epoch += update.samples
         progress.samples_seen += update.samples
+        pace.updates += 1
+        pace.samples += update.samples
+        pace.micro_batches += update.micro_batches
+        pace.real_tokens += update.real_tokens
+        pace.computed_tokens += update.computed_tokens
+        pace.squared_lengths += update.squared_lengths
         state.global_step += 1
+        if state.global_step == self.split_at:
+            self.turn_split(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos
         state.num_input_tokens_seen += update.tokens
@@ -216,6 +236,13 @@ class BaseTrainer(Acting):
             self.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
+
+    def turn_split(self, update: Update) -> None:
+        """Begin, or end after this update, looking where the time of an update goes."""
+
+    def make_pace(self) -> Pace:
+        """What measures the speed of a run."""
+        return Pace()
 
     def _remember_place(self, update: Update) -> None:
         """Which samples an update took, kept until its numbers are known to be finite."""
@@ -241,6 +268,7 @@ class BaseTrainer(Acting):
 
     def _start_clock(self) -> None:
         self._started = time.time()
+        self.pace = self.make_pace()
         self._first_step = self.state.global_step
         self._first_sample = self.progress.samples_seen
         self._first_token = self.state.num_input_tokens_seen
@@ -248,6 +276,7 @@ class BaseTrainer(Acting):
     def _finish_training(self) -> TrainOutput:
         steps = self.state.global_step - self._first_step
         loss = self.meter.mean_loss()
+        self.live_numbers()  # what came after the last log point belongs into the numbers of the run
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         samples = self.progress.samples_seen - self._first_sample

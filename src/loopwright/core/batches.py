@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +28,12 @@ class Update:
     """Batches taken from the loader, however they were cut up afterwards."""
     flos: float = 0.0
     tokens: int = 0
+    real_tokens: Any = math.nan
+    """Tokens that are no padding: a number, or a host tensor nobody has looked at yet; NaN if nobody counted."""
+    computed_tokens: Any = math.nan
+    """Tokens the model computes, padding included."""
+    squared_lengths: Any = math.nan
+    """The sum of the samples' squared lengths, which attention's work goes by."""
     counted: bool = False
     """Whether the items are targets found in the labels; otherwise they are samples."""
 

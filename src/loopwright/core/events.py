@@ -122,6 +122,8 @@ class CallbackHandler:
             "eval_dataloader": None,
             **context,
         }
+        self.pace: dict[str, float] | None = None
+        """How fast the interval of the current log was; only for callbacks that name it: others get what they know."""
         self._listeners: dict[str, list[tuple[Any, Callable[..., Any]]]] = {}
         self._known: list[Any] = []
         for callback in callbacks:
@@ -205,14 +207,16 @@ class CallbackHandler:
 
     def _prepared(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, given what it names: `tokenizer` for old callbacks, no more than it takes for strict ones."""
-        wants_tokenizer = names_parameter(method, "tokenizer")
+        wants_tokenizer, wants_pace = names_parameter(method, "tokenizer"), names_parameter(method, "pace")
         takes_anything = accepts(method, "an argument nobody would name")
-        if takes_anything and not wants_tokenizer:
+        if takes_anything and not wants_tokenizer and not wants_pace:
             return method
 
         def call(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
             if wants_tokenizer:
                 kwargs["tokenizer"] = kwargs["processing_class"]
+            if wants_pace:
+                kwargs["pace"] = self.pace
             return method(args, state, control, **{k: v for k, v in kwargs.items() if accepts(method, k)})
 
         return call

@@ -23,10 +23,13 @@ class LossAccounting:
         self.kind = kind
         self.wants_items = wants_items
         """Whether somebody is told the number of items even when an update is one micro-batch."""
+        self.is_open = kind is None
+        """Whether a batch may still tell something about the loss."""
         self._guessed_shift = guessed_shift
         self._shift: bool | None = None
         self._share: Any = None
-        self._summed: Any = None
+        self.summed: Any = None
+        """The counts of (sum, count) losses, which the update's gradients are to be divided by."""
 
     # ---- finding out ------------------------------------------------------------------------------------------------
 
@@ -51,9 +54,18 @@ class LossAccounting:
     def _learn(self, inputs: Any, probe: LossProbe) -> None:
         self.learn_shift(inputs, probe)
         knows_targets = self._shift is not None or not isinstance(inputs, Mapping)
+        # Where the first targets are ignored anyway the kind can be told; a later batch may tell the rest.
+        self.is_open = not knows_targets
+        knows_targets = knows_targets or self._shift_is_no_matter(inputs)
         if self.kind is None and knows_targets:
             items = self.items_in(inputs)
             self.kind = probe.kind(inputs, int(items if items is not None else count_samples(inputs)) or 1)
+        self.is_open |= self.kind is None
+
+    def _shift_is_no_matter(self, inputs: Any) -> bool:
+        """Whether the first targets of this batch are ignored anyway, as those of prompts are."""
+        counts = [count_targets(inputs, self.label_names, shifted=shifted) for shifted in (False, True)]
+        return counts[0] is not None and bool(counts[0] == counts[1])
 
     def learn_shift(self, inputs: Any, probe: LossProbe) -> None:
         """See which targets the loss counts, unless that is known."""
@@ -85,7 +97,7 @@ class LossAccounting:
     def begin(self, update: Update, index: int) -> Any:
         """Note the share of a micro-batch; returns the num_items_in_batch its loss is told."""
         if index == 0:
-            self._summed = self._share = None
+            self.summed = self._share = None
         if not update.items:
             return None
         self._share = update.share(index) if self.kind in (LossKind.MEAN, LossKind.MIXED, None) else None
@@ -99,20 +111,27 @@ class LossAccounting:
         if type(loss) in (tuple, list):
             loss, count = loss
             self.kind, self._share = LossKind.SUM, None
-            self._summed = count if self._summed is None else self._summed + count
+            self.summed = count if self.summed is None else self.summed + count
         if type(loss) is not Tensor or loss.ndim:
             loss = check_loss(loss)
         return loss if self._share is None else loss * self._share
 
     def settle(self, loss: Any, strategy: Any) -> Any:
         """The update's loss; gradients of summed losses are divided by all their counts, once."""
-        if self._summed is None:
+        if self.summed is None:
             return loss
-        count = _one_if_none(self._summed)
+        strategy.scale_gradients(1 / self._all_counts(loss))
+        return self.divided(loss)
+
+    def divided(self, loss: Any) -> Any:
+        """The update's loss from the weighed losses of its micro-batches."""
+        return loss if self.summed is None else loss / self._all_counts(loss)
+
+    def _all_counts(self, loss: Any) -> Any:
+        count = _one_if_none(self.summed)
         if isinstance(count, Tensor):  # a whole number would be divided in single precision
             count = count.to(torch.promote_types(loss.dtype, torch.float32))
-        strategy.scale_gradients(1 / count)
-        return loss / count
+        return count
 
 
 def _one_if_none(count: Any) -> Any:

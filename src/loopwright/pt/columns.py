@@ -83,8 +83,9 @@ class ColumnFilter:
             return self._of_batch(self._collated(features))
         first = features[0] if features else None
         if type(first) is dict or isinstance(first, Mapping):
-            keep = self._keep if [*first] == self._seen else self._kept(first)
-            if len(keep) < len(first):
+            names = [*first]
+            keep = self._keep if names == self._seen else self._kept(first)
+            if keep != names:  # compared as lists: this runs for every batch, and a length is a call
                 features = [{name: each[name] for name in keep} for each in features]
         return self.collator(features)
 

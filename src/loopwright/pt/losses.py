@@ -21,9 +21,10 @@ from .incident import write_incident
 from .loss import LabelSmoother, LossKind, LossProbe, check_has_gradient, count_samples, predicts_next_token
 from .oom import run_or_halve, split_all
 from .outputs import decodes_from_labels, find_loss, loss_in
+from .speeding import SpeedMethods
 
 
-class LossMethods(DataMethods, EvaluationMethods):
+class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
     args: Any
@@ -86,9 +87,9 @@ class LossMethods(DataMethods, EvaluationMethods):
         """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
         takes = self._forward_takes
         if takes is not None:
-            surplus = [name for name in LABEL_COLUMNS if name in inputs and name not in takes]
-            if surplus:
-                inputs = {name: value for name, value in inputs.items() if name not in surplus}
+            for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
+                if label in inputs and label not in takes:
+                    inputs = {name: value for name, value in inputs.items() if name != label}
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             return {**inputs, "num_items_in_batch": num_items_in_batch}
         return inputs
@@ -150,23 +151,36 @@ class LossMethods(DataMethods, EvaluationMethods):
         """Count targets and samples on the host, before the batches travel."""
         update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
         if self.work.counts:
-            update.flos, update.tokens = self.work.measure(batches)
-        if self.micro_split > 1:
-            update.batches = split_all(batches, self.micro_split)
+            self.work.measure(update)
         if self.label_smoother is not None:
             self.accounting.learn_shift(batches[0], self._shift_probe())
-        if len(update.batches) > 1 or self.accounting.wants_items or self._items_are_theirs:
+        speed = None if self._speed is None or self._speed.is_idle else self._speed
+        if speed is not None:
+            speed.arrange(update)
+        if self.micro_split > 1:
+            update.batches = split_all(update.batches, self.micro_split)
+        needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
+        if needs_items or len(update.batches) > 1:
             self._count(update)
         return update
 
     def _count(self, update: Update) -> None:
-        if self.accounting.kind is None:
-            self.accounting.learn(update.batches[0], self._probe())
-            # Only a model whose loss really changes with the item count is told it from now on.
-            self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
+        # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
+        if self.accounting.is_open and (self._speed is None or not self._speed.is_active):
+            self._learn_loss(update.batches[0])
         self.accounting.count(update)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
             update.total_items = self._get_num_items_in_batch(update.batches, self.device)
+
+    def _learn_loss(self, batch: Any) -> bool:
+        """Find out what the loss is divided by and whether it shifts; returns whether that is known."""
+        if self.accounting.is_open:
+            self.accounting.learn(batch, self._probe())
+            # Only a model whose loss really changes with the item count is told it from now on.
+            self.model_accepts_loss_kwargs &= self.accounting.kind is not LossKind.MEAN or self._loss_is_theirs()
+        elif self.accounting.kind is LossKind.SCALED:
+            self.accounting.learn_shift(batch, self._shift_probe())
+        return self.accounting.kind is not None
 
     def _loss_is_theirs(self) -> bool:
         return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
@@ -209,28 +223,36 @@ class LossMethods(DataMethods, EvaluationMethods):
         if index and self.signals.wants_save:
             raise Interrupted
         items = self.accounting.begin(update, index)
-        loss = self._training_step(self.model_wrapped, update.batches[index], num_items_in_batch=items)
+        speed = self._speed
+        batch = update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index)
+        loss = self._training_step(self.model_wrapped, batch, num_items_in_batch=items)
         if index + 1 < len(update.batches):
             self.callback_handler.fire("on_substep_end")
         return loss
 
     def run_micro_batches(self, update: Update) -> Any:
         run = self.strategy.run_update
+        if self._speed is not None and self._speed.is_active:
+            run = self._speed.around(run)
         if self.args.auto_find_batch_size:
             loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
         else:
             loss = run(self.micro_step, update)
-        return self.accounting.settle(loss, self.strategy)
+        return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
 
     def _halve(self, update: Update) -> bool:
         """Cut the update's micro-batches in two; returns whether there was anything to cut."""
-        if max(map(count_samples, update.batches)) == 1:
+        rearranged = self._speed is not None and self._speed.rearrange(update)
+        if not rearranged and max(map(count_samples, update.batches)) == 1:
             return False
         self.strategy.zero_grad()
         self.strategy.free_memory()
-        self.micro_split *= 2
-        update.batches = split_all(update.batches, 2)
+        if not rearranged:
+            self.micro_split *= 2
+            update.batches = split_all(update.batches, 2)
         self._count(update)
+        if rearranged:
+            return True
         self.notices.tell_once(
             f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
         )
@@ -259,8 +281,11 @@ class LossMethods(DataMethods, EvaluationMethods):
         return loss.detach()
 
     def part_states(self) -> dict[str, Any]:
-        return {**super().part_states(), "micro_split": self.micro_split}
+        speed = None if self._speed is None else self._speed.state_dict()
+        return {**super().part_states(), "micro_split": self.micro_split, "speed": speed}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
         self.micro_split = states.get("micro_split", 1)
+        if self._speed is not None and states.get("speed"):
+            self._speed.load_state_dict(states["speed"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentsError, MissingPackage
+from ..speed.fp8 import refuse_without_fp8
 from .devices import supports_bf16
 
 
@@ -132,6 +133,8 @@ class Apex(Precision):
 
 def choose_precision(args: Any, device: torch.device) -> Precision:
     """The precision the arguments ask for, checked against the device."""
+    if args.fp8:
+        refuse_without_fp8(device)
     if args.bf16:
         if not supports_bf16(device):
             raise ArgumentsError(f"bf16=True, but {device} has no bfloat16; use fp16=True or no mixed precision")

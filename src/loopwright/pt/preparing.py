@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -10,43 +11,86 @@ from torch import nn
 from ..core.overrides import adapt
 from ..errors import ModelError
 from ..notices import Notices
+from ..speed.checkpointing import checkpoint_selectively
+from ..speed.compile_cache import load_compile_cache
+from ..speed.compiling import Compiled, compile_blocks, repeated_blocks
+from ..speed.fp8 import Fp8Layers, measured_on, use_fp8
+
+TOKENS_PER_SAMPLE = 512
+"""What a sample is taken to hold when layers are measured and no token budget says it."""
+
+POLICIES = ("full", "selective")
+"""What gradient checkpointing recomputes: everything inside a block, or all but matmuls and attention."""
 
 
 def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of keeping them: all, or what is cheap to compute."""
+    options = dict(options or {})
+    policy = options.pop("policy", "full")
+    if policy not in POLICIES:
+        raise ModelError(
+            f"gradient_checkpointing_kwargs={{'policy': {policy!r}}}: must be one of {', '.join(POLICIES)}"
+        )
+    if policy == "selective":
+        return _checkpoint_selectively(model, options)
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ModelError(
             f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); "
             "wrap its blocks with torch.utils.checkpoint yourself, or leave the argument out"
         )
-    options = dict(options or {})
     extra = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     options.setdefault("use_reentrant", False)
     adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks a model repeats: members of lists of two or more modules of one class, outermost lists only."""
-    blocks: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if not isinstance(module, nn.ModuleList) or module in inside or len(module) < 2:
-            continue
-        if len({type(child) for child in module}) == 1:
-            blocks.extend(module)
-            inside.update(child for block in module for child in block.modules())
-    return blocks
-
-
-def compile_blocks(model: nn.Module, *, backend: str | None, mode: str | None, notices: Notices) -> None:
-    """Compile each repeated block in place (the whole model if nothing repeats); names in its state stay."""
-    options = {"backend": backend or "inductor", "mode": mode}
+def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> None:
     blocks = repeated_blocks(model)
+    if others.pop("use_reentrant", False) or others:
+        raise ModelError(
+            "gradient_checkpointing_kwargs: the policy 'selective' takes no other option than use_reentrant=False"
+        )
     if not blocks:
-        notices.tell_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
-    for block in blocks or [model]:
-        block.compile(**options)
+        raise ModelError(
+            "gradient_checkpointing_kwargs={'policy': 'selective'} works block by block, and "
+            f"{type(model).__name__} has no list of blocks of one class; leave the policy out"
+        )
+    checkpoint_selectively(blocks)
+
+
+def compile_as_asked(model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None) -> Compiled:
+    """Compile what the arguments ask for, with what an earlier start of this run compiled at hand."""
+    load_compile_cache(args.output_dir, args.device)
+    return compile_blocks(
+        model,
+        backend=args.torch_compile_backend,
+        mode=args.torch_compile_mode,
+        dynamic=dynamic,
+        scope=args.torch_compile_scope,
+        max_recompiles=args.max_recompiles,
+        notices=notices,
+    )
+
+
+def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
+    """Let the linear layers compute in fp8 that are faster in it at about the tokens of a micro-batch."""
+    tokens = args.per_device_train_batch_tokens or args.train_batch_size * TOKENS_PER_SAMPLE
+    weights = Counter(p.dtype for module in model.modules() if isinstance(module, nn.Linear) for p in [module.weight])
+    weight = weights.most_common(1)[0][0] if weights else torch.float32
+    found = use_fp8(
+        model, measured_on(args.device, tokens, weight=weight, compute=torch.bfloat16 if args.bf16 else weight)
+    )
+    if not found.layers:
+        notices.tell_once(f"fp8=True changes nothing here: {found.summary()}, measured with {tokens:,} tokens")
+    return found
+
+
+def set_use_cache(model: nn.Module, wanted: bool) -> None:
+    """Tell each part of a model with a config of its own (a decoder has one) whether to return its key-value cache."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = wanted
 
 
 def buffers_and_parameters_on(model: nn.Module) -> set[torch.device]:

@@ -50,6 +50,8 @@ class SavingMethods(ResumingMethods):
     _resume_rng: dict[str, Any] | None
     _copies: HostCopies
     """What a save in the background writes while training goes on."""
+    device: Any
+    compiled: Any
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -92,6 +94,12 @@ class SavingMethods(ResumingMethods):
             protect=[self.state.best_global_step],
             background=background,
         )
+        self._keep_compiled()
+
+    def _keep_compiled(self) -> None:
+        """Put what was compiled beside the checkpoints, not into them."""
+        if self.compiled is not None and self.args.should_save:
+            self.compiled.keep(self.args.output_dir, self.device)
 
     def _saves_models_itself(self) -> bool:
         return is_overridden(self, "save_model") or is_overridden(self, "_save")

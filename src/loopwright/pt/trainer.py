@@ -26,8 +26,15 @@ from .memory import MemoryMeter
 from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
 from .optimizing import OptimizerMethods
+from .pacing import PacingMethods
 from .precision import choose_precision, set_tf32
-from .preparing import buffers_and_parameters_on, checkpoint_activations, compile_blocks
+from .preparing import (
+    buffers_and_parameters_on,
+    checkpoint_activations,
+    compile_as_asked,
+    convert_to_fp8,
+    set_use_cache,
+)
 from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
@@ -35,7 +42,7 @@ from .strategies.single import SingleDevice
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
+class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, PacingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -43,6 +50,10 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
     loss_is_scaled_for_ga: bool | None = None
     """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
     _noise: Any = None
+    fp8: Any = None
+    """The layers that compute in fp8, when that was asked for."""
+    compiled: Any = None
+    """The compiled blocks, when torch_compile asks for them."""
 
     # What other trainers have and overrides may ask for.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
@@ -106,8 +117,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         """Place the model and find out what its forward takes."""
         self.model = model
         self.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
-        if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-            model.config.use_cache = self.args.use_cache
+        set_use_cache(model, self.args.use_cache)
         if self.place_model_on_device:
             self._move_model_to_device(model, self.device)
         self.model_wrapped = self.strategy.setup_model(model, place=False)
@@ -198,6 +208,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
         self._prepare_optimizer()
         self.accounting = self._make_accounting()
         self._bind_overrides()
+        self._speed = self._start_speed()
         if checkpoint is not None:
             self._resume(checkpoint)
         self.check_saving()
@@ -211,17 +222,23 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods):
             checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
         if args.neftune_noise_alpha is not None:
             self._noise = add_embedding_noise(self.model, args.neftune_noise_alpha)
+        if args.fp8:
+            self.fp8 = convert_to_fp8(self.model, args, self.notices)
         if args.torch_compile:
-            compile_blocks(
-                self.model, backend=args.torch_compile_backend, mode=args.torch_compile_mode, notices=self.notices
-            )
+            self.compiled = compile_as_asked(self.model, args, self.notices)
         self.model_wrapped = self._wrap_model(self.model)
 
     def finish_with_model(self) -> None:
+        super().finish_with_model()
         self._copies.clear()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None
+        if self.fp8 is not None:
+            self.fp8.remove()
+        self._keep_compiled()
+        if self.compiled is not None:
+            self.compiled.finish()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model as the loop calls it; on one device it is the model itself."""

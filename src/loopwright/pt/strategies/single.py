@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...speed.clipping import FoldedClip, cannot_fold
+from ...speed.prefetch import prefetch_for
 from ..devices import empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
@@ -32,7 +34,8 @@ class SingleDevice:
         non_blocking: bool = False,
     ) -> None:
         self.device, self.precision = device, precision
-        self._non_blocking = non_blocking
+        self._ahead = prefetch_for(device, non_blocking=non_blocking)
+        self._may_fold: Callable[[], bool] | None = None
         self.model: nn.Module = nn.Module()
         self.optimizer: Any = None
         self._parameters: list[nn.Parameter] = []
@@ -44,6 +47,7 @@ class SingleDevice:
         self.forward_context = precision.context
         self.backward = precision.backward
         self._step = precision.step
+        self._clip: Callable[..., Any] = nn.utils.clip_grad_norm_
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -72,6 +76,21 @@ class SingleDevice:
         """Look up the trainable parameters again, after the user changed them."""
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._clipped = self.precision.parameters(self._parameters, self.optimizer)
+        self._choose_clipping()
+
+    def fold_clipping(self, allowed: Callable[[], bool]) -> None:
+        """Let the optimizer's kernel clip where it can, while `allowed` says that nobody looks in between."""
+        self._may_fold = allowed
+        self._choose_clipping()
+
+    def _choose_clipping(self) -> None:
+        self._clip, self._step = nn.utils.clip_grad_norm_, self.precision.step
+        masters = self._clipped is not self._parameters
+        if self._may_fold is None or self.device.type != "cuda" or self.precision.scales or masters:
+            return
+        if cannot_fold(self.optimizer, self._clipped) is None:
+            fold = FoldedClip(self.optimizer, self._step, self._may_fold)
+            self._clip, self._step = fold.clip, fold.step
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -85,7 +104,7 @@ class SingleDevice:
                 moved[name] = value if type(value) is Tensor and value.device == device else self.put(value)
             return moved
         if isinstance(batch, Tensor):
-            return batch if batch.device == self.device else batch.to(self.device, non_blocking=self._non_blocking)
+            return batch if batch.device == self.device else self._ahead.take(batch)
         if isinstance(batch, Mapping):
             return {name: self.put(value) for name, value in batch.items()}
         if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -95,6 +114,8 @@ class SingleDevice:
         return batch
 
     def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        if self._ahead.runs:
+            self._ahead.begin(update.batches)
         total = micro_step(update, 0)
         for index in range(1, len(update.batches)):
             total = total + micro_step(update, index)
@@ -110,7 +131,7 @@ class SingleDevice:
         if self.precision.scales:
             self.precision.unscale(self.optimizer)
         if max_norm:
-            return nn.utils.clip_grad_norm_(self._clipped, max_norm)
+            return self._clip(self._clipped, max_norm)
         if want_norm:
             return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
         return None
@@ -131,10 +152,10 @@ class SingleDevice:
             return self._step(self.optimizer)
         if self._can_skip_on_device():
             self.optimizer.found_inf = veto.to(torch.float32)
-            self.precision.step(self.optimizer)
+            self._step(self.optimizer)
             self.optimizer.found_inf = None
         elif not bool(veto):
-            return self.precision.step(self.optimizer)
+            return self._step(self.optimizer)
         else:
             self.precision.skip()
         return True
@@ -150,6 +171,7 @@ class SingleDevice:
 
     def free_memory(self) -> None:
         """Give cached device memory back."""
+        self._ahead.begin([])
         empty_cache(self.device)
 
     # ---- modes ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,161 @@
+"""The trainer's accelerations: what it tells the speed room, and what it does with its plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..args.places import working_folder
+from ..core.batches import Update
+from ..core.overrides import is_overridden
+from ..notices import logger
+from ..speed.attention import HALF
+from ..speed.compiling import repeated_blocks
+from ..speed.conductor import Conductor
+from ..speed.plan import SpeedPlan
+from ..speed.situation import Situation
+from .columns import innermost
+from .loss import untouched_buffers
+from .precision import Autocast
+from .preparing import compile_as_asked
+from .seeding import untouched_rng
+from .work import operations_per_token
+
+FILE_NAME = "speed_plan.json"
+BATCHES_ARE_THEIRS = {
+    "training_step": "training_step is overridden",
+    "get_batch_samples": "get_batch_samples is overridden",
+    "_get_num_items_in_batch": "_get_num_items_in_batch is overridden",
+}
+"""Overrides that see micro-batches as the collator made them, so that they stay that way."""
+INPUTS_ARE_THEIRS = {
+    "compute_loss": "compute_loss is overridden, and may look at the mask",
+    "_prepare_inputs": "_prepare_inputs is overridden",
+    "_prepare_input": "_prepare_input is overridden",
+    "compute_loss_context_manager": "compute_loss_context_manager is overridden",
+}
+"""Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
+
+
+class SpeedMethods:
+    """What a trainer does about speed."""
+
+    args: Any
+    model: Any
+    device: Any
+    strategy: Any
+    accounting: Any
+    plan: Any
+    state: Any
+    notices: Any
+    callback_handler: Any
+    compute_loss_func: Any
+    speed_plan: dict[str, Any] | None = None
+    _speed: Conductor | None = None
+    """None when micro-batches stay as the collator made them."""
+
+    def _start_speed(self) -> Conductor | None:
+        """The one who lays out updates, or None with the reason told."""
+        if self.args.speed == "off":
+            return None
+        reason = self._why_not()
+        if reason is not None:
+            plan = SpeedPlan()
+            plan.note("layouts", False, reason)
+            self.speed_plan = plan.as_dict()
+            logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            return None
+        return Conductor(self._situation(), announce=self._announce_plan, tell=self.notices.tell_once)
+
+    def _why_not(self) -> str | None:
+        for name, reason in BATCHES_ARE_THEIRS.items():
+            if is_overridden(self, name):
+                return reason
+        if self.callback_handler.listens("on_substep_end"):
+            return "a callback listens to on_substep_end, which comes after each micro-batch"
+        if getattr(self.strategy, "shards_parameters", False):
+            return "parameters are sharded, and nothing is proved there yet"
+        return None
+
+    def _situation(self) -> Situation:
+        model = innermost(self.model)
+        weights = next((p for p in model.parameters() if p.is_floating_point()), None)
+        operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
+        return Situation(
+            model=model,
+            device=self.device,
+            level=self.args.speed,
+            loss_of=self._loss_of_update,
+            put=self.strategy.put,
+            untouched=self._untouched,
+            as_trained=self.strategy.forward_context,
+            computes_half=isinstance(self.strategy.precision, Autocast)
+            or (weights is not None and weights.dtype in HALF),
+            learn=self._learn_loss,
+            shifts=lambda: self.accounting.shifts,
+            updates_left=lambda: self.plan.max_steps - self.state.global_step,
+            compile=self._compile_blocks,
+            why_not_compile=self._why_not_compile(),
+            operations_per_token=float(operations),
+            token_budget=self.args.per_device_train_batch_tokens,
+            only_grouped=self._why_only_grouped(),
+            is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+        )
+
+    def _why_only_grouped(self) -> str | None:
+        for name, reason in INPUTS_ARE_THEIRS.items():
+            if is_overridden(self, name):
+                return reason
+        if self.compute_loss_func is not None:
+            return "compute_loss_func is given, and may look at the outputs of padded batches"
+        return None
+
+    def _why_not_compile(self) -> str | None:
+        if self.args.torch_compile:
+            return "torch_compile has done it"
+        if not repeated_blocks(self.model):
+            return "the model has no repeated blocks"
+        return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
+
+    def _compile_blocks(self) -> None:
+        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True)
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        self.is_probing = True  # what an override logs here belongs to no update
+        try:
+            with untouched_rng(), untouched_buffers(self.model):
+                yield
+        finally:
+            self.is_probing = False
+
+    def _learn_loss(self, batch: Any) -> bool:
+        raise NotImplementedError
+
+    def _loss_of_update(self, batches: list[Any], prepare: Callable[[Any], Any]) -> Tensor:
+        """The loss of an update made of these micro-batches, weighed as in training."""
+        update, accounting, total = Update(list(batches)), self.accounting, None
+        accounting.count(update)
+        for index, batch in enumerate(update.batches):
+            items = accounting.begin(update, index)
+            inputs = dict(prepare(batch))  # a copy: overrides take labels out
+            loss = self._compute_loss(innermost(self.model), inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
+            loss = accounting.weigh(loss)
+            total = loss if total is None else total + loss
+        assert total is not None
+        return accounting.divided(total)
+
+    def _announce_plan(self, plan: SpeedPlan) -> None:
+        """Say in a few lines what is on and what is not, and keep it with the run."""
+        self.speed_plan = plan.as_dict()
+        if plan.changes_anything or self.args.speed == "max":
+            logger.info("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
+        if self.args.should_save and plan.changes_anything:
+            path = Path(working_folder(self.args.output_dir)) / FILE_NAME
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")

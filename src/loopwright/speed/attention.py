@@ -1,0 +1,293 @@
+"""Attention over rows that hold several documents: every token sees its own document and no other.
+
+Registered by name with transformers, so that a model is not changed. On GPUs torch's flash kernels of variable length
+do the work, on CPUs each document is a call of scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .documents import borders_in, is_documents, longest_in
+
+NAME = "loopwright"
+"""What our attention is called among those of transformers."""
+HALF = (torch.float16, torch.bfloat16)
+UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
+"""Arguments that change the result and that we do not compute; a model that uses one is refused."""
+
+
+class AttentionRefused(Exception):
+    """What a model asks of its attention is not what ours computes."""
+
+
+class Request(NamedTuple):
+    """What a model asks of its attention."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    dropout: float
+    scale: float | None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within documents: (1, heads, tokens, size) to (1, tokens, heads, size)."""
+    if not is_documents(attention_mask):
+        raise AttentionRefused("the model made a mask of its own")
+    assert attention_mask is not None
+    surplus = [name for name in UNKNOWN_TO_US if kwargs.get(name) is not None]
+    if surplus:
+        raise AttentionRefused(f"its attention uses {surplus[0]}")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise AttentionRefused("its attention is not to its own row")
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    ask = Request(bool(causal), kwargs.get("sliding_window"), kwargs.get("softcap"), dropout, scaling)
+    if query.device.type == "cuda" and value.dtype in HALF:
+        run = by_flex if ask.softcap else by_flash
+    else:
+        run = one_by_one
+    return run(query, key, value, attention_mask, ask), None
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """torch's flash kernels of variable length; heads of keys may be fewer than those of queries."""
+    borders, longest = borders_in(documents), longest_in(documents)
+    # Rotary embeddings compute in single precision; the kernel wants one number format.
+    q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
+    left = -1 if ask.window is None else int(ask.window) - 1
+    window = (left, 0 if ask.causal else left)
+    if ask.dropout or (ask.scale is not None and not VARLEN_TAKES["scale"]):
+        output = torch.ops.aten._flash_attention_forward(
+            q, k, v, borders, borders, longest, longest, ask.dropout, ask.causal, False,
+            scale=ask.scale, window_size_left=window[0], window_size_right=window[1],
+        )[0]  # fmt: skip
+    else:
+        output = _varlen(q, k, v, borders, longest, window, ask)
+    return output.unsqueeze(0)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: Request
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": ask.scale} if VARLEN_TAKES["scale"] else {}
+    if VARLEN_TAKES["window_size"]:
+        options["window_size"] = window
+    else:
+        options["is_causal"] = ask.causal
+        if ask.window is not None:
+            raise AttentionRefused("this torch has no sliding windows for rows of documents")
+    if VARLEN_TAKES["enable_gqa"] and q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
+    return varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+
+
+def _varlen_options() -> dict[str, bool]:
+    """Which options this torch's varlen_attn takes; its signature has changed from version to version."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return dict.fromkeys(("scale", "window_size", "enable_gqa"), False)
+    names = inspect.signature(varlen_attn).parameters
+    return {name: name in names for name in ("scale", "window_size", "enable_gqa")}
+
+
+VARLEN_TAKES: dict[str, bool] = {}
+"""Looked up when a model is switched over, since compiled blocks cannot look it up."""
+
+
+def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """FlexAttention: for what the flash kernels do not have."""
+    if ask.dropout:
+        raise AttentionRefused("FlexAttention has no dropout")
+    softcap = ask.softcap
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap) if softcap else score
+
+    output = _flex()(
+        query.to(value.dtype), key.to(value.dtype), value,
+        score_mod=capped if softcap else None,
+        block_mask=_block_mask(documents, query.shape[2], ask.causal, ask.window),
+        scale=ask.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output.transpose(1, 2)
+
+
+@lru_cache(maxsize=1)
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+_LAST_BLOCKS: list[Any] = []
+
+
+def _block_mask(documents: Tensor, tokens: int, causal: bool, window: int | None) -> Any:
+    """The blocks of the row that need computing; the same for every layer of a forward, so the last one is kept."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    asked = (documents, tokens, causal, window)
+    if _LAST_BLOCKS and _LAST_BLOCKS[0][0] is documents and _LAST_BLOCKS[0][1:] == asked[1:]:
+        return _LAST_BLOCKS[1]
+    places = torch.arange(tokens, device=documents.device)
+    document = torch.searchsorted(borders_in(documents).contiguous(), places, right=True)
+
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = document[q] == document[k]
+        if causal:
+            seen = seen & (q >= k)
+        return seen & (q - k < window) & (k - q < window) if window is not None else seen
+
+    blocks = create_block_mask(sees, None, None, tokens, tokens, device=documents.device)
+    _LAST_BLOCKS[:] = [asked, blocks]
+    return blocks
+
+
+# ---- CPUs, and single precision -------------------------------------------------------------------------------------
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """A call of scaled_dot_product_attention for each document."""
+    borders = borders_in(documents).tolist()
+    lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False) if end > begin]
+    groups = query.shape[1] // key.shape[1]
+    outputs = []
+    # `split`, not slices: the gradient of a slice would be as long as the row.
+    for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
+        k, v = k.to(v.dtype), v
+        if ask.softcap:
+            outputs.append(_capped(q.to(v.dtype), k, v, groups, ask))
+            continue
+        mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                q.to(v.dtype), k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
+                is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
+            )
+        )  # fmt: skip
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+def _window_mask(tokens: int, causal: bool, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None or window >= tokens:
+        return None
+    distance = torch.arange(tokens, device=device)
+    distance = distance[:, None] - distance[None, :]
+    seen = (distance < window) & (distance > -window)
+    return seen & (distance >= 0) if causal else seen
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: Request) -> Tensor:
+    """Attention whose scores are squeezed by tanh."""
+    assert ask.softcap is not None
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    tokens = q.shape[2]
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if ask.scale is None else ask.scale)
+    scores = ask.softcap * torch.tanh(scores / ask.softcap)
+    seen = _window_mask(tokens, ask.causal, ask.window, q.device)
+    if seen is None and ask.causal:
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    return F.dropout(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), ask.dropout) @ v
+
+
+# ---- switching a model over -----------------------------------------------------------------------------------------
+
+
+class AttentionSwitch:
+    """Makes a model use our attention for a while, through transformers' interface."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._configs = _configs_with_attention(model)
+        self._were = [config._attn_implementation for config in self._configs]
+        self.reason = self._register()
+
+    def _register(self) -> str | None:
+        """Make our attention known; returns why it cannot be used."""
+        if not self._configs:
+            return "it does not look up its attention by name"
+        if any(name not in ("sdpa", "eager", "flash_attention_2", "flash_attention_3") for name in self._were):
+            return f"its attention is {self._were[0]!r}"
+        try:
+            from transformers import AttentionInterface, AttentionMaskInterface
+        except ImportError:
+            return "transformers has no attention interface"
+        VARLEN_TAKES.update(_varlen_options())
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, _no_mask)
+        return None
+
+    def on(self) -> None:
+        for config in self._configs:
+            config._attn_implementation_internal = NAME
+
+    def off(self) -> None:
+        for config, name in zip(self._configs, self._were, strict=True):
+            config._attn_implementation_internal = name
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self.on()
+        try:
+            yield
+        finally:
+            self.off()
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask of a model that did not take ours as ready-made: none, and `attend` refuses."""
+    return None
+
+
+def _configs_with_attention(model: nn.Module) -> list[Any]:
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())
+
+
+def use_newest_flash() -> str | None:
+    """Let torch use FlashAttention 4 or 3 where one is installed; returns its name."""
+    try:
+        from torch.nn.attention import activate_flash_attention_impl
+    except ImportError:
+        return None
+    from importlib.util import find_spec
+
+    for name, package in (("FA4", "flash_attn.cute"), ("FA3", "flash_attn_interface")):
+        try:
+            if find_spec(package) is not None:
+                activate_flash_attention_impl(name)
+                return name
+        except Exception:  # installed, and not for this GPU or this torch
+            continue
+    return None

@@ -1,0 +1,209 @@
+"""Applying the plan: looks at the first updates, has the plan made, lays out the samples of every update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..core.batches import Update
+from .candidates import Layout, make_layout
+from .deciding import Decision, output_head
+from .layouts import Limits, padded_tokens
+from .pending import PendingHead
+from .plan import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNMASKED, UNPADDED, SpeedPlan, is_worth_it, pays_to_compile
+from .samples import NoSamples, Samples, take_apart
+from .situation import Situation
+
+LOOKS = 20
+"""Updates looked at before it is settled that their padding is not worth anything."""
+
+
+class Conductor:
+    """Lays out updates, and brings the model's attention and head in and out around each of them."""
+
+    def __init__(
+        self, situation: Situation, *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
+    ) -> None:
+        self._here, self._announce, self._tell = situation, announce, tell
+        self._looks = 0
+        self._knows_loss = False
+        self.is_decided = False
+        self.is_active = False
+        """Whether anything is done to updates."""
+        self.is_idle = False
+        """Whether nothing is done to updates, nor will be."""
+        self.plan = SpeedPlan()
+        self._layout: Layout | None = None
+        self._head: PendingHead | None = None
+        self._last: tuple[list[Any], Samples] | None = None
+        """The update as it was before it was laid out, in case it has to be laid out again."""
+
+    # ---- every update -----------------------------------------------------------------------------------------------
+
+    def arrange(self, update: Update) -> None:
+        """Lay the update's samples out as planned; batches that cannot be taken apart stay as they are."""
+        if not self.is_decided:
+            self._consider(update.batches)
+        if self._layout is None:
+            return
+        if not self._knows_loss:  # a plan of a checkpoint: batches that are laid out tell less about the loss
+            self._knows_loss = self._here.learn(update.batches[0])
+        try:
+            samples = self._taken_apart(update.batches)
+        except NoSamples as reason:
+            self._tell(f"speed: batches like these stay as they were made: {reason}")
+            return
+        self._last = (update.batches, samples)
+        self._lay(update, *self._last)
+
+    def _lay(self, update: Update, batches: list[Any], samples: Samples) -> None:
+        assert self._layout is not None
+        limits = self._limits(batches, samples)
+        laid = self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill)
+        update.batches = laid.batches
+        update.real_tokens, update.computed_tokens = samples.real_tokens, laid.computed_tokens
+        update.squared_lengths = samples.squared_lengths
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the forward and backward of all micro-batches of an update."""
+        if self._head is not None:
+            self._head.install()
+        try:
+            if self._layout is None:
+                yield
+            else:
+                with self._layout.active():
+                    yield
+        finally:
+            if self._head is not None:
+                self._head.remove()
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that runs an update, with what the plan needs in place."""
+
+        def running(*args: Any) -> Any:
+            with self.active():
+                return run(*args)
+
+        return running
+
+    def batch(self, update: Update, index: int) -> Any:
+        """A micro-batch as the model takes it, on the device."""
+        if self._head is not None:
+            items = update.items[index] if update.items and update.counted else None
+            self._head.count = items if isinstance(items, int) else None
+        batch = update.batches[index]
+        return batch if self._layout is None else self._layout.for_model(self._here.put(batch))
+
+    def rearrange(self, update: Update) -> bool:
+        """Lay an update out in micro-batches half as large, after memory ran out; returns whether that is possible."""
+        if self._layout is None or self._last is None:
+            return False
+        batches, samples = self._last
+        budget = self._limits(batches, samples).budget
+        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        if budget <= longest:
+            return False
+        self.plan.budget = max(longest, budget // 2)
+        self._tell(f"out of memory: micro-batches have at most {self.plan.budget:,} tokens from here on")
+        self._lay(update, batches, samples)
+        return True
+
+    # ---- deciding ---------------------------------------------------------------------------------------------------
+
+    def _consider(self, batches: list[Any]) -> None:
+        """Make the plan as soon as an update shows that it pays."""
+        here = self._here
+        self._looks += 1
+        if not here.insists and not self._is_large(batches):
+            return self._settle("the run is too small to gain anything")
+        try:
+            samples = self._taken_apart(batches)
+        except NoSamples as reason:
+            return self._settle(str(reason))
+        real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        saved = (padded - real) * here.operations_per_token * here.updates_left()
+        if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
+            if self._looks == LOOKS:
+                self._settle(f"{1 - real / padded:.0%} of the tokens are padding: too little to gain by leaving it out")
+            return None
+        if not here.learn(batches[0]):
+            if self._looks == LOOKS:
+                self._settle("the loss does not show what it is divided by")
+            return None
+        decision = Decision(here, samples)
+        self.plan = decision.make(padding=1 - real / padded)
+        self._choose_compiling(real)
+        self._carry_out(decision.layout, decision.head)
+        self._announce(self.plan)
+        return None
+
+    def _choose_compiling(self, tokens: int) -> None:
+        """Compile where a GPU has enough left to compute."""
+        here = self._here
+        if not here.on_gpu:
+            return
+        reason = here.why_not_compile
+        if reason is None and self.plan.layout in (GROUPED, UNMASKED):
+            reason = "groups change in number and length, which takes many compilations"
+        pays = pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
+        if reason is None and not (pays or here.level == "max"):
+            reason = "the run is too short to make up for compiling"
+        self.plan.compiled = reason is None
+        self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
+
+    def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
+        self._layout, self._head = layout, head
+        if self.plan.compiled:
+            self._here.compile()
+        self.is_decided, self.is_active = True, layout is not None or head is not None
+        self.is_idle = not self.is_active
+
+    def _is_large(self, batches: list[Any]) -> bool:
+        """Whether anything could be gained even if every token were padding; asks for shapes only."""
+        here, tokens = self._here, 0
+        for batch in batches:
+            ids = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else None
+            tokens += 0 if ids is None else ids.numel()
+        return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
+
+    def _settle(self, reason: str) -> None:
+        self.plan.note("layouts", False, reason)
+        self._carry_out(None, None)
+        self._announce(self.plan)
+
+    def _taken_apart(self, batches: list[Any]) -> Samples:
+        return take_apart(batches, is_pair=self._here.is_pair, counts_trailing=not self._here.shifts())
+
+    def _limits(self, batches: list[Any], samples: Samples) -> Limits:
+        plan = self.plan
+        budget = plan.budget or self._here.token_budget
+        if not budget:
+            # What the collator's own batches take fits: the user asked for it.
+            budget = max(padded_tokens([batch], samples) for batch in batches)
+            if plan.fill and plan.layout in (FLAT, UNPADDED):
+                budget = max(budget, ROW_TOKENS)
+        return Limits(budget=budget, overhead=plan.overhead, round_to=plan.round_to)
+
+    # ---- going on ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"looks": self._looks, "plan": self.plan.as_dict() if self.is_decided else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
+        self._looks = state.get("looks", 0)
+        plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
+        if plan is None or (plan.changes_anything and plan.made_for != self._here.described()):
+            return
+        model = self._here.model
+        layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
+        head = output_head(model) if plan.linear_loss else None
+        if isinstance(layout, str) or (plan.linear_loss and head is None):
+            return
+        self.plan = plan
+        self._carry_out(layout, None if head is None else PendingHead(head))

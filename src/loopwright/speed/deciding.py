@@ -1,0 +1,151 @@
+"""Making the plan of a run: which candidates there are, which of them are proved, why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from .candidates import Layout, make_layout, needs_half_precision
+from .layouts import Limits
+from .pending import PendingHead
+from .plan import FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
+from .probe import Candidate, Prober, Proof, Reference, Refused
+from .samples import Samples, few_of
+from .situation import Situation
+
+PROBE_SAMPLES, PROBE_TOKENS = 4, 256
+LARGE_VOCABULARY = 8192
+"""Classes from which on logits are worth leaving out."""
+
+
+class Decision:
+    """Tries candidates on a few samples and notes in the plan what came of each."""
+
+    def __init__(self, situation: Situation, samples: Samples) -> None:
+        self._here = situation
+        self._samples = samples
+        self.plan = SpeedPlan(made_for=situation.described())
+        self.layout: Layout | None = None
+        self.head: PendingHead | None = None
+        self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
+
+    def make(self, *, padding: float) -> SpeedPlan:
+        """The plan; `padding` is the part of the tokens that is padding, as far as it was seen."""
+        here, plan = self._here, self.plan
+        plan.overhead = overhead_in_tokens(_leaves(here.model), here.operations_per_token, here.device.type)
+        plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
+        few = few_of(self._samples, PROBE_SAMPLES, PROBE_TOKENS)
+        try:
+            with self._prober.quiet():
+                reference = self._prober.reference(few, [here.put(few.trimmed())])
+            self._choose_layout(reference, padding)
+            self._choose_head(reference)
+        except Refused as reason:
+            plan.note("layouts", False, str(reason))
+        return plan
+
+    # ---- layouts ----------------------------------------------------------------------------------------------------
+
+    def _choose_layout(self, reference: Reference, padding: float) -> None:
+        if padding <= 0:
+            self.plan.note("layouts", False, "there is no padding to leave out")
+            return
+        for name in LAYOUTS:
+            layout = self._offered(name)
+            if isinstance(layout, str):
+                self.plan.note(name, False, layout)
+                continue
+            proof = self._proved(Candidate(name, self._laying(layout), layout.for_model, layout.active), reference)
+            if not proof.accepted:
+                self.plan.note(name, False, proof.reason, proof.numbers)
+                continue
+            self.layout, self.plan.layout = layout, name
+            reason = f"{padding:.0%} of the tokens were padding; {_same(proof)}"
+            self.plan.note(name, True, reason, proof.numbers)
+            return
+
+    def _offered(self, name: str) -> Layout | str:
+        """The layout, or why it is not even tried."""
+        here = self._here
+        if name not in (GROUPED, UNMASKED) and here.only_grouped is not None:
+            return here.only_grouped
+        if name != GROUPED and here.is_pair:
+            return "samples are pairs of a source and a target"
+        if name == UNMASKED and not here.shifts():
+            return "the model is not known to predict next tokens"
+        values = self._samples.per_sample()
+        if name == FLAT and values:
+            return f"{values[0]!r} has one value per sample, and a row holds many samples"
+        if name == UNPADDED and "attention_mask" not in self._samples.tensors:
+            return "there is no attention_mask"
+        weights = next((p for p in here.model.parameters() if p.is_floating_point()), None)
+        if needs_half_precision(name, here.device.type, weights, here.computes_half):
+            return "its kernels compute in half precision only; bf16=True makes it possible"
+        return make_layout(name, here.model)
+
+    def _laying(self, layout: Layout | None) -> Callable[[Samples], list[Any]]:
+        """Samples in two micro-batches or more, so that dividing them is part of what is proved."""
+        here, plan = self._here, self.plan
+        limits = Limits(budget=PROBE_SAMPLES * PROBE_TOKENS // 2, overhead=0, round_to=plan.round_to)
+
+        def lay(samples: Samples) -> list[Any]:
+            if layout is None:
+                return [here.put(samples.trimmed())]
+            laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
+            return [here.put(batch) for batch in laid.batches]
+
+        return lay
+
+    def _proved(self, candidate: Candidate, reference: Reference) -> Proof:
+        with self._prober.quiet():
+            proof = self._prober.prove(candidate, reference)
+        if not (proof.accepted and self._here.on_gpu and self._here.computes_half):
+            return proof
+        with self._prober.quiet(whole=False), self._here.as_trained():
+            half = self._prober.prove_in_half(candidate, reference)
+        half.numbers = {**proof.numbers, **half.numbers}
+        return half
+
+    # ---- the loss without logits ------------------------------------------------------------------------------------
+
+    def _choose_head(self, reference: Reference) -> None:
+        head = output_head(self._here.model)
+        if head is None:
+            return
+        if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
+            self.plan.note("loss without logits", False, f"{head.weight.shape[0]:,} classes are few")
+            return
+        pending, layout = PendingHead(head), self.layout
+
+        def install() -> Any:
+            stack = ExitStack()
+            pending.install(always=True)
+            stack.callback(pending.remove)
+            if layout is not None:
+                stack.enter_context(layout.active())
+            return stack
+
+        prepare = layout.for_model if layout is not None else lambda batch: batch
+        proof = self._proved(Candidate("loss without logits", self._laying(layout), prepare, install), reference)
+        if proof.accepted:
+            self.head, self.plan.linear_loss = pending, True
+        reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
+        self.plan.note(proof.name, proof.accepted, reason, proof.numbers)
+
+
+def output_head(model: nn.Module) -> nn.Linear | None:
+    """The layer that turns hidden states into logits over a vocabulary, if the model names it."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    return head if type(head) is nn.Linear else None
+
+
+def _same(proof: Proof) -> str:
+    return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"
+
+
+def _leaves(model: nn.Module) -> int:
+    return sum(1 for module in model.modules() if next(module.children(), None) is None)

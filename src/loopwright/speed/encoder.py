@@ -1,0 +1,63 @@
+"""An encoder that computes real tokens only, inside a model that is padded at its borders.
+
+Embeddings, pooling and heads see the padded batch they were written for; between them the blocks see one row of
+documents. For models that have a module of blocks which takes and returns hidden states, as BERT and its kin do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class UnpaddedEncoder:
+    """Takes padding out before a model's blocks and puts it back behind them."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        self.encoder = encoder
+        self.places: Tensor | None = None
+        """Which tokens of the padded batch are real; None leaves the encoder as it is."""
+        self._forward = encoder.forward
+
+    def install(self) -> None:
+        self.encoder.forward = self._run  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        self.encoder.__dict__.pop("forward", None)
+
+    def _run(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.places is None:
+            return self._forward(hidden_states, *args, **kwargs)
+        rows, width, size = hidden_states.shape
+        row = hidden_states.reshape(rows * width, size).index_select(0, self.places).unsqueeze(0)
+        return self._padded(self._forward(row, *args, **kwargs), rows, width)
+
+    def _padded(self, output: Any, rows: int, width: int) -> Any:
+        if isinstance(output, Tensor):
+            return self._spread(output, rows, width)
+        if isinstance(output, tuple):
+            return (self._spread(output[0], rows, width), *output[1:])
+        output.last_hidden_state = self._spread(output.last_hidden_state, rows, width)
+        return output
+
+    def _spread(self, row: Tensor, rows: int, width: int) -> Tensor:
+        padded = row.new_zeros(rows * width, row.shape[-1])
+        return padded.index_copy(0, self.places, row.squeeze(0)).view(rows, width, -1)
+
+
+def find_encoder(model: nn.Module) -> nn.Module | None:
+    """The one module that holds the model's blocks and takes hidden states and a mask; None if there is no such."""
+    found = [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.ModuleList) and len(child) > 0 for child in module.children())
+        and _takes_hidden_states(module)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _takes_hidden_states(module: nn.Module) -> bool:
+    names = list(inspect.signature(module.forward).parameters)
+    return bool(names) and names[0] in ("hidden_states", "x") and "attention_mask" in names

@@ -1,0 +1,142 @@
+"""How many operations a model needs: counted once, by watching one small forward pass.
+
+The forward pass is watched without gradients. Backward is derived: every matrix product of the forward has two in the
+backward, one for the gradient of its input and one for that of its weight, each as large; so three times the forward in
+all. The product for the weights' gradient is left out in proportion to frozen weights. Attention's products have no
+weights, and count three times always; for causal models half of them, since the other half need not be computed.
+What was recomputed (activation checkpointing) and padding are not counted: this is the work needed, not the work done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+LONGEST = 256
+"""Tokens per row of the batch that is counted."""
+SHORTEST = 16
+"""Below this, two lengths are too alike to tell attention's part from the rest."""
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Forward and backward: so many per token, and so many per squared length of a sample."""
+
+    per_token: float
+    per_square: float = 0.0
+
+    def of(self, tokens: float, squared_lengths: float = 0.0) -> float:
+        """The operations of samples with so many tokens in all, and this sum of their squared lengths."""
+        return self.per_token * tokens + (self.per_square * squared_lengths if self.per_square else 0.0)
+
+
+def count_operations(
+    forward: Callable[[dict[str, Any]], Any],
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    main: str,
+    *,
+    causal: bool,
+    untouched: Callable[[], AbstractContextManager[Any]],
+) -> Operations | None:
+    """The operations of the model by tokens of the input `main`; None if a small batch cannot be cut from this one.
+
+    `untouched` keeps random streams where they are. Buffers are put back; gradients and modes are not touched.
+    """
+    rows, length = _shape(batch, main)
+    if not length:
+        return None
+    longest = min(length, LONGEST)
+    separable = longest >= SHORTEST and _one_length(batch, length)
+    lengths = (longest, longest // 2) if separable else (longest if _one_length(batch, length) else length,)
+    with untouched(), kept_buffers(model):
+        counts = [_watched(forward, cut(batch, rows=ROWS, old=length, new=each)) for each in lengths]
+    per_length = [count / (min(rows, ROWS) * each) for count, each in zip(counts, lengths, strict=True)]
+    linear, square = _separate(per_length, lengths)
+    if linear + square <= 0:
+        return None
+    return Operations((2 + trainable_share(model)) * linear, 3 * square * (0.5 if causal else 1.0))
+
+
+def cut(batch: Mapping[str, Any], *, rows: int, old: int, new: int) -> dict[str, Any]:
+    """The first rows of a batch, and of what is as long as its sequences the first tokens."""
+
+    def smaller(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        value = value[:rows]
+        for axis in range(1, value.ndim):
+            if value.shape[axis] == old:
+                value = value.narrow(axis, 0, new)
+        return value
+
+    return {name: smaller(value) for name, value in batch.items()}
+
+
+def trainable_share(model: nn.Module) -> float:
+    """The share of a model's matrices that are trained."""
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    everything = sum(each.numel() for each in matrices)
+    return sum(each.numel() for each in matrices if each.requires_grad) / everything if everything else 1.0
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards what they were: running means do not move because somebody looked."""
+    kept = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, name, buffer, value in kept:
+                place[name] = buffer.copy_(value)
+
+
+def _watched(forward: Callable[[dict[str, Any]], Any], batch: dict[str, Any]) -> int:
+    counter = FlopCounterMode(display=False)
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        # The kernels of compiled code and of fused attention are not all known to the counter; matrix products are.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(counter)
+        forward(batch)
+    return int(counter.get_total_flops())
+
+
+def _separate(per_length: list[float], lengths: tuple[int, ...]) -> tuple[float, float]:
+    """Operations per token as a straight line over the length: its start, and its slope."""
+    if len(lengths) == 1:
+        return per_length[0], 0.0
+    slope = (per_length[0] - per_length[1]) / (lengths[0] - lengths[1])
+    if slope <= 0 or math.isclose(per_length[0], per_length[1], rel_tol=1e-9):
+        return per_length[0], 0.0
+    return per_length[0] - slope * lengths[0], slope
+
+
+def _shape(batch: Mapping[str, Any], main: str) -> tuple[int, int]:
+    """Rows and length of the main input; zeros if it is no batch of sequences."""
+    found = batch.get(main)
+    if not isinstance(found, Tensor) or found.ndim < 2 or found.is_floating_point():
+        return 0, 0
+    return found.shape[0], found.shape[1]
+
+
+def _one_length(batch: Mapping[str, Any], length: int) -> bool:
+    """Whether all sequences in a batch share one length, so that cutting them leaves a batch of the same kind."""
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1]
+    return all(value.shape[1] == length for value in tensors)

@@ -1,0 +1,138 @@
+"""How the samples of one update are laid out in micro-batches, so that little is computed for padding.
+
+Every layout keeps the samples of the update and therefore its gradient; what changes is which of them share a tensor.
+
+    flat      rows without padding, one document after the other, attention within documents
+    unpadded  padded at the borders of the model, without padding inside its encoder
+    grouped   samples of like length together, padded to the longest of their group
+    as made   the batches of the collator
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cutting import cut_by_length, split_into_rows
+from .documents import borders_of
+from .samples import IGNORED, SOURCE, Samples
+
+MASK = "attention_mask"
+BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
+"""Entries of a micro-batch that are for our attention and never reach the model under these names."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How large micro-batches may be and what one more of them costs, in tokens."""
+
+    budget: int
+    overhead: int
+    round_to: int = 1
+
+
+@dataclass
+class Laid:
+    """The micro-batches of an update and how many tokens are computed for them."""
+
+    batches: list[dict[str, Any]]
+    computed_tokens: int
+
+
+def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) -> Laid:
+    """Samples of like length together; the mask can be left out where later tokens are never seen."""
+    lengths = np.stack([axis.lengths for axis in samples.axes.values()], axis=1)
+    groups = cut_by_length(lengths, overhead=limits.overhead, budget=limits.budget, round_to=limits.round_to)
+    batches, computed = [], 0
+    for group in groups:
+        chosen = samples if len(group) == len(samples) else samples.select(group)
+        widths = {
+            key: -(-int(axis.lengths.max()) // limits.round_to) * limits.round_to for key, axis in chosen.axes.items()
+        }
+        batch = chosen.trimmed(widths)
+        if drop_mask:
+            batch.pop(MASK, None)
+        batches.append(batch)
+        computed += len(group) * sum(widths.values())
+    return Laid(batches, computed)
+
+
+def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+    """Rows without padding: tokens, restarted positions, and the borders of documents in place of a mask.
+
+    `shifts` says that the model compares each token with the one before it: the first token of a document then has no
+    target. `fill` rounds the length of rows up with a last document without targets, so that few shapes occur.
+    """
+    lengths = samples.axes[SOURCE].lengths
+    rows = split_into_rows(lengths, budget=limits.budget)
+    batches = [_row(samples if len(row) == len(samples) else samples.select(row), shifts, fill) for row in rows]
+    return Laid(batches, sum(batch["input_ids"].numel() for batch in batches))
+
+
+def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
+    axis = samples.axes[SOURCE]
+    lengths = axis.lengths
+    real = _real_tokens(axis.starts, axis.ends, axis.width)
+    total = int(lengths.sum())
+    missing = -total % filling(total) if fill else 0
+    batch = {}
+    for name in axis.names:
+        tokens = samples.tensors[name][real]
+        if name == "labels" and shifts:
+            tokens[np.cumsum(lengths) - lengths] = IGNORED
+        batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
+    documents = np.append(lengths, missing) if missing else lengths
+    places = np.concatenate([np.arange(length) for length in documents])
+    batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
+    batch.pop(MASK, None)
+    batch[BORDERS] = borders_of(documents, fill=fill)
+    batch[LONGEST] = _rounded_up(int(documents.max()), 128) if fill else int(documents.max())
+    return {**batch, **samples.constants}
+
+
+def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
+    """Padded batches whose encoder is told which tokens are real."""
+    rows = split_into_rows(samples.axes[SOURCE].lengths, budget=limits.budget)
+    batches, computed = [], 0
+    for row in rows:
+        chosen = samples if len(row) == len(samples) else samples.select(row)
+        lengths = chosen.axes[SOURCE].lengths
+        batch = chosen.trimmed({SOURCE: _rounded_up(int(lengths.max()), 64)} if fill else None)
+        places = np.flatnonzero(batch[MASK].numpy())
+        batch[PLACES] = torch.from_numpy(places)
+        batch[BORDERS] = borders_of(lengths, fill=fill)
+        batch[LONGEST] = _rounded_up(int(lengths.max()), 128) if fill else int(lengths.max())
+        batches.append(batch)
+        computed += len(places)
+    return Laid(batches, computed)
+
+
+def _real_tokens(starts: np.ndarray, ends: np.ndarray, width: int) -> Tensor:
+    along = np.arange(width)
+    return torch.from_numpy((along >= starts[:, None]) & (along < ends[:, None]))
+
+
+def _filled(tokens: Tensor, missing: int, value: int) -> Tensor:
+    if not missing:
+        return tokens
+    return torch.cat([tokens, tokens.new_full((missing, *tokens.shape[1:]), value)])
+
+
+def _rounded_up(number: int, to: int) -> int:
+    return -(-number // to) * to
+
+
+def filling(tokens: int) -> int:
+    """What the length of a row is rounded up to: a power of two, at most about 3 % of the row."""
+    return max(64, 1 << max(0, (tokens // 32).bit_length() - 1))
+
+
+def padded_tokens(batches: Sequence[Any], samples: Samples) -> int:
+    """Tokens the collator's own batches make a model compute."""
+    names = [axis.names[0] for axis in samples.axes.values()]
+    return sum(batch[name].numel() for batch in batches for name in names)

@@ -1,0 +1,103 @@
+"""What is switched on for a run and why: decided once, printed once, kept with the run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "as made", "grouped", "grouped without mask", "unpadded", "flat"
+LAYOUTS = (FLAT, UNPADDED, UNMASKED, GROUPED)
+"""Layouts from the one that saves most to the one that asks least of a model."""
+
+
+@dataclass
+class Choice:
+    """One acceleration: on or off, and the reason."""
+
+    name: str
+    is_on: bool
+    reason: str
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def line(self) -> str:
+        return f"{'on ' if self.is_on else 'off'}  {self.name}: {self.reason}"
+
+
+@dataclass
+class SpeedPlan:
+    """The accelerations of a run."""
+
+    layout: str = AS_MADE
+    linear_loss: bool = False
+    compiled: bool = False
+    budget: int = 0
+    """Tokens a micro-batch may have; 0 means as many as the largest micro-batch the collator made."""
+    overhead: int = 0
+    round_to: int = 1
+    fill: bool = False
+    activations: str = "none"
+    """What is recomputed in the backward pass: none, selective, full."""
+    made_for: str = ""
+    """Device and versions the plan was proved on; on others it is proved again."""
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def changes_anything(self) -> bool:
+        return self.layout != AS_MADE or self.linear_loss or self.compiled
+
+    def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
+        self.choices.append(Choice(name, is_on, reason, numbers or {}))
+
+    def lines(self) -> list[str]:
+        """The plan in a few lines, for people."""
+        return [choice.line() for choice in self.choices]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeedPlan:
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known["choices"] = [Choice(**each) for each in known.get("choices", [])]
+        return cls(**known)
+
+
+# ---- when it pays ---------------------------------------------------------------------------------------------------
+
+PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
+"""Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
+PER_MODULE = {"cpu": 6e-5, "cuda": 1e-4}
+"""Seconds that launching one module's forward and backward is reckoned to take."""
+WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
+"""Seconds a run must be reckoned to save before anything is proved and switched on."""
+WORTH_SHARE = 0.1
+"""Part of the computed tokens that must be padding."""
+COMPILE_SECONDS = 60.0
+"""Seconds of computing a run must have left before compiling pays."""
+ROW_TOKENS = 16_384
+"""Tokens after which a longer row makes a GPU no faster."""
+
+
+def _of(table: dict[str, float], device_type: str) -> float:
+    return table.get(device_type, table["cuda"])
+
+
+def seconds(operations: float, device_type: str) -> float:
+    """How long so many operations are reckoned to take."""
+    return operations / _of(PER_SECOND, device_type)
+
+
+def is_worth_it(saved_share: float, saved_operations: float, device_type: str) -> bool:
+    """Whether leaving padding out pays for proving that it can be left out."""
+    return saved_share >= WORTH_SHARE and seconds(saved_operations, device_type) >= _of(WORTH_SECONDS, device_type)
+
+
+def pays_to_compile(operations: float, device_type: str) -> bool:
+    """Whether so much computing is left that compiling is soon made up for."""
+    return device_type != "cpu" and seconds(operations, device_type) >= COMPILE_SECONDS
+
+
+def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:
+    """What one more micro-batch costs, in tokens of computing."""
+    launching = modules * _of(PER_MODULE, device_type) * _of(PER_SECOND, device_type)
+    return int(launching / max(operations_per_token, 1.0))

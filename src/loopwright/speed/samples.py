@@ -1,0 +1,284 @@
+"""The samples of an update, taken out of the batches a collator made of them.
+
+A layout needs the samples one by one: how long each is, which tensors run along its tokens, which hold one value per
+sample. All of that is read from the collated batches, so that it does not matter who collated them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+SOURCE, TARGET = "source", "target"
+
+
+class NoSamples(Exception):
+    """The batches cannot be taken apart; says why."""
+
+
+@dataclass
+class Axis:
+    """One run of tokens: the whole sample, or the source or the target of a pair."""
+
+    names: list[str]
+    """The tensors that run along it, (samples, tokens, ...)."""
+    starts: np.ndarray
+    ends: np.ndarray
+    """Where the real tokens of each sample begin and end."""
+    width: int
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.ends - self.starts
+
+    @property
+    def is_right_padded(self) -> bool:
+        return not self.starts.any()
+
+    @property
+    def is_left_padded(self) -> bool:
+        return bool((self.ends == self.width).all())
+
+
+@dataclass
+class Samples:
+    """All samples of an update, in the order the sampler gave them."""
+
+    tensors: dict[str, Tensor]
+    axes: dict[str, Axis]
+    constants: dict[str, Any]
+    """What is the same in every batch and belongs to no sample."""
+
+    def __len__(self) -> int:
+        return len(next(iter(self.axes.values())).starts)
+
+    @property
+    def real_tokens(self) -> int:
+        return int(sum(axis.lengths.sum() for axis in self.axes.values()))
+
+    @property
+    def squared_lengths(self) -> int:
+        """The sum of squared lengths, which the work of attention goes by."""
+        return int(sum((axis.lengths.astype(np.int64) ** 2).sum() for axis in self.axes.values()))
+
+    def per_sample(self) -> list[str]:
+        """The tensors with one value (or one row without tokens) per sample."""
+        along = {name for axis in self.axes.values() for name in axis.names}
+        return [name for name in self.tensors if name not in along]
+
+    def select(self, indices: np.ndarray) -> Samples:
+        """Some of the samples."""
+        chosen = torch.from_numpy(indices)
+        axes = {
+            name: Axis(axis.names, axis.starts[indices], axis.ends[indices], axis.width)
+            for name, axis in self.axes.items()
+        }
+        return Samples({name: value[chosen] for name, value in self.tensors.items()}, axes, self.constants)
+
+    def trimmed(self, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """One batch of all samples, no wider than its longest (or than `widths`, where that is wider)."""
+        batch = dict(self.tensors)
+        for key, axis in self.axes.items():
+            low, high = self._window(axis, (widths or {}).get(key, 0))
+            for name in axis.names:
+                batch[name] = batch[name][:, low:high].contiguous()
+        return {**batch, **self.constants}
+
+    @staticmethod
+    def _window(axis: Axis, width: int) -> tuple[int, int]:
+        low, high = int(axis.starts.min()), int(axis.ends.max())
+        if high - low >= width:
+            return low, high
+        if axis.is_right_padded:
+            return 0, min(width, axis.width)
+        return max(0, axis.width - width), axis.width
+
+
+def take_apart(batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool = True) -> Samples:
+    """The samples of these batches; raises `NoSamples` with the reason where they cannot be told apart.
+
+    `is_pair` says that the batches hold sources and targets (an encoder and a decoder). `counts_trailing` says that
+    without an attention mask every token is real; otherwise tokens after the last target are padding.
+    """
+    _check(batches)
+    sizes = [_rows(batch) for batch in batches]
+    names = list(batches[0])
+    constants = {name: batches[0][name] for name in names if not isinstance(batches[0][name], Tensor)}
+    tensors = {name: [batch[name] for batch in batches] for name in names if name not in constants}
+    for name, parts in tensors.items():
+        if any(part.dim() == 0 or part.shape[0] != size for part, size in zip(parts, sizes, strict=True)):
+            raise NoSamples(f"{name!r} does not have one row per sample")
+    axes = {}
+    joined: dict[str, Tensor] = {}
+    for key, members in _members(tensors, is_pair).items():
+        width = max(part.shape[1] for part in tensors[members[0]])
+        found = [_spans(batch, key, members, counts_trailing) for batch in batches]
+        lefts = {bool(starts.any()) for starts, _, _ in found}
+        if lefts == {True, False} and any((ends < size).any() for starts, ends, size in found if not starts.any()):
+            raise NoSamples("some batches are padded on the left and some on the right")
+        on_left = True in lefts
+        joined.update(
+            (name, _join(tensors[name], width, on_left, _padding_of(name, tensors[name], found))) for name in members
+        )
+        shifts = [width - size if on_left else 0 for _, _, size in found]
+        axes[key] = Axis(
+            members,
+            np.concatenate([starts + shift for (starts, _, _), shift in zip(found, shifts, strict=True)]),
+            np.concatenate([ends + shift for (_, ends, _), shift in zip(found, shifts, strict=True)]),
+            width,
+        )
+    for name, parts in tensors.items():
+        if name not in joined:
+            if len({part.shape[1:] for part in parts}) > 1:
+                raise NoSamples(f"{name!r} has another shape in every batch")
+            joined[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return Samples({name: joined[name] for name in names if name in joined}, axes, constants)
+
+
+def _check(batches: Sequence[Any]) -> None:
+    first = batches[0]
+    if not isinstance(first, Mapping):
+        raise NoSamples("the batches are not dictionaries")
+    for batch in batches:
+        if list(batch) != list(first):
+            raise NoSamples("the batches do not have the same entries")
+        for name, value in batch.items():
+            if isinstance(value, Tensor):
+                if value.device.type != "cpu":
+                    raise NoSamples("the batches are already on the device")
+            elif value is not None and not isinstance(value, (bool, int, float, str)):
+                raise NoSamples(f"{name!r} is a {type(value).__name__}, not a tensor")
+            elif value != first[name]:
+                raise NoSamples(f"{name!r} differs from batch to batch")
+
+
+def _rows(batch: Mapping[str, Any]) -> int:
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+    raise NoSamples("the batches hold no tensors")
+
+
+def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool) -> dict[str, list[str]]:
+    """Which tensors run along which axis."""
+    main = "attention_mask" if "attention_mask" in tensors else "input_ids"
+    if main not in tensors or any(part.dim() != 2 for part in tensors[main]):
+        raise NoSamples("there is no attention_mask of shape (samples, tokens)")
+    members = {SOURCE: _along(tensors, main, lambda name: not (is_pair and _is_target(name)))}
+    if is_pair:
+        targets = [name for name in ("labels", "decoder_input_ids") if name in tensors and tensors[name][0].dim() == 2]
+        if not targets:
+            raise NoSamples("there are no labels that say how long the targets are")
+        members[TARGET] = _along(tensors, targets[0], _is_target)
+    return members
+
+
+def _is_target(name: str) -> bool:
+    return name == "labels" or name.startswith("decoder_")
+
+
+def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list[str]:
+    """The tensors whose second dimension is that of the main one, in every batch."""
+    widths = [part.shape[1] for part in tensors[main]]
+    found = [main]
+    for name, parts in tensors.items():
+        if not belongs(name) or name == main:
+            continue
+        runs = [part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)]
+        elsewhere = [width > 1 and width in part.shape[2:] for part, width in zip(parts, widths, strict=True)]
+        if all(runs) and not all(elsewhere):
+            found.append(name)
+        elif any(elsewhere):
+            raise NoSamples(f"{name!r} has tokens along another dimension than its second")
+    return found
+
+
+def _spans(
+    batch: Mapping[str, Tensor], key: str, members: list[str], counts_trailing: bool
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Where the real tokens of every sample of a batch begin and end, and how wide the batch is."""
+    real = _real(batch, key, members, counts_trailing)
+    size = real.shape[1]
+    if not real.any(axis=1).all():
+        raise NoSamples("a sample has no tokens at all")
+    starts = real.argmax(axis=1)
+    ends = size - real[:, ::-1].argmax(axis=1)
+    if (real.sum(axis=1) != ends - starts).any():
+        raise NoSamples("an attention_mask has holes")
+    if starts.any() and (ends < size).any():
+        raise NoSamples("a batch is padded on both sides")
+    return starts, ends, size
+
+
+def _real(batch: Mapping[str, Tensor], key: str, members: list[str], counts_trailing: bool) -> np.ndarray:
+    mask = batch.get("attention_mask" if key == SOURCE else "decoder_attention_mask")
+    if mask is not None:
+        return mask.numpy() != 0
+    labels = batch.get("labels")
+    if key == TARGET or not counts_trailing:
+        if labels is not None and members and "labels" in members:
+            real = labels.numpy() != IGNORED
+            # Everything up to the last target counts: prompts without targets are read too.
+            return np.maximum.accumulate(real[:, ::-1], axis=1)[:, ::-1]
+    return np.ones(tuple(batch[members[0]].shape[:2]), dtype=bool)
+
+
+def _padding_of(name: str, parts: list[Tensor], found: list[Any]) -> Any:
+    """What the collator fills this tensor up with, or what is usual where it had nothing to fill."""
+    for part, (starts, ends, size) in zip(parts, found, strict=True):
+        on_right, on_left = np.flatnonzero(ends < size), np.flatnonzero(starts > 0)
+        if on_right.size:
+            value = part[int(on_right[0]), size - 1]
+        elif on_left.size:
+            value = part[int(on_left[0]), 0]
+        else:
+            continue
+        return value.item() if value.dim() == 0 else 0
+    return IGNORED if "labels" in name and not parts[0].is_floating_point() else 0
+
+
+def _join(parts: list[Tensor], width: int, on_left: bool, padding: Any) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(part.shape[0] for part in parts)
+    joined = parts[0].new_full((total, width, *parts[0].shape[2:]), padding)
+    row = 0
+    for part in parts:
+        place = joined[row : row + part.shape[0]]
+        (place[:, width - part.shape[1] :] if on_left else place[:, : part.shape[1]]).copy_(part)
+        row += part.shape[0]
+    return joined
+
+
+# ---- a few of them --------------------------------------------------------------------------------------------------
+
+
+def few_of(samples: Samples, count: int, tokens: int) -> Samples:
+    """A few samples of different lengths, the longest first, none of them longer than `tokens`."""
+    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    order = np.argsort(-lengths, kind="stable")
+    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
+    chosen = samples.select(order[places])
+    return _shortened(chosen, tokens) if all(axis.is_right_padded for axis in chosen.axes.values()) else chosen
+
+
+def _shortened(samples: Samples, tokens: int) -> Samples:
+    """Every sample to its first tokens, in proportion, so that their lengths go on differing."""
+    tensors, axes = dict(samples.tensors), dict(samples.axes)
+    for key, axis in samples.axes.items():
+        longest = int(axis.lengths.max())
+        if longest <= tokens:
+            continue
+        ends = np.maximum(np.minimum(axis.lengths, 2), axis.lengths * tokens // longest)
+        behind = torch.from_numpy(np.arange(tokens) >= ends[:, None])
+        for name in axis.names:
+            tensors[name] = tensors[name][:, :tokens].clone()
+            tensors[name][behind] = IGNORED if "label" in name else 0
+        axes[key] = replace(axis, ends=ends, width=tokens)
+    return Samples(tensors, axes, samples.constants)

@@ -1,0 +1,59 @@
+"""Loss and all gradients of an update, laid out by what was proved, against the update as the collator made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.probe import gradient_distance
+from tests.speed.architectures import DECODERS, ENCODERS, PAIRS, build, samples
+from tests.speed.training import Run, gradients_of
+
+pytest.importorskip("transformers")
+
+EXPECTED = {
+    **{(kind, "causal"): FLAT for kind in DECODERS},
+    ("gptj", "causal"): UNMASKED,  # adds masks to scores by itself
+    ("falcon", "causal"): UNMASKED,
+    ("bloom", "causal"): UNMASKED,
+    ("mpt", "causal"): UNMASKED,
+    **{(kind, "class"): UNPADDED for kind in ENCODERS},
+    ("albert", "class"): GROUPED,
+    ("modernbert", "class"): GROUPED,
+    ("deberta-v2", "class"): GROUPED,
+    **{(kind, task): FLAT for kind in ENCODERS for task in ("masked", "tokens")},
+    **{(kind, task): UNPADDED for kind in ("roberta", "camembert") for task in ("masked", "tokens")},
+    **{("deberta-v2", task): GROUPED for task in ("masked", "tokens")},
+    **{(kind, "pair"): GROUPED for kind in PAIRS},
+}
+"""What the proof is known to accept; docs/speed.md shows this table."""
+IN_SINGLE_PRECISION = {"gemma2", "cohere", "gptj", "bloom"}
+"""Compute a part in single precision whatever the weights are."""
+
+
+@pytest.fixture
+def whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of transformers cast logits down to single precision; here they stay double."""
+    float_ = torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype is torch.float64 else float_(t))
+
+
+@pytest.mark.parametrize(("kind", "task"), sorted(EXPECTED))
+def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, whole_loss: None, tmp_path: Any) -> None:
+    model = build(kind, task)
+    tolerance = 1e-5 if kind in IN_SINGLE_PRECISION else 1e-10
+    data = samples(12, task)
+    plain: Run = gradients_of(model, data, tmp_path, speed="off")
+    laid = gradients_of(model, data, tmp_path, speed="max")
+    assert laid.plan.layout == EXPECTED[kind, task], laid.plan.lines()
+    assert laid.plan.layout != AS_MADE
+    assert laid.loss == pytest.approx(plain.loss, rel=tolerance)
+    assert plain.gradients.keys() == laid.gradients.keys()
+    assert gradient_distance([*plain.gradients.values()], [*laid.gradients.values()]) < tolerance
+
+
+def test_at_least_twenty_architectures_are_covered() -> None:
+    assert len({kind for kind, _ in EXPECTED}) >= 20

@@ -1,0 +1,84 @@
+"""Attention within documents against attention with a dense mask: outputs and gradients."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loopwright.speed.attention import AttentionRefused, Request, attend, one_by_one
+from loopwright.speed.documents import as_mask, borders_of
+
+LENGTHS = [7, 1, 12, 4]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, ask: Request) -> Tensor:
+    """The definition: scores of all pairs, those that may not see each other left out."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if ask.scale is None else ask.scale)
+    if ask.softcap:
+        scores = ask.softcap * torch.tanh(scores / ask.softcap)
+    document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(len(document))
+    distance = place[:, None] - place[None, :]
+    seen = document[:, None] == document[None, :]
+    if ask.causal:
+        seen &= distance >= 0
+    if ask.window is not None:
+        seen &= distance.abs() < ask.window
+    return (torch.softmax(scores.masked_fill(~seen, float("-inf")), -1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap", "kv_heads", "scale"),
+    itertools.product([True, False], [None, 3], [None, 5.0], [1, 2, 4], [None, 0.3]),
+)
+def test_documents_see_themselves_only(causal: bool, window: Any, softcap: Any, kv_heads: int, scale: Any) -> None:
+    torch.manual_seed(0)
+    tokens = sum(LENGTHS)
+    q, k, v = (torch.randn(1, heads, tokens, 8, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
+    ask = Request(causal, window, softcap, 0.0, scale)
+    documents = as_mask(borders_of(np.array(LENGTHS), fill=True), max(LENGTHS))
+    weight = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
+    results = []
+    for run in (lambda *x: dense(*x, ask), lambda *x: one_by_one(*x, documents, ask)):
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        output = run(*inputs)
+        results.append([output, *torch.autograd.grad((output * weight).sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        # Capped scores go through a softmax in single precision, as transformers' own do.
+        torch.testing.assert_close(found, expected, rtol=1e-5 if softcap else 1e-10, atol=1e-6 if softcap else 1e-12)
+
+
+def test_dropout_drops(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, sum(LENGTHS), 8) for _ in range(3))
+    documents = as_mask(borders_of(np.array(LENGTHS)), max(LENGTHS))
+    ask = Request(True, None, None, 0.5, None)
+    assert not torch.equal(one_by_one(q, k, v, documents, ask), one_by_one(q, k, v, documents, ask))
+
+
+@pytest.mark.parametrize("name", ["s_aux", "position_bias", "alibi", "head_mask"])
+def test_what_is_not_computed_is_refused(name: str) -> None:
+    q = torch.randn(1, 2, 3, 4)
+    documents = as_mask(borders_of(np.array([3])), 3)
+    with pytest.raises(AttentionRefused, match=name):
+        attend(nn.Module(), q, q, q, documents, **{name: torch.ones(1)})
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.ones(1, 3)])
+def test_a_mask_of_the_models_own_is_refused(mask: Any) -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(AttentionRefused, match="mask of its own"):
+        attend(nn.Module(), q, q, q, mask)
+
+
+def test_attention_to_another_row_is_refused() -> None:
+    documents = as_mask(borders_of(np.array([3])), 3)
+    with pytest.raises(AttentionRefused, match="own row"):
+        attend(nn.Module(), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), documents)
