@@ -30,6 +30,8 @@ TORCH_ONLY = "it speaks to PyTorch; TFTrainer spreads work with a tf.distribute 
 
 REFUSED: dict[str, Refusal] = {
     "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
+    "torch_compile_scope": Refusal("every update is a compiled tf.function already", lambda value: value != "blocks"),
+    "fp8": Refusal("Keras has layers of its own for it: model.quantize('float8')"),
     "auto_find_batch_size": Refusal("a compiled update cannot be cut in two; lower per_device_train_batch_size and "
                                     "raise gradient_accumulation_steps"),
     "neftune_noise_alpha": Refusal("Keras has no hook behind an embedding; add keras.layers.GaussianNoise there",
