@@ -76,6 +76,12 @@ IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", 
 """Fields that change nothing here: batches travel by TensorFlow's own ways, and accelerations are PyTorch's."""
 
 
+def refusals_table() -> str:
+    """What is refused and why, as Markdown."""
+    rows = "".join(f"| `{name}` | {refusal.why} |\n" for name, refusal in REFUSED.items())
+    return f"## Refused\n\nValues of these that ask for something.\n\n| argument | why |\n|---|---|\n{rows}"
+
+
 def apply_refusals(args: Any, problems: Problems) -> None:
     """Note everything these arguments ask of TensorFlow that it cannot do."""
     for name, refusal in REFUSED.items():
