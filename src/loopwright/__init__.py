@@ -75,6 +75,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_wsd_schedule",
     ),
     "pt.optimizers.adafactor": ("Adafactor",),
+    "jax.arguments": ("JAXTrainingArguments",),
+    "jax.trainer": ("JAXTrainer",),
     "tf.arguments": ("TFTrainingArguments",),
     "tf.keras_callbacks": ("KerasCallbackAdapter",),
     "tf.optimizers": ("AdamWeightDecay", "GradientAccumulator", "WarmUp", "create_optimizer"),
@@ -166,11 +168,12 @@ def _take_own(name: str) -> Any:
     try:
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("tensorflow", "keras"):
+        if error.name not in ("tensorflow", "keras", "jax"):
             raise
         from .errors import MissingPackage
 
-        raise MissingPackage(error.name, needed_for=f"loopwright.{name}", install="'loopwright[tf]'") from None
+        install = "'loopwright[tf]' jax" if error.name == "jax" else "'loopwright[tf]'"
+        raise MissingPackage(error.name, needed_for=f"loopwright.{name}", install=install) from None
 
 
 def _take_from_transformers(name: str) -> Any:
@@ -282,6 +285,8 @@ if TYPE_CHECKING:
         OverrideError as OverrideError,
         UnknownArgument as UnknownArgument,
     )
+    from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments
+    from .jax.trainer import JAXTrainer as JAXTrainer
     from .pt.arguments import (
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,

@@ -36,7 +36,8 @@ def tensorflow_page() -> str:
     from ..tf.refusals import refusals_table
 
     added = markdown_reference(TensorFlowArgs).partition("\n\n")[2]
-    return f"# TFTrainingArguments\n\nAll of [TrainingArguments](arguments.md), and these.\n\n{added}\n{refusals_table()}"
+    head = "# TFTrainingArguments\n\nAll of [TrainingArguments](arguments.md), and these."
+    return f"{head}\n\n{added}\n{refusals_table()}"
 
 
 def outdated(folder: Path) -> list[str]:

@@ -32,7 +32,7 @@ def values_of(variables: list[Any]) -> dict[str, Any]:
 
 
 def _value(variable: Any) -> Any:
-    array = tf.convert_to_tensor(variable).numpy()
+    array = variable.numpy()
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 from ..core.assessing import AssessingMethods
 from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
@@ -171,10 +172,13 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             count = None if count is None else strategy.distribution.reduce("SUM", count, axis=None)
         return outputs, loss, count
 
+    def _compile_prediction(self) -> Any:
+        return tf.function(self._predicted, reduce_retracing=True)
+
     def _eval_steps(self, batches: Iterator[HostBatch], loss_only: bool) -> Iterator[EvalStep]:
         if self._predict is None:
             self._bind_overrides()
-            self._predict = tf.function(self._predicted, reduce_retracing=True)
+            self._predict = self._compile_prediction()
         full = self.args.eval_batch_size
         for batch in batches:
             items = np.float32(max(self._compute_nb_instances((batch.features, batch.labels)), 1))
@@ -182,7 +186,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             with plain_errors():
                 outputs, loss, count = self._predict(placed, items)
             if loss is not None and count is not None:
-                loss = loss * items / tf.maximum(count, 1.0)
+                loss = loss * items / ops.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
             self.callback_handler.fire("on_prediction_step")
             if self.signals.received and self.is_in_train:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
+from keras import ops, tree
 
 from .models import is_legacy
 
@@ -29,34 +29,49 @@ class KerasLoss:
             total, items = self._of_one_output(labels, outputs, weights)
         extra = list(getattr(model, "losses", ()) or ())
         if extra:  # once for each item, so that the division leaves it as it is
-            total += tf.cast(tf.add_n([tf.cast(each, tf.float32) for each in extra]), tf.float32) * items
+            total = total + sum(ops.cast(each, "float32") for each in extra) * items
         return total, items
 
     def _of_one_output(self, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
         mask = _mask_of(outputs)
-        outputs = tf.cast(outputs, tf.float32)
-        labels = tf.convert_to_tensor(labels)
-        labels = labels if labels.dtype.is_integer else tf.cast(labels, tf.float32)
+        outputs = ops.cast(outputs, "float32")
+        labels = ops.convert_to_tensor(labels)
+        labels = labels if is_integer(labels) else ops.cast(labels, "float32")
         function = getattr(self._loss, "call", self._loss)
         values = function(labels, outputs)
-        out_mask = _mask_of(values)
-        values = tf.cast(values, tf.float32)
-        counted = tf.ones_like(values)
-        for each in (mask, out_mask):
-            if each is not None and each.shape.rank == values.shape.rank:
-                counted *= tf.cast(each, tf.float32)
+        masks = [mask, _mask_of(values)]
+        values = ops.cast(values, "float32")
+        counted = ops.ones_like(values)
+        for each in masks:
+            if each is not None and len(each.shape) == len(values.shape):
+                counted *= ops.cast(each, "float32")
         if weights is not None:
-            counted *= tf.reshape(weights, [-1] + [1] * (values.shape.rank - 1))
+            counted *= per_row(weights, values)
         # A value that does not count may be anything, NaN too.
-        return tf.reduce_sum(tf.where(counted > 0, values * counted, 0.0)), tf.reduce_sum(counted)
+        return ops.sum(ops.where(counted > 0, values * counted, 0.0)), ops.sum(counted)
 
     def _of_several_outputs(self, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
         """Losses of several outputs are weighed and added by Keras, a mean over the rows."""
-        rows = tf.cast(tf.shape(tf.nest.flatten(outputs)[0])[0], tf.float32)
-        weighed = None if weights is None else tf.nest.map_structure(lambda _: weights, labels)
+        rows = ops.cast(ops.shape(tree.flatten(outputs)[0])[0], "float32")
+        weighed = None if weights is None else tree.map_structure(lambda _: weights, labels)
         mean = self._whole(labels, outputs, weighed)
-        items = rows if weights is None else tf.reduce_sum(weights)
-        return tf.cast(mean, tf.float32) * rows, items
+        items = rows if weights is None else ops.sum(weights)
+        return ops.cast(mean, "float32") * rows, items
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a tensor holds whole numbers."""
+    return "int" in keras_dtype(value)
+
+
+def keras_dtype(value: Any) -> str:
+    """The name of a tensor's number format."""
+    return str(getattr(value.dtype, "name", value.dtype))
+
+
+def per_row(weights: Any, values: Any) -> Any:
+    """Weights of rows, shaped so that they multiply values with more dimensions."""
+    return ops.reshape(weights, [-1] + [1] * (len(values.shape) - 1))
 
 
 def _mask_of(tensor: Any) -> Any:

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
+from keras import ops, tree
 
 from ..core.base import BaseTrainer
 from ..core.batches import Update
 from ..core.overrides import accepts, adapt, names_parameter
 from ..errors import ModelError
 from .batches import IGNORED, count_targets
-from .keras_loss import KerasLoss
+from .keras_loss import KerasLoss, is_integer, per_row
 from .models import ModelInfo, call_model, loss_and_outputs, raw
 from .smoothing import smoothed
 
@@ -30,10 +31,10 @@ class LossNote:
 
     def update_state(self, loss: Any, items: Any = None) -> None:
         """Add a loss, already divided by the items of the update; `items` says what it is a sum over."""
-        total = tf.reduce_sum(tf.cast(loss, tf.float32))
+        total = ops.sum(ops.cast(loss, "float32"))
         self.loss = total if self.loss is None else self.loss + total
         if items is not None:
-            items = tf.cast(items, tf.float32)
+            items = ops.cast(items, "float32")
             self.items = items if self.items is None else self.items + items
 
     @contextmanager
@@ -70,7 +71,7 @@ class LossMethods(BaseTrainer):
         if self.keras_loss is None or labels is None:
             return None, outputs
         total, self._noted_items = self.keras_loss(self.model, labels, outputs, self._row_weights)
-        return total / tf.maximum(self._noted_items, 1.0), outputs
+        return total / ops.maximum(self._noted_items, 1.0), outputs
 
     def compute_loss(
         self,
@@ -184,28 +185,30 @@ class LossMethods(BaseTrainer):
                 "override compute_loss or run_model"
             )
         if isinstance(loss, (tuple, list)):
-            return tf.cast(loss[0], tf.float32), tf.cast(loss[1], tf.float32)
-        loss = tf.cast(loss, tf.float32)
-        if loss.shape.rank == 0 or loss.shape.as_list() == [1]:
+            return ops.cast(loss[0], "float32"), ops.cast(loss[1], "float32")
+        loss = ops.cast(loss, "float32")
+        if len(loss.shape) == 0 or tuple(loss.shape) == (1,):
             items = self._items_in(labels) if self._noted_items is None else self._noted_items
-            return tf.reduce_sum(loss) * items, items
+            return ops.sum(loss) * items, items
         weights = self._row_weights
         if weights is None or loss.shape[0] not in (None, weights.shape[0]):
-            return tf.reduce_sum(loss), tf.cast(tf.size(loss), tf.float32)
-        weights = tf.reshape(weights, [-1] + [1] * (loss.shape.rank - 1)) * tf.ones_like(loss)
-        return tf.reduce_sum(loss * weights), tf.reduce_sum(weights)
+            return ops.sum(loss), ops.sum(ops.ones_like(loss))
+        counted = per_row(weights, loss) * ops.ones_like(loss)
+        return ops.sum(loss * counted), ops.sum(counted)
 
     def _items_in(self, labels: Any) -> Any:
         """What a mean over this replica's rows is a mean over: labels that are not -100, else samples."""
-        rows = tf.shape(next(iter(tf.nest.flatten(labels))))[0] if labels is not None else 1
-        samples = tf.cast(rows, tf.float32) if self._row_weights is None else tf.reduce_sum(self._row_weights)
-        if labels is None or isinstance(labels, (Mapping, tuple, list)) or not tf.as_dtype(labels.dtype).is_integer:
+        if labels is None:
+            return ops.cast(1, "float32") if self._row_weights is None else ops.sum(self._row_weights)
+        rows = ops.cast(ops.shape(tree.flatten(labels)[0])[0], "float32")
+        samples = rows if self._row_weights is None else ops.sum(self._row_weights)
+        if isinstance(labels, (Mapping, tuple, list)) or not is_integer(labels):
             return samples
-        counted = labels[:, 1:] if self.info.shifts and labels.shape.rank > 1 else labels
-        wanted = tf.cast(counted != tf.cast(IGNORED, counted.dtype), tf.float32)
+        counted = labels[:, 1:] if self.info.shifts and len(labels.shape) > 1 else labels
+        wanted = ops.cast(counted != IGNORED, "float32")
         if self._row_weights is not None:
-            wanted *= tf.reshape(self._row_weights, [-1] + [1] * (wanted.shape.rank - 1))
-        return tf.reduce_sum(wanted)
+            wanted *= per_row(self._row_weights, wanted)
+        return ops.sum(wanted)
 
     def _loss_from(self, outputs: Any, labels: Any, items: Any) -> Any:
         if self.compute_loss_func is not None:
@@ -231,7 +234,7 @@ class LossMethods(BaseTrainer):
     def _compute_nb_instances(self, batch: Any) -> int:
         """The targets of a micro-batch over all replicas: labels that are not -100."""
         features, labels = batch
-        rows = next(iter(tf.nest.flatten(features))).shape[0]
+        rows = tree.flatten(features)[0].shape[0]
         return count_targets(labels, int(rows), shifted=self.info.shifts)
 
     def run_micro_batches(self, update: Update) -> Any:

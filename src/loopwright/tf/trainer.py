@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
+from keras import ops
 
 from ..args.places import working_folder
 from ..callbacks.defaults import default_callbacks
@@ -16,7 +17,7 @@ from ..core.spikes import SpikeWatch
 from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .arguments import POLICIES, TFTrainingArguments
-from .batches import HostBatch
+from .batches import HostBatch, mapped
 from .checkpoint import old_checkpoint
 from .construction import SummaryWriterCallback, check_constructor, old_names, takes_trial
 from .evaluating import EvaluationMethods
@@ -73,7 +74,7 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.label_names = args.label_names
         self.optimizer, self.lr_scheduler = optimizers
         self.train_loss, self.eval_loss, self.memory = LossNote(), LossNote(), MemoryMeter()
-        self.strategy = TFStrategy(args.strategy, rank=args.process_index, world_size=args.world_size, xla=args.xla)
+        self.strategy = self._make_strategy(args)
         writers = [SummaryWriterCallback(tb_writer)] if tb_writer is not None else []
         given = [*default_callbacks(args), *writers, *map(adapted, callbacks or [])]
         self._set_up(args, given, processing_class=processing_class)
@@ -83,6 +84,9 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.setup_wandb()
         self.setup_comet()
         self.callback_handler.fire("on_init_end")
+
+    def _make_strategy(self, args: Any) -> Any:
+        return TFStrategy(args.strategy, rank=args.process_index, world_size=args.world_size, xla=args.xla)
 
     def _adopt_model(self, model: Any) -> None:
         """Find out what the model takes, and see that its variables belong to the strategy."""
@@ -187,7 +191,7 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         if first is None:
             return
         with self.strategy.scope():
-            self.run_model(_tensors(first.features), None, False)
+            self.run_model(mapped(ops.convert_to_tensor, first.features), None, False)
 
     def _start_state(self) -> None:
         """A fresh state, progress and meter in the objects callbacks already hold."""
