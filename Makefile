@@ -14,7 +14,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
-BENCHMARKS ?= overhead checkpoint
+BENCHMARKS ?= overhead checkpoint layouts
 
 VENV := .venv
 BIN  := $(VENV)/bin

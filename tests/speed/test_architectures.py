@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,3 +58,22 @@ def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, whole_los
 
 def test_at_least_twenty_architectures_are_covered() -> None:
     assert len({kind for kind, _ in EXPECTED}) >= 20
+
+
+TASKS = {
+    "causal": "next token", "class": "class of a sample", "masked": "masked tokens", "tokens": "class of a token",
+    "pair": "source to target",
+}  # fmt: skip
+
+
+def table() -> str:
+    """What is accepted for which architecture, as docs/speed.md shows it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for (kind, task), layout in EXPECTED.items():
+        rows.setdefault((layout, task), []).append(kind)
+    lines = [f"| `{layout}` | {TASKS[task]} | {', '.join(sorted(kinds))} |" for (layout, task), kinds in rows.items()]
+    return "\n".join(["| layout | task | accepted for |", "|---|---|---|", *sorted(lines)])
+
+
+def test_the_documentation_lists_what_is_accepted() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "speed.md").read_text(encoding="utf-8")

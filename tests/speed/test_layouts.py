@@ -94,17 +94,19 @@ def test_an_unpadded_batch_knows_its_real_tokens(lengths: list[int], size: int, 
     assert laid.computed_tokens == sum(lengths)
 
 
-@given(LENGTHS, st.integers(0, 60), st.integers(1, 120))
-def test_no_other_cut_of_the_sorted_samples_is_cheaper(lengths: list[int], overhead: int, budget: int) -> None:
+@given(LENGTHS, st.integers(0, 60), st.integers(1, 120), st.integers(0, 90))
+def test_no_other_cut_of_the_sorted_samples_is_cheaper(
+    lengths: list[int], overhead: int, budget: int, floor: int
+) -> None:
     lengths = sorted(lengths)[:9]
     table = np.array(lengths)[:, None]
 
     def cost(groups: list[np.ndarray]) -> float:
         sizes = [padded_size(table, group) for group in groups]
         too_large = any(size > budget and len(group) > 1 for size, group in zip(sizes, groups, strict=True))
-        return float("inf") if too_large else sum(sizes) + overhead * len(groups)
+        return float("inf") if too_large else sum(max(size, floor) + overhead for size in sizes)
 
-    found = cost(cut_by_length(table, overhead=overhead, budget=budget))
+    found = cost(cut_by_length(table, overhead=overhead, budget=budget, floor=floor))
     for cuts in range(2 ** (len(lengths) - 1)):
         ends = [i + 1 for i in range(len(lengths) - 1) if cuts >> i & 1]
         other = cost(np.split(np.arange(len(lengths)), ends))

@@ -84,6 +84,15 @@ def memory_figures(device: torch.device) -> dict[str, int]:
     return figures
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes of memory this process may use of a GPU, whoever uses some of it now; None for what has none of its own."""
+    if device.type == "cpu" or not hasattr(_backend(device), "get_device_properties"):
+        return None
+    total = getattr(_backend(device).get_device_properties(device), "total_memory", None)
+    share = getattr(_backend(device), "get_per_process_memory_fraction", lambda device: 1.0)
+    return None if total is None else int(total * share(device))
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Start measuring the peak anew, where the device measures it."""
     if hasattr(_backend(device), "reset_peak_memory_stats"):

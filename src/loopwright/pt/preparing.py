@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +24,11 @@ POLICIES = ("full", "selective")
 """What gradient checkpointing recomputes: everything inside a block, or all but matmuls and attention."""
 
 
-def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> None:
-    """Recompute activations in the backward pass instead of keeping them: all, or what is cheap to compute."""
+def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Any]:
+    """Recompute activations in the backward pass instead of keeping them: all, or what is cheap to compute.
+
+    Returns what undoes it.
+    """
     options = dict(options or {})
     policy = options.pop("policy", "full")
     if policy not in POLICIES:
@@ -42,9 +46,19 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
     extra = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     options.setdefault("use_reentrant", False)
     adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
+    disable: Callable[[], Any] = getattr(model, "gradient_checkpointing_disable", lambda: None)
+    return disable
 
 
-def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> None:
+def recomputing_policies(model: nn.Module) -> tuple[str, ...]:
+    """What can be recomputed of a model's activations without being asked for: nothing, and what it is made for."""
+    knows_how = all(hasattr(model, f"gradient_checkpointing_{word}") for word in ("enable", "disable"))
+    full = ("full",) if knows_how and getattr(model, "supports_gradient_checkpointing", False) else ()
+    selective = ("selective",) if repeated_blocks(model) else ()
+    return ("none", *selective, *full)
+
+
+def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> Callable[[], Any]:
     blocks = repeated_blocks(model)
     if others.pop("use_reentrant", False) or others:
         raise ModelError(
@@ -55,7 +69,7 @@ def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> None:
             "gradient_checkpointing_kwargs={'policy': 'selective'} works block by block, and "
             f"{type(model).__name__} has no list of blocks of one class; leave the policy out"
         )
-    checkpoint_selectively(blocks)
+    return checkpoint_selectively(blocks).remove
 
 
 def compile_as_asked(model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None) -> Compiled:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..args.places import working_folder
@@ -17,12 +18,14 @@ from ..notices import logger
 from ..speed.attention import HALF
 from ..speed.compiling import repeated_blocks
 from ..speed.conductor import Conductor
+from ..speed.memory_plan import model_bytes
 from ..speed.plan import SpeedPlan
 from ..speed.situation import Situation
 from .columns import innermost
+from .devices import total_memory
 from .loss import untouched_buffers
 from .precision import Autocast
-from .preparing import compile_as_asked
+from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
 from .seeding import untouched_rng
 from .work import operations_per_token
 
@@ -55,6 +58,7 @@ class SpeedMethods:
     notices: Any
     callback_handler: Any
     compute_loss_func: Any
+    optimizer: Any
     speed_plan: dict[str, Any] | None = None
     _speed: Conductor | None = None
     """None when micro-batches stay as the collator made them."""
@@ -78,8 +82,8 @@ class SpeedMethods:
                 return reason
         if self.callback_handler.listens("on_substep_end"):
             return "a callback listens to on_substep_end, which comes after each micro-batch"
-        if getattr(self.strategy, "shards_parameters", False):
-            return "parameters are sharded, and nothing is proved there yet"
+        if self.strategy.world_size > 1:
+            return "several processes share an update, and nothing is proved there yet"
         return None
 
     def _situation(self) -> Situation:
@@ -105,6 +109,11 @@ class SpeedMethods:
             token_budget=self.args.per_device_train_batch_tokens,
             only_grouped=self._why_only_grouped(),
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+            device_memory=lambda: total_memory(self.device),
+            model_bytes=lambda: model_bytes(model.parameters(), states=states_per_weight(self.optimizer)),
+            recompute=lambda policy: checkpoint_activations(model, {"policy": policy}),
+            policies=recomputing_policies(model),
+            recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
         )
 
     def _why_only_grouped(self) -> str | None:
@@ -159,3 +168,10 @@ class SpeedMethods:
             path = Path(working_folder(self.args.output_dir)) / FILE_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def states_per_weight(optimizer: Any) -> float:
+    """Tensors as large as a weight that an optimizer keeps for it, reckoned high where it is not known."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return 2.0
+    return 1.0 if any(group.get("momentum") for group in optimizer.param_groups) else 0.0

@@ -231,6 +231,8 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
     def finish_with_model(self) -> None:
         super().finish_with_model()
         self._copies.clear()
+        if self._speed is not None:
+            self._speed.finish()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None

@@ -71,6 +71,8 @@ def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | Non
 
 
 def _has_step_hooks(optimizer: Any) -> bool:
+    """Whether somebody else's code runs between clipping and step; ours looks at learning rates only."""
     from torch.optim import optimizer as home
 
-    return bool(optimizer._optimizer_step_pre_hooks) or bool(home._global_optimizer_pre_hooks)
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *home._global_optimizer_pre_hooks.values()]
+    return any(not (getattr(hook, "__module__", None) or "").startswith("loopwright.") for hook in hooks)

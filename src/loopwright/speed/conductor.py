@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.batches import Update
+from .budget import plan_memory
 from .candidates import Layout, make_layout
 from .deciding import Decision, output_head
 from .layouts import Limits, padded_tokens
@@ -40,6 +41,7 @@ class Conductor:
         self._head: PendingHead | None = None
         self._last: tuple[list[Any], Samples] | None = None
         """The update as it was before it was laid out, in case it has to be laid out again."""
+        self._undo: list[Callable[[], None]] = []
 
     # ---- every update -----------------------------------------------------------------------------------------------
 
@@ -126,17 +128,31 @@ class Conductor:
         except NoSamples as reason:
             return self._settle(str(reason))
         real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
         saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(1 - real / padded, saved, here.device.type):
-            if self._looks == LOOKS:
-                self._settle(f"{1 - real / padded:.0%} of the tokens are padding: too little to gain by leaving it out")
-            return None
+        if not here.insists and not is_worth_it(padding, saved, here.device.type):
+            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
+            if not here.on_gpu:
+                if self._looks == LOOKS:
+                    self._settle(f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out")
+                return None
+            padding = 0.0
         if not here.learn(batches[0]):
             if self._looks == LOOKS:
                 self._settle("the loss does not show what it is divided by")
             return None
         decision = Decision(here, samples)
-        self.plan = decision.make(padding=1 - real / padded)
+        self.plan = decision.make(padding=padding)
+        if decision.reference is not None:
+            plan_memory(
+                self.plan,
+                here,
+                samples=samples,
+                batches=batches,
+                layout=decision.layout,
+                head=decision.head,
+                prove=decision.prove_recomputing,
+            )
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
@@ -150,6 +166,8 @@ class Conductor:
         reason = here.why_not_compile
         if reason is None and self.plan.layout in (GROUPED, UNMASKED):
             reason = "groups change in number and length, which takes many compilations"
+        if reason is None and self.plan.activations == "full":
+            reason = "whole blocks are recomputed"
         pays = pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
         if reason is None and not (pays or here.level == "max"):
             reason = "the run is too short to make up for compiling"
@@ -158,6 +176,8 @@ class Conductor:
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
         self._layout, self._head = layout, head
+        if self.plan.activations != "none":
+            self._undo.append(self._here.recompute(self.plan.activations))
         if self.plan.compiled:
             self._here.compile()
         self.is_decided, self.is_active = True, layout is not None or head is not None
@@ -187,7 +207,14 @@ class Conductor:
             budget = max(padded_tokens([batch], samples) for batch in batches)
             if plan.fill and plan.layout in (FLAT, UNPADDED):
                 budget = max(budget, ROW_TOKENS)
-        return Limits(budget=budget, overhead=plan.overhead, round_to=plan.round_to)
+        # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
+        overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
+        return Limits(budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor)
+
+    def finish(self) -> None:
+        """Leave the model as it was found."""
+        while self._undo:
+            self._undo.pop()()
 
     # ---- going on ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +230,8 @@ class Conductor:
         model = self._here.model
         layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
         head = output_head(model) if plan.linear_loss else None
-        if isinstance(layout, str) or (plan.linear_loss and head is None):
+        missing = (plan.linear_loss and head is None) or plan.activations not in self._here.policies
+        if isinstance(layout, str) or missing:
             return
         self.plan = plan
         self._carry_out(layout, None if head is None else PendingHead(head))

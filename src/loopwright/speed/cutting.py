@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 
-def cut_by_length(lengths: np.ndarray, *, overhead: int, budget: int, round_to: int = 1) -> list[np.ndarray]:
+def cut_by_length(
+    lengths: np.ndarray, *, overhead: int, budget: int, round_to: int = 1, floor: int = 0
+) -> list[np.ndarray]:
     """Groups of samples for which padding plus the cost of a micro-batch is least; indices, ascending in each group.
 
     `lengths` is (samples, axes): a pair has a source and a target. A group costs its samples times the sum of its
-    longest lengths, plus `overhead`, all counted in tokens. No group takes more than `budget` tokens, except a single
-    sample that does.
+    longest lengths, plus `overhead`, all counted in tokens, and at least `floor`: a device that is waiting for the
+    next launch gains nothing by a smaller group. No group takes more than `budget` tokens, except a single sample that
+    does.
     """
     lengths = -(-lengths // round_to) * round_to
     order = np.argsort(lengths.sum(axis=1), kind="stable")
@@ -22,7 +25,7 @@ def cut_by_length(lengths: np.ndarray, *, overhead: int, budget: int, round_to: 
         # The group (start, end) for every start: how wide it is, what it costs.
         widths = np.maximum.accumulate(sorted_lengths[:end][::-1], axis=0)[::-1].sum(axis=1)
         sizes = np.arange(end, 0, -1) * widths
-        costs = best[:end] + sizes + overhead
+        costs = best[:end] + np.maximum(sizes, floor) + overhead
         costs[:-1][sizes[:-1] > budget] = np.inf
         # Of equally good cuts the earliest makes the fewest groups.
         last_cut[end] = start = int(np.argmin(costs))

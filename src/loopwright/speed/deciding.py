@@ -30,6 +30,8 @@ class Decision:
         self.plan = SpeedPlan(made_for=situation.described())
         self.layout: Layout | None = None
         self.head: PendingHead | None = None
+        self.reference: Reference | None = None
+        """None when the path as it is could not be compared with anything."""
         self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
 
     def make(self, *, padding: float) -> SpeedPlan:
@@ -40,9 +42,9 @@ class Decision:
         few = few_of(self._samples, PROBE_SAMPLES, PROBE_TOKENS)
         try:
             with self._prober.quiet():
-                reference = self._prober.reference(few, [here.put(few.trimmed())])
-            self._choose_layout(reference, padding)
-            self._choose_head(reference)
+                self.reference = self._prober.reference(few, [here.put(few.trimmed())])
+            self._choose_layout(self.reference, padding)
+            self._choose_head(self.reference)
         except Refused as reason:
             plan.note("layouts", False, str(reason))
         return plan
@@ -51,7 +53,7 @@ class Decision:
 
     def _choose_layout(self, reference: Reference, padding: float) -> None:
         if padding <= 0:
-            self.plan.note("layouts", False, "there is no padding to leave out")
+            self.plan.note("layouts", False, "there is too little padding to leave out")
             return
         for name in LAYOUTS:
             layout = self._offered(name)
@@ -118,22 +120,39 @@ class Decision:
         if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
             self.plan.note("loss without logits", False, f"{head.weight.shape[0]:,} classes are few")
             return
-        pending, layout = PendingHead(head), self.layout
-
-        def install() -> Any:
-            stack = ExitStack()
-            pending.install(always=True)
-            stack.callback(pending.remove)
-            if layout is not None:
-                stack.enter_context(layout.active())
-            return stack
-
-        prepare = layout.for_model if layout is not None else lambda batch: batch
-        proof = self._proved(Candidate("loss without logits", self._laying(layout), prepare, install), reference)
+        pending = PendingHead(head)
+        proof = self._proved(self._with("loss without logits", pending), reference)
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
         self.plan.note(proof.name, proof.accepted, reason, proof.numbers)
+
+    # ---- recomputing ------------------------------------------------------------------------------------------------
+
+    def prove_recomputing(self, policy: str) -> Proof:
+        """Whether the model is the same when activations are recomputed, with all else that was chosen in place."""
+        assert self.reference is not None
+        candidate = self._with(policy, self.head, lambda stack: stack.callback(self._here.recompute(policy)))
+        return self._proved(candidate, self.reference)
+
+    def _with(
+        self, name: str, pending: PendingHead | None, more: Callable[[ExitStack], Any] = lambda stack: None
+    ) -> Candidate:
+        """A candidate on top of the chosen layout."""
+        layout = self.layout
+
+        def install() -> Any:
+            with ExitStack() as stack:
+                if pending is not None:
+                    pending.install(always=True)
+                    stack.callback(pending.remove)
+                if layout is not None:
+                    stack.enter_context(layout.active())
+                more(stack)
+                return stack.pop_all()
+
+        prepare = layout.for_model if layout is not None else lambda batch: batch
+        return Candidate(name, self._laying(layout), prepare, install)
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:

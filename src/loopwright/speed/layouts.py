@@ -34,6 +34,8 @@ class Limits:
     budget: int
     overhead: int
     round_to: int = 1
+    floor: int = 0
+    """Tokens below which a micro-batch takes no less time."""
 
 
 @dataclass
@@ -47,7 +49,9 @@ class Laid:
 def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) -> Laid:
     """Samples of like length together; the mask can be left out where later tokens are never seen."""
     lengths = np.stack([axis.lengths for axis in samples.axes.values()], axis=1)
-    groups = cut_by_length(lengths, overhead=limits.overhead, budget=limits.budget, round_to=limits.round_to)
+    groups = cut_by_length(
+        lengths, overhead=limits.overhead, budget=limits.budget, round_to=limits.round_to, floor=limits.floor
+    )
     batches, computed = [], 0
     for group in groups:
         chosen = samples if len(group) == len(samples) else samples.select(group)

@@ -43,7 +43,7 @@ class SpeedPlan:
 
     @property
     def changes_anything(self) -> bool:
-        return self.layout != AS_MADE or self.linear_loss or self.compiled
+        return self.layout != AS_MADE or self.linear_loss or self.compiled or self.activations != "none"
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(Choice(name, is_on, reason, numbers or {}))
@@ -66,8 +66,10 @@ class SpeedPlan:
 
 PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
 """Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
-PER_MODULE = {"cpu": 6e-5, "cuda": 1e-4}
+PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
 """Seconds that launching one module's forward and backward is reckoned to take."""
+UNCOMPILED = {"cpu": 5e10, "cuda": 1e14}
+"""Operations a device is reckoned to do in a second while it launches module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
 """Seconds a run must be reckoned to save before anything is proved and switched on."""
 WORTH_SHARE = 0.1
@@ -99,5 +101,5 @@ def pays_to_compile(operations: float, device_type: str) -> bool:
 
 def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:
     """What one more micro-batch costs, in tokens of computing."""
-    launching = modules * _of(PER_MODULE, device_type) * _of(PER_SECOND, device_type)
+    launching = modules * _of(PER_MODULE, device_type) * _of(UNCOMPILED, device_type)
     return int(launching / max(operations_per_token, 1.0))

@@ -46,6 +46,16 @@ class Situation:
     """Why nothing but grouping by length is allowed, if so."""
     is_pair: bool = False
     """Whether samples are pairs of source and target."""
+    device_memory: Callable[[], int | None] = lambda: None
+    """Bytes the device has in all; None where nothing is planned with them."""
+    model_bytes: Callable[[], int] = lambda: 0
+    """Bytes of weights, gradients and optimizer states."""
+    recompute: Callable[[str], Callable[[], None]] = lambda policy: lambda: None
+    """Have the model recompute activations by a policy; returns what undoes it."""
+    policies: tuple[str, ...] = ("none",)
+    """What the model can do about its activations, from nothing recomputed to all."""
+    recomputes: bool = False
+    """Whether the user has activations recomputed already."""
 
     @property
     def insists(self) -> bool:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .onepass import pad_in_one_pass, pad_rows_in_one_pass
 from .stacking import IGNORED, LABEL_KEYS, DataCollatorMixin, as_list, to_array
 
 _PAD_ADVICE = "Asking-to-pad-a-fast-tokenizer"  # transformers' name for it
@@ -25,7 +26,10 @@ def _without_pad_advice(tokenizer: Any) -> Iterator[None]:
 
 
 def pad(tokenizer: Any, features: Any, **options: Any) -> Any:
-    """The tokenizer's own padding, without its advice."""
+    """What the tokenizer's own padding gives, without its advice and, for plain rows, without its lists."""
+    padded = pad_in_one_pass(tokenizer, features, **options)
+    if padded is not None:
+        return padded
     with _without_pad_advice(tokenizer):
         return tokenizer.pad(features, **options)
 
@@ -67,7 +71,10 @@ def _split_labels(features: list[Any]) -> tuple[str, list[Any] | None, list[dict
     return name, labels, [{key: feature[key] for key in feature if key != name} for feature in features]
 
 
-def _pad_labels(labels: list[Any], length: int, pad_id: int, side: str) -> list[list[Any]]:
+def _pad_labels(labels: list[Any], length: int, pad_id: int, side: str) -> Any:
+    padded = pad_rows_in_one_pass(labels, length, pad_id, side)
+    if padded is not None:
+        return padded
     rows = [as_list(label) for label in labels]
     if side == "left":
         return [[pad_id] * (length - len(row)) + row for row in rows]
@@ -131,7 +138,7 @@ class DataCollatorForSeq2Seq:
             batch["decoder_input_ids"] = prepare(labels=batch["labels"])
         return batch
 
-    def _padded(self, labels: list[Any]) -> list[list[Any]]:
+    def _padded(self, labels: list[Any]) -> Any:
         if self.padding in (False, "do_not_pad"):
             return [as_list(label) for label in labels]
         return _pad_labels(labels, self._length(labels), self.label_pad_token_id, self.tokenizer.padding_side)
