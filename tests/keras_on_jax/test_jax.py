@@ -24,7 +24,7 @@ def start(folder: Path, devices: int, resume: str = "", dropout: float = 0.0) ->
                    "PYTHONPATH": f"{ROOT}/src:{ROOT}", "JAX_PLATFORMS": "cpu"}  # fmt: skip
     words = [str(folder / "run"), str(folder / f"{bool(resume)}.json"), resume, str(dropout)]
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.jax.run", *words], env=environment, cwd=ROOT, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "tests.keras_on_jax.run", *words], env=environment, cwd=ROOT, stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
