@@ -120,7 +120,7 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:`max_length` is ignored:UserWarning")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     batches(),
     st.fixed_dictionaries(TOKENIZERS),

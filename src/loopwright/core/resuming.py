@@ -11,6 +11,7 @@ from ..args.places import is_url
 from .base import BaseTrainer
 from .checkpoint.documents import read_json
 from .checkpoint.layout import ARGUMENTS, PROGRESS, STATE
+from .packing import PackedPlan
 from .plan import Plan
 from .state import Progress, TrainerState
 
@@ -46,6 +47,10 @@ class ResumingMethods(BaseTrainer):
         """Whether the order of the training data is ours."""
         raise NotImplementedError
 
+    def _sizes_of_updates(self) -> tuple[str, ...]:
+        """Arguments that decide how many samples an update has."""
+        return ("per_device_train_batch_size", "gradient_accumulation_steps")
+
     # ---- documents --------------------------------------------------------------------------------------------------
 
     def _state_document(self) -> dict[str, Any]:
@@ -67,12 +72,12 @@ class ResumingMethods(BaseTrainer):
         folder, plan, args = Path(checkpoint), self.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
-        before, sizes = read_json(folder / ARGUMENTS), ("per_device_train_batch_size", "gradient_accumulation_steps")
+        before, sizes = read_json(folder / ARGUMENTS), self._sizes_of_updates()
         if args.max_steps > 0 or all(before.get(name) == getattr(args, name) for name in sizes):
             return plan
         progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
         left = -(-self._batches_left(progress) // plan.accumulation)
-        done = (progress.epoch + 1) * plan.updates_per_epoch - left
+        done = plan.updates_before(progress.epoch + 1) - left
         self.notices.tell_once(
             f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
         )
@@ -80,6 +85,8 @@ class ResumingMethods(BaseTrainer):
 
     def _batches_left(self, progress: Progress) -> int:
         """Micro-batches of this run's size in the rest of the epoch."""
+        if isinstance(self.plan, PackedPlan):
+            return len(self.plan.packing.ends(progress.epoch, progress.samples_in_epoch))
         samples, size = (self.plan.examples or 0) - progress.samples_in_epoch, self.plan.batch_size
         return samples // size if self.args.dataloader_drop_last else -(-samples // size)
 
@@ -87,8 +94,9 @@ class ResumingMethods(BaseTrainer):
         for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
             setattr(self.progress, name, value)
         # Counted in samples: the size of batches may have changed.
-        if self._ordered_data() and self.plan.batches_per_epoch is not None:
-            self.progress.batches_in_epoch = self.plan.batches_per_epoch - self._batches_left(self.progress)
+        whole = self.plan.batches_in(self.progress.epoch)
+        if self._ordered_data() and whole is not None:
+            self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
         self.load_part_states(document.get("parts", {}))

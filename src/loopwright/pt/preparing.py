@@ -72,7 +72,9 @@ def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> Callabl
     return checkpoint_selectively(blocks).remove
 
 
-def compile_as_asked(model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None) -> Compiled:
+def compile_as_asked(
+    model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None, short_rows: bool = False
+) -> Compiled:
     """Compile what the arguments ask for, with what an earlier start of this run compiled at hand."""
     load_compile_cache(args.output_dir, args.device)
     return compile_blocks(
@@ -82,6 +84,7 @@ def compile_as_asked(model: nn.Module, args: Any, notices: Notices, *, dynamic: 
         dynamic=dynamic,
         scope=args.torch_compile_scope,
         max_recompiles=args.max_recompiles,
+        short_rows=short_rows,
         notices=notices,
     )
 

@@ -17,6 +17,7 @@ from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER
 from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
+from ..core.packing import PackedPlan
 from ..core.resuming import ResumingMethods
 from ..core.state import TrainerState
 from ..errors import CheckpointError
@@ -37,6 +38,7 @@ from .checkpoint import (
 from .foreign import foreign_progress, is_foreign, read_foreign, write_foreign
 from .loaders import ordered_sampler
 from .memory import free_memory
+from .packing import sizes_of_updates
 from .seeding import rng_from_json, rng_to_json
 
 
@@ -225,9 +227,17 @@ class SavingMethods(ResumingMethods):
     def _ordered_data(self) -> bool:
         return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]
 
+    def _sizes_of_updates(self) -> tuple[str, ...]:
+        return tuple(sizes_of_updates(self.args))
+
     def _guess_progress(self) -> None:
         """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
         plan, step = self.plan, self.state.global_step
+        if isinstance(plan, PackedPlan):
+            raise CheckpointError(
+                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
+                "these do not say which samples are done; resume without packing, or load its weights and start anew"
+            )
         place = foreign_progress(
             step, batches_per_epoch=plan.batches_per_epoch, accumulation=plan.accumulation, batch_size=plan.batch_size
         )

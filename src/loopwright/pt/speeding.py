@@ -18,13 +18,15 @@ from ..notices import logger
 from ..speed.attention import HALF
 from ..speed.compiling import repeated_blocks
 from ..speed.conductor import Conductor
+from ..speed.graphing import GraphedTraining
+from ..speed.graphs import cannot_capture
 from ..speed.memory_plan import model_bytes
 from ..speed.plan import SpeedPlan
 from ..speed.situation import Situation
 from .columns import innermost
 from .devices import total_memory
-from .loss import untouched_buffers
-from .precision import Autocast
+from .loss import check_loss, untouched_buffers
+from .precision import Autocast, Precision
 from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
 from .seeding import untouched_rng
 from .work import operations_per_token
@@ -62,6 +64,8 @@ class SpeedMethods:
     speed_plan: dict[str, Any] | None = None
     _speed: Conductor | None = None
     """None when micro-batches stay as the collator made them."""
+    graph_recorder: Any = None
+    """What records micro-batches where it is not CUDA that does."""
 
     def _start_speed(self) -> Conductor | None:
         """The one who lays out updates, or None with the reason told."""
@@ -73,6 +77,8 @@ class SpeedMethods:
             plan.note("layouts", False, reason)
             self.speed_plan = plan.as_dict()
             logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            if self.args.per_device_train_batch_tokens:
+                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
             return None
         return Conductor(self._situation(), announce=self._announce_plan, tell=self.notices.tell_once)
 
@@ -107,6 +113,7 @@ class SpeedMethods:
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
+            packs=self.args.packing is not None,
             only_grouped=self._why_only_grouped(),
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),
@@ -114,6 +121,8 @@ class SpeedMethods:
             recompute=lambda policy: checkpoint_activations(model, {"policy": policy}),
             policies=recomputing_policies(model),
             recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
+            graph=self._graph_micro_batches,
+            why_not_graph=self._why_not_graph(),
         )
 
     def _why_only_grouped(self) -> str | None:
@@ -131,8 +140,54 @@ class SpeedMethods:
             return "the model has no repeated blocks"
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
 
-    def _compile_blocks(self) -> None:
-        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True)
+    def _compile_blocks(self, short_rows: bool) -> None:
+        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True, short_rows=short_rows)
+
+    def _why_not_graph(self) -> str | None:
+        args, kind = self.args, self.device.type
+        reasons = (
+            (f"{kind} has none", kind != "cuda" and self.graph_recorder is None),
+            ("there is more than one process", self.strategy.world_size > 1),
+            ("torch_compile is on", args.torch_compile),
+            ("gradient_checkpointing is on", args.gradient_checkpointing),
+            ("fp8 is on", args.fp8),
+            ("neftune_noise_alpha is set", args.neftune_noise_alpha is not None),
+            ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
+            ("autocast_smart_context_manager is overridden", is_overridden(self, "autocast_smart_context_manager")),
+        )
+        found = next((reason for reason, is_so in reasons if is_so), None)
+        found = found or self._why_only_grouped()
+        return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
+
+    def _graph_micro_batches(self) -> GraphedTraining:
+        trainer: Any = self
+        if trainer.split is not None:
+            trainer.split.detach()  # its hooks are no reason to refuse
+
+        def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
+            with self.strategy.forward_context():
+                return check_loss(trainer._compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
+
+        told: set[str] = set()
+
+        def tell(text: str) -> None:
+            if text not in told:
+                told.add(text)
+                logger.info(f"speed: {text}")
+
+        assert self._speed is not None
+        trainer._training_step = step = GraphedTraining(
+            self.model,
+            loss_of=loss_of,
+            weigh=self.accounting.weigh,
+            backward=self.strategy.backward,
+            put=self.strategy.put,
+            plain=trainer._training_step,
+            give_up=self._speed.give_up_graphs,
+            tell=tell,
+            recorder=self.graph_recorder,
+        )
+        return step
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
@@ -164,8 +219,8 @@ class SpeedMethods:
         self.speed_plan = plan.as_dict()
         if plan.changes_anything or self.args.speed == "max":
             logger.info("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
-        if self.args.should_save and plan.changes_anything:
-            path = Path(working_folder(self.args.output_dir)) / FILE_NAME
+        path = Path(working_folder(self.args.output_dir)) / FILE_NAME
+        if self.args.should_save and (plan.changes_anything or path.exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
 

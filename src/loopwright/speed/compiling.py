@@ -39,19 +39,21 @@ def compile_blocks(
     dynamic: bool | None = None,
     scope: str = "blocks",
     max_recompiles: int | None = None,
+    short_rows: bool = False,
     notices: Notices,
 ) -> Compiled:
     """Compile each repeated block in place; the model as a whole when that is asked for or nothing repeats.
 
     `dynamic=True` compiles once for all shapes, False once for each, None starts with the first shape it sees and
-    turns to all shapes when another one comes.
+    turns to all shapes when another one comes. `short_rows` says that rows are on both sides of a few thousand tokens,
+    where inductor would otherwise choose another fusion, and compile again, by their length.
     """
     modules = repeated_blocks(model) if scope == "blocks" else []
     if not modules and scope == "blocks":
         notices.tell_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
     names = {module: name for name, module in model.named_modules()}
     session = Compiled(notices, max_recompiles=max_recompiles)
-    session.begin(len(modules) or 1)
+    session.begin(len(modules) or 1, short_rows=short_rows)
     for module in modules or [model]:
         module.compile(backend=backend or "inductor", mode=mode, dynamic=dynamic)
         call = CompiledCall(module, names[module] or "the model", session)
@@ -72,10 +74,10 @@ class Compiled:
         self._before: list[tuple[Any, str, Any]] = []
         self._kept = 0
 
-    def begin(self, blocks: int) -> None:
+    def begin(self, blocks: int, *, short_rows: bool = False) -> None:
         """Count compilations, under settings that keep them few."""
         self.counter.start()
-        for config, name, value in _settings(blocks):
+        for config, name, value in [*_settings(blocks), *(_one_fusion() if short_rows else [])]:
             if hasattr(config, name):
                 self._before.append((config, name, getattr(config, name)))
                 setattr(config, name, value)
@@ -164,6 +166,13 @@ def _settings(blocks: int) -> list[tuple[Any, str, Any]]:
         # compilation when they differ.
         (torch.fx.experimental._config, "use_duck_shape", False),
     ]
+
+
+def _one_fusion() -> list[tuple[Any, str, Any]]:
+    """Settings under which the length of a row does not decide what is fused, where this torch has them."""
+    import torch._inductor.config
+
+    return [(torch._inductor.config.triton, "mix_order_reduction", False)]
 
 
 def _first_line(error: Exception) -> str:

@@ -12,14 +12,30 @@ from ..core.batches import Update
 from .budget import plan_memory
 from .candidates import Layout, make_layout
 from .deciding import Decision, output_head
+from .graphing import GraphChoice, GraphedTraining, share_of
 from .layouts import Limits, padded_tokens
 from .pending import PendingHead
-from .plan import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNMASKED, UNPADDED, SpeedPlan, is_worth_it, pays_to_compile
+from .plan import (
+    AS_MADE,
+    FLAT,
+    GROUPED,
+    ROW_TOKENS,
+    SHORT_ROW,
+    UNMASKED,
+    UNPADDED,
+    SpeedPlan,
+    is_worth_it,
+    pays_to_compile,
+)
 from .samples import NoSamples, Samples, take_apart
 from .situation import Situation
 
 LOOKS = 20
 """Updates looked at before it is settled that their padding is not worth anything."""
+GRAPHS = "micro-batches as CUDA graphs"
+
+PACKED_LOOKS = 5
+"""Updates that may come without padding before packed samples are believed to have none."""
 
 
 class Conductor:
@@ -42,6 +58,8 @@ class Conductor:
         self._last: tuple[list[Any], Samples] | None = None
         """The update as it was before it was laid out, in case it has to be laid out again."""
         self._undo: list[Callable[[], None]] = []
+        self._graph_choice = GraphChoice(situation)
+        self._graphed: GraphedTraining | None = None
 
     # ---- every update -----------------------------------------------------------------------------------------------
 
@@ -50,6 +68,9 @@ class Conductor:
         if not self.is_decided:
             self._consider(update.batches)
         if self._layout is None:
+            if self._graphed is not None and not self._knows_loss:
+                self._here.learn(update.batches[0])
+                self._knows_loss = True  # or as much as can be known
             return
         if not self._knows_loss:  # a plan of a checkpoint: batches that are laid out tell less about the loss
             self._knows_loss = self._here.learn(update.batches[0])
@@ -98,6 +119,8 @@ class Conductor:
         if self._head is not None:
             items = update.items[index] if update.items and update.counted else None
             self._head.count = items if isinstance(items, int) else None
+        if self._graphed is not None:
+            self._graphed.share = share_of(update, index)
         batch = update.batches[index]
         return batch if self._layout is None else self._layout.for_model(self._here.put(batch))
 
@@ -121,26 +144,43 @@ class Conductor:
         """Make the plan as soon as an update shows that it pays."""
         here = self._here
         self._looks += 1
+        self._graph_choice.look(batches)
         if not here.insists and not self._is_large(batches):
-            return self._settle("the run is too small to gain anything")
+            return self._settle("the run is too small to gain anything", batches)
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
-            return self._settle(str(reason))
-        real, padded = samples.real_tokens, padded_tokens(batches, samples)
-        padding = 1 - real / padded
-        saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(padding, saved, here.device.type):
-            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
-            if not here.on_gpu:
-                if self._looks == LOOKS:
-                    self._settle(f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out")
-                return None
-            padding = 0.0
-        if not here.learn(batches[0]):
-            if self._looks == LOOKS:
-                self._settle("the loss does not show what it is divided by")
+            self._settle(str(reason), batches)
+            return self._tell_no_budget(padding=1.0)
+        padding = self._padding_to_leave_out(batches, samples)
+        if padding is None:
             return None
+        if here.learn(batches[0]):
+            return self._decide(batches, samples, padding)
+        if self._looks == LOOKS:
+            self._settle("the loss does not show what it is divided by", batches)
+        return None
+
+    def _padding_to_leave_out(self, batches: list[Any], samples: Samples) -> float | None:
+        """The part of the tokens that is padding and worth leaving out; None while it is not known whether any is."""
+        here, real, padded = self._here, samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
+        if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
+            return None  # one sample, or some that happen to be equally long, show nothing
+        saved = (padded - real) * here.operations_per_token * here.updates_left()
+        if here.insists or is_worth_it(padding, saved, here.device.type):
+            return padding
+        if self._waits_for_shapes(batches):
+            return None
+        if here.on_gpu:  # where there is more to gain than padding, and in every update: it is not waited for
+            return 0.0
+        if self._looks == LOOKS:
+            few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
+            self._settle(few, batches)
+        return None
+
+    def _decide(self, batches: list[Any], samples: Samples, padding: float) -> None:
+        here, real = self._here, samples.real_tokens
         decision = Decision(here, samples)
         self.plan = decision.make(padding=padding)
         if decision.reference is not None:
@@ -153,17 +193,18 @@ class Conductor:
                 head=decision.head,
                 prove=decision.prove_recomputing,
             )
+        self._note_graphs(self._graph_choice.why_not(self.plan, batches))
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
-        return None
+        return self._tell_no_budget(padding)
 
     def _choose_compiling(self, tokens: int) -> None:
         """Compile where a GPU has enough left to compute."""
         here = self._here
         if not here.on_gpu:
             return
-        reason = here.why_not_compile
+        reason = "micro-batches are graphs" if self.plan.graphed else here.why_not_compile
         if reason is None and self.plan.layout in (GROUPED, UNMASKED):
             reason = "groups change in number and length, which takes many compilations"
         if reason is None and self.plan.activations == "full":
@@ -171,7 +212,7 @@ class Conductor:
         pays = pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
         if reason is None and not (pays or here.level == "max"):
             reason = "the run is too short to make up for compiling"
-        self.plan.compiled = reason is None
+        self.plan.compiled, self.plan.short_rows = reason is None, tokens < SHORT_ROW
         self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
@@ -179,9 +220,32 @@ class Conductor:
         if self.plan.activations != "none":
             self._undo.append(self._here.recompute(self.plan.activations))
         if self.plan.compiled:
-            self._here.compile()
-        self.is_decided, self.is_active = True, layout is not None or head is not None
+            self._here.compile(self.plan.short_rows)
+        if self.plan.graphed and self._here.graph is not None:
+            self._graphed = self._here.graph()
+            self._undo.append(self._graphed.close)
+        self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
         self.is_idle = not self.is_active
+
+    def _waits_for_shapes(self, batches: list[Any]) -> bool:
+        """Whether some more updates have to show that shapes repeat, before micro-batches become graphs."""
+        if self._looks >= LOOKS or self._here.insists:
+            return False
+        return self._graph_choice.why_not(self.plan, batches) is None
+
+    def _note_graphs(self, reason: str | None) -> None:
+        here, plan = self._here, self.plan
+        plan.graphed = reason is None
+        if reason is None:
+            plan.made_for = here.described()
+        if reason is None or here.on_gpu:
+            plan.note(GRAPHS, plan.graphed, reason or "launching takes longer than computing, and shapes repeat")
+
+    def give_up_graphs(self, reason: str) -> None:
+        """Micro-batches turned out to be no graphs: the run goes on without, and so does whoever resumes it."""
+        self.plan.graphed = False
+        self.plan.take_back(GRAPHS, reason)
+        self._announce(self.plan)
 
     def _is_large(self, batches: list[Any]) -> bool:
         """Whether anything could be gained even if every token were padding; asks for shapes only."""
@@ -191,8 +255,19 @@ class Conductor:
             tokens += 0 if ids is None else ids.numel()
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
-    def _settle(self, reason: str) -> None:
+    def _tell_no_budget(self, padding: float) -> None:
+        """Say that a number of tokens is not kept: only a layout can."""
+        if self._here.token_budget and self._layout is None and padding > 0:
+            self._tell(
+                f"per_device_train_batch_tokens={self._here.token_budget:,}: micro-batches are padded and may take "
+                "more, since no layout is proved here; speed_report() says why"
+            )
+
+    def _settle(self, reason: str, batches: list[Any]) -> None:
+        if self._waits_for_shapes(batches):
+            return
         self.plan.note("layouts", False, reason)
+        self._note_graphs(self._graph_choice.why_not(self.plan, batches))
         self._carry_out(None, None)
         self._announce(self.plan)
 
@@ -219,11 +294,13 @@ class Conductor:
     # ---- going on ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks": self._looks, "plan": self.plan.as_dict() if self.is_decided else None}
+        plan = self.plan.as_dict() if self.is_decided else None
+        return {"looks": self._looks, "shapes": sorted(self._graph_choice.shapes), "plan": plan}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
         self._looks = state.get("looks", 0)
+        self._graph_choice.shapes = set(state.get("shapes", ()))
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
         if plan is None or (plan.changes_anything and plan.made_for != self._here.described()):
             return
@@ -231,6 +308,7 @@ class Conductor:
         layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
         head = output_head(model) if plan.linear_loss else None
         missing = (plan.linear_loss and head is None) or plan.activations not in self._here.policies
+        missing |= plan.graphed and self._here.why_not_graph is not None
         if isinstance(layout, str) or missing:
             return
         self.plan = plan

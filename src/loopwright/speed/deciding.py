@@ -37,7 +37,7 @@ class Decision:
     def make(self, *, padding: float) -> SpeedPlan:
         """The plan; `padding` is the part of the tokens that is padding, as far as it was seen."""
         here, plan = self._here, self.plan
-        plan.overhead = overhead_in_tokens(_leaves(here.model), here.operations_per_token, here.device.type)
+        plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
         plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
         few = few_of(self._samples, PROBE_SAMPLES, PROBE_TOKENS)
         try:
@@ -164,7 +164,3 @@ def output_head(model: nn.Module) -> nn.Linear | None:
 
 def _same(proof: Proof) -> str:
     return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"
-
-
-def _leaves(model: nn.Module) -> int:
-    return sum(1 for module in model.modules() if next(module.children(), None) is None)

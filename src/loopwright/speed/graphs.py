@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .untouched import any_wait_is_fine, autocast_without_cache, buffers_of, host_streams, no_wait, side_stream, undone
+from .untouched import (
+    any_wait_is_fine,
+    as_if_recording,
+    autocast_without_cache,
+    buffers_of,
+    host_streams,
+    no_wait,
+    side_stream,
+    undone,
+)
 
 MOST_SHAPES = 8
 CHECKS = 2
@@ -176,7 +185,7 @@ class GraphedStep:
     def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
         """Run eagerly until nothing is set up for the first time any more; returns the parameters reached."""
         before = host_streams(self.device)
-        with side_stream(self.device):
+        with side_stream(self.device), as_if_recording(self.device):
             self._run_alone(inputs, weight)
             with no_wait(self.device):  # found here it does no harm; a wait breaks a recording, and torch with it
                 self._run_alone(inputs, weight)

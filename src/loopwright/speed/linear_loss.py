@@ -217,7 +217,8 @@ def _run_chunks(
     chunk = job.chunk_tokens or tokens_per_chunk(tokens, classes, job.dtype, hidden.device)
     logits = head.new_empty(min(chunk, tokens), classes)
     losses = head.new_zeros(tokens, dtype=wide)
-    to_hidden = head.new_empty(tokens, weight.shape[1]) if needs[0] else None
+    # Kept wide until it is scaled: rounding twice would make it less exact than a loss from logits.
+    to_hidden = head.new_empty(tokens, weight.shape[1], dtype=wide) if needs[0] else None
     to_weight = None
     to_bias = head.new_zeros(classes, dtype=wide) if needs[2] else None
     for start in range(0, tokens, chunk):
@@ -235,7 +236,7 @@ def _run_chunks(
             all_counted=rows.all_counted,
         )
         if to_hidden is not None:
-            torch.mm(z, head, out=to_hidden[part])
+            to_hidden[part] = add_product(None, z, head, wide)
         if needs[1]:
             to_weight = add_product(to_weight, z.t(), taken, wide)
         if to_bias is not None:

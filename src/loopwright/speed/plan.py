@@ -30,6 +30,10 @@ class SpeedPlan:
     layout: str = AS_MADE
     linear_loss: bool = False
     compiled: bool = False
+    short_rows: bool = False
+    """Whether compiled blocks see rows on both sides of a few thousand tokens."""
+    graphed: bool = False
+    """Whether forward and backward of a micro-batch are one CUDA graph."""
     budget: int = 0
     """Tokens a micro-batch may have; 0 means as many as the largest micro-batch the collator made."""
     overhead: int = 0
@@ -43,10 +47,17 @@ class SpeedPlan:
 
     @property
     def changes_anything(self) -> bool:
-        return self.layout != AS_MADE or self.linear_loss or self.compiled or self.activations != "none"
+        switches = (self.linear_loss, self.compiled, self.graphed, self.activations != "none")
+        return self.layout != AS_MADE or any(switches)
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(Choice(name, is_on, reason, numbers or {}))
+
+    def take_back(self, name: str, reason: str) -> None:
+        """Note that something that was on turned out to be impossible."""
+        for choice in self.choices:
+            if choice.name == name:
+                choice.is_on, choice.reason = False, reason
 
     def lines(self) -> list[str]:
         """The plan in a few lines, for people."""
@@ -68,7 +79,9 @@ PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
 """Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
 PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
 """Seconds that launching one module's forward and backward is reckoned to take."""
-UNCOMPILED = {"cpu": 5e10, "cuda": 1e14}
+PER_LAUNCH = {"cpu": 6e-5, "cuda": 1e-4}
+"""The same for the host alone, which is all that a graph saves."""
+UNCOMPILED = {"cpu": 5e10, "cuda": 2e14}
 """Operations a device is reckoned to do in a second while it launches module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
 """Seconds a run must be reckoned to save before anything is proved and switched on."""
@@ -76,7 +89,9 @@ WORTH_SHARE = 0.1
 """Part of the computed tokens that must be padding."""
 COMPILE_SECONDS = 60.0
 """Seconds of computing a run must have left before compiling pays."""
-ROW_TOKENS = 16_384
+SHORT_ROW = 8192
+"""Tokens of an update below which its rows are short for a compiler."""
+ROW_TOKENS = 14_336
 """Tokens after which a longer row makes a GPU no faster."""
 
 
@@ -97,6 +112,16 @@ def is_worth_it(saved_share: float, saved_operations: float, device_type: str) -
 def pays_to_compile(operations: float, device_type: str) -> bool:
     """Whether so much computing is left that compiling is soon made up for."""
     return device_type != "cpu" and seconds(operations, device_type) >= COMPILE_SECONDS
+
+
+def seconds_launching(modules: int, device_type: str) -> float:
+    """How long the host is reckoned to need for launching the forward and backward of so many modules."""
+    return modules * _of(PER_LAUNCH, device_type)
+
+
+def pays_to_record(saved_seconds: float, device_type: str) -> bool:
+    """Whether so much launching is saved that recording graphs and comparing them is soon made up for."""
+    return saved_seconds >= _of(WORTH_SECONDS, device_type)
 
 
 def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:

@@ -36,12 +36,14 @@ class Situation:
     shifts: Callable[[], bool]
     """Whether the loss leaves out the first target of each row."""
     updates_left: Callable[[], int]
-    compile: Callable[[], None]
-    """Compile the model's blocks for changing lengths."""
+    compile: Callable[[bool], None]
+    """Compile the model's blocks for changing lengths; told whether rows are short."""
     why_not_compile: str | None
     operations_per_token: float
     token_budget: int | None = None
     """Tokens per micro-batch, if the user said so."""
+    packs: bool = False
+    """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None
     """Why nothing but grouping by length is allowed, if so."""
     is_pair: bool = False
@@ -56,6 +58,9 @@ class Situation:
     """What the model can do about its activations, from nothing recomputed to all."""
     recomputes: bool = False
     """Whether the user has activations recomputed already."""
+    graph: Callable[[], Any] | None = None
+    """Run micro-batches as graphs from here on; returns the training step that does."""
+    why_not_graph: str | None = "nobody asked for graphs"
 
     @property
     def insists(self) -> bool:
@@ -65,6 +70,11 @@ class Situation:
     @property
     def on_gpu(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def modules(self) -> int:
+        """The modules that compute something themselves."""
+        return sum(1 for module in self.model.modules() if next(module.children(), None) is None)
 
     def described(self) -> str:
         """Where a plan is proved; elsewhere it is proved again."""
