@@ -15,7 +15,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
-BENCHMARKS ?= overhead checkpoint layouts
+BENCHMARKS ?= overhead checkpoint layouts scaling
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -24,7 +24,10 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 # Needed by the suite and the linters; nothing runs without them.
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
-PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec
+PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
+         tensorflow-cpu==2.21.0 jax ray
+# Without what they ask for: tf-keras would bring a second, larger TensorFlow.
+ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-xla lint bench clean
@@ -42,8 +45,8 @@ test: lint
 # The last torch that lazy torch_xla exists for. Its build in the public index is a CUDA one: without CUDA's 5 GB it
 # imports with stand-ins for CUDA's libraries, which tests/xla/cuda_stubs.py makes with gcc and binutils.
 XLA_VENV  := .venv-xla
-XLA_SITE   = $(abspath $(shell $(XLA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'))
-XLA_RUN    = LD_LIBRARY_PATH=$(XLA_SITE)/nvidia_stub PJRT_DEVICE=CPU PYTHONPATH=src:. OMP_NUM_THREADS=1 \
+XLA_SITE   = $$($(XLA_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+XLA_RUN    = LD_LIBRARY_PATH="$(XLA_SITE)/nvidia_stub" PJRT_DEVICE=CPU PYTHONPATH=src:. OMP_NUM_THREADS=1 \
              timeout 900 $(XLA_VENV)/bin/python -m pytest -q --durations 10
 XLA_PIP    = $(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
@@ -55,11 +58,11 @@ $(XLA_VENV)/.ready: constraints.txt tests/xla/cuda_stubs.py
 	@echo "Making $(XLA_VENV): torch 2.9.0 and torch_xla 2.9.0 ..."
 	$(PYTHON) -m venv $(XLA_VENV)
 	$(XLA_PIP) --no-deps torch==2.9.0 torch_xla==2.9.0
-	sed -i -E '/^Requires-Dist: (nvidia|triton)/d' $(XLA_SITE)/torch-2.9.0.dist-info/METADATA
+	sed -i -E '/^Requires-Dist: (nvidia|triton)/d' "$(XLA_SITE)/torch-2.9.0.dist-info/METADATA"
 	grep -v '^torch==' constraints.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_PIP) -c $(XLA_VENV)/constraints.txt typing_extensions sympy filelock networkx jinja2 fsspec numpy absl-py \
 	  pyyaml requests safetensors rich pytest hypothesis transformers==5.22.2
-	$(XLA_VENV)/bin/python tests/xla/cuda_stubs.py $(XLA_SITE)
+	$(XLA_VENV)/bin/python tests/xla/cuda_stubs.py "$(XLA_SITE)"
 	@touch $@
 
 lint: $(VENV)/.dev
@@ -96,4 +99,7 @@ $(VENV)/.dev: $(VENV)/.core
 	  for peer in $(PEERS); do \
 	    $(PIP) "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; the tests that need it skip themselves."; \
 	  done; }
+	@for peer in $(ALONE); do \
+	  $(PIP) --no-deps "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; tests that need it skip."; \
+	done
 	@touch $@

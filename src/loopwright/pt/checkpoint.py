@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..core.checkpoint.documents import read_json, write_json
 from ..core.checkpoint.layout import MODEL, OPTIMIZER
 from ..errors import CheckpointError
 from .devices import address_of
@@ -179,6 +180,11 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool
         return model
     copy_into(model, _read_model(folder), strict=strict, source=str(folder))
     return model
+
+
+def holds_whole_model(folder: Path) -> bool:
+    """Whether a folder has weights that are not in the shards of several processes."""
+    return any((folder / name).is_file() for name in (INDEX, MODEL, ADAPTER))
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
@@ -372,20 +378,6 @@ def decode_schedule(value: Any) -> Any:
         return {name: decode_schedule(each) for name, each in value.items()}
     pairs = {name: decode_schedule(each) for name, each in value["pairs"]}
     return Counter(pairs) if value["counter"] else pairs
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def plain_module(model: nn.Module) -> nn.Module:

@@ -92,6 +92,8 @@ class SpeedMethods:
             return "batches keep few shapes, since this device compiles for each one"
         if self.strategy.world_size > 1:
             return "several processes share an update, and nothing is proved there yet"
+        if self.strategy.is_sharded:
+            return "parameters are in shards, and nothing is proved there yet"
         return None
 
     def _situation(self) -> Situation:
