@@ -47,6 +47,7 @@ ALLOWED = {
     "pt/devices.py",  # whether a card has bf16 itself cannot be asked by trying
     "pt/foreign.py",  # the key transformers' checkpoints use
     "pt/speeding.py",  # CUDA graphs
+    "pt/strategies/group.py",  # the communication libraries torch itself knows by device
     "pt/strategies/single.py",  # clipping inside the fused optimizer, which was proved equal on CUDA only
 }  # fmt: skip
 

@@ -60,7 +60,7 @@ def test_a_layer_that_cannot_be_split_is_an_error(tmp_path: Any) -> None:
         spread("own", tmp_path, **LAYOUTS["tensor"])
 
 
-def test_a_model_of_transformers_brings_its_plan(tmp_path: Any) -> None:
+def test_a_model_of_transformers_is_spread_too(tmp_path: Any) -> None:
     one = trainer("llama", tmp_path / "one", use_cpu=True, num_train_epochs=1)
     one.train()
     four = spread("llama", tmp_path / "four", xla_spmd="fsdp", num_train_epochs=1)

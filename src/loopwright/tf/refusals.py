@@ -58,6 +58,7 @@ REFUSED: dict[str, Refusal] = {
     "use_liger_kernel": Refusal("Liger's kernels are PyTorch's"),
     "liger_kernel_config": Refusal("Liger's kernels are PyTorch's"),
     "max_recompiles": Refusal("it counts compilations of torch.compile", _is_set),
+    "static_lengths": Refusal("use padded_batch(padded_shapes=...) in the tf.data pipeline", _is_set),
     "packing": Refusal("rows are packed by a collator of PyTorch; pack them in the tf.data pipeline"),
     "per_device_train_batch_tokens": Refusal("use bucket_by_sequence_length in the tf.data pipeline", _is_set),
     "train_sampling_strategy": Refusal("micro-batches are balanced for PyTorch only", _is("batch_rebalance")),
