@@ -23,7 +23,10 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 # Needed by the suite and the linters; nothing runs without them.
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
-PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec ray
+PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
+         tensorflow-cpu==2.21.0 jax ray
+# Without what they ask for: tf-keras would bring a second, larger TensorFlow.
+ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean
@@ -72,4 +75,7 @@ $(VENV)/.dev: $(VENV)/.core
 	  for peer in $(PEERS); do \
 	    $(PIP) "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; the tests that need it skip themselves."; \
 	  done; }
+	@for peer in $(ALONE); do \
+	  $(PIP) --no-deps "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; tests that need it skip."; \
+	done
 	@touch $@

@@ -68,3 +68,25 @@ def _determinism_put_back() -> object:
 def output_dir(tmp_path: Path) -> str:
     """A folder for a run, not made yet."""
     return str(tmp_path / "run")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before TensorFlow computes anything in this process: two logical devices, for tests of replicas."""
+    mark = item.get_closest_marker("xdist_group")
+    if mark is not None and "tensorflow" in mark.args:
+        split_cpu()
+
+
+def split_cpu() -> None:
+    """Split the CPU of TensorFlow, if it is installed and not yet split, in two; one thread for each operation."""
+    from importlib.util import find_spec
+
+    if find_spec("tensorflow") is None:
+        return
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if tf.config.get_logical_device_configuration(cpu) is None:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -126,7 +126,19 @@ def test_import_takes_less_than_100_ms():
     assert seconds("import loopwright") - seconds("pass") < 0.1
 
 
-@pytest.mark.parametrize("name", sorted(loopwright._HOME))
+TF_NAMES = sorted(name for name, home in loopwright._HOME.items() if home.startswith(("tf.", "jax.")))
+
+
+@pytest.mark.xdist_group("tensorflow")
+@pytest.mark.parametrize("name", TF_NAMES)
+def test_public_name_of_tensorflow_is_there(name):
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    if loopwright._HOME[name].startswith("jax."):
+        pytest.importorskip("jax", reason="JAX is not installed")
+    test_public_name_is_there(name)
+
+
+@pytest.mark.parametrize("name", sorted({*loopwright._HOME} - {*TF_NAMES}))
 def test_public_name_is_there(name):
     home = loopwright._HOME[name]
     assert getattr(loopwright, name) is getattr(import_module(f"loopwright.{home}"), name)

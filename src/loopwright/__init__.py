@@ -75,6 +75,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_wsd_schedule",
     ),
     "pt.optimizers.adafactor": ("Adafactor",),
+    "jax.arguments": ("JAXTrainingArguments",),
+    "jax.trainer": ("JAXTrainer",),
+    "tf.arguments": ("TFTrainingArguments",),
+    "tf.keras_callbacks": ("KerasCallbackAdapter",),
+    "tf.optimizers": ("AdamWeightDecay", "GradientAccumulator", "WarmUp", "create_optimizer"),
+    "tf.trainer": ("TFTrainer",),
     "errors": (
         "ArgumentsError",
         "CheckpointError",
@@ -146,7 +152,7 @@ __all__ = [*sorted(_HOME), "__version__"]
 def __getattr__(name: str) -> Any:
     """Import a public name the first time it is used."""
     if name in _HOME:
-        value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+        value = _take_own(name)
     elif name in _FROM_TRANSFORMERS:
         value = _take_from_transformers(name)
     else:
@@ -157,6 +163,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOME, *_FROM_TRANSFORMERS})
+
+
+def _take_own(name: str) -> Any:
+    try:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras", "jax"):
+            raise
+        from .errors import MissingPackage
+
+        install = "'loopwright[tf]' jax" if error.name == "jax" else "'loopwright[tf]'"
+        raise MissingPackage(error.name, needed_for=f"loopwright.{name}", install=install) from None
 
 
 def _take_from_transformers(name: str) -> Any:
@@ -269,6 +287,8 @@ if TYPE_CHECKING:
         PeerError as PeerError,
         UnknownArgument as UnknownArgument,
     )
+    from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments
+    from .jax.trainer import JAXTrainer as JAXTrainer
     from .pt.arguments import (
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,
@@ -308,3 +328,12 @@ if TYPE_CHECKING:
     from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from .pt.trainer import Trainer as Trainer
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
+    from .tf.arguments import TFTrainingArguments as TFTrainingArguments
+    from .tf.keras_callbacks import KerasCallbackAdapter as KerasCallbackAdapter
+    from .tf.optimizers import (
+        AdamWeightDecay as AdamWeightDecay,
+        GradientAccumulator as GradientAccumulator,
+        WarmUp as WarmUp,
+        create_optimizer as create_optimizer,
+    )
+    from .tf.trainer import TFTrainer as TFTrainer

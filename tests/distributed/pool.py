@@ -102,7 +102,7 @@ class Pool:
         if missing <= 0:
             return
         key = secrets.token_bytes(16)
-        with Listener(("127.0.0.1", 0), authkey=key) as listener:
+        with Listener(("127.0.0.1", 0), backlog=64, authkey=key) as listener:
             listener._listener._socket.settimeout(START)
             command = [sys.executable, str(HERE / "member.py"), str(listener.address[1])]
             env = {**os.environ, "POOL_KEY": key.hex()}

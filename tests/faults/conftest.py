@@ -26,11 +26,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Forks:
-    """Runs functions of tests/faults/runs.py, each in a process of its own forked from a warmed one."""
+    """Runs functions of a module, each in a process of its own forked from a warmed one."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.faults.runs") -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.server"],
+            [sys.executable, "-m", "tests.faults.server", module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
         )  # fmt: skip
         self._read()

@@ -290,6 +290,7 @@ def warm_up() -> None:
     """Import what a run needs, and run once without anything that starts a thread: those would be lost in a fork."""
     import importlib
 
+    torch.set_num_threads(1)
     for name in ("loopwright.pt.trainer", "loopwright.callbacks.defaults", "torch.optim.adamw", "safetensors.torch"):
         importlib.import_module(name)
     try:

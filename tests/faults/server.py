@@ -1,11 +1,13 @@
 """A process that has imported everything and forks itself once per case, so that a case costs no import.
 
-Reads one JSON job per line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The
-status is that of `subprocess`: an exit code, or minus the number of the signal that ended the child.
+Its argument is the module whose functions are called; `warm_up` of that module comes first. Reads one JSON job per
+line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The status is that of
+`subprocess`: an exit code, or minus the number of the signal that ended the child.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -13,6 +15,11 @@ import sys
 import time
 import traceback
 from typing import Any
+
+
+def runs() -> Any:
+    """The module the cases are in."""
+    return importlib.import_module(sys.argv[1])
 
 
 def child(job: dict[str, Any]) -> None:
@@ -24,9 +31,7 @@ def child(job: dict[str, Any]) -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     code: Any = 0
     try:
-        from tests.faults import runs
-
-        getattr(runs, job["call"])(**job["options"])
+        getattr(runs(), job["call"])(**job["options"])
     except SystemExit as leaving:
         code = leaving.code or 0
     except KeyboardInterrupt:
@@ -62,14 +67,9 @@ def wait(pid: int, timeout: float, kill_after: float | None) -> int:
 def main() -> None:
     import gc
 
-    import torch
-
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    torch.set_num_threads(1)
-    from tests.faults import runs
-
-    runs.warm_up()
+    runs().warm_up()
     gc.freeze()  # so that a collection in a child does not copy every page
     print(json.dumps({"ready": True}), file=answers, flush=True)
     while line := sys.stdin.readline():

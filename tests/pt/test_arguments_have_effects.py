@@ -48,6 +48,7 @@ def shows(*names: str) -> Callable[[Any], Any]:
 ELSEWHERE = {
     "speed": "tests/speed/test_layouts_in_training.py::test_the_level_says_what_is_tried",
     "per_device_train_batch_tokens": "tests/speed/test_layouts_in_training.py::test_a_token_budget_is_kept",
+    "packing": "tests/speed/test_packing.py::test_a_micro_batch_is_what_fits_and_one_row",
     "auto_find_batch_size": "tests/pt/test_oom.py::test_weights_and_logs_are_those_of_the_run_that_fits",
     "bf16": "tests/pt/test_precision.py::test_autocast_computes_in_half_and_keeps_weights_whole",
     "fp16": "tests/pt/test_precision.py::test_a_step_that_overflows_is_skipped_and_the_schedule_waits",
@@ -160,8 +161,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 ASKS: dict[str, Any] = {
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "packing": "across_updates", "train_sampling_strategy": "batch_rebalance",
-    "on_spike": "rollback", "debug": "underflow_overflow",
+    "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 

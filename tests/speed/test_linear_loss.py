@@ -116,7 +116,7 @@ def test_gradients_nobody_needs_are_not_computed(frozen, monkeypatch):
     loss = linear_cross_entropy(*inputs, targets)
     saved = loss.grad_fn.saved_tensors[:3]
     assert [each is None for each in saved] == [place in frozen for place in range(3)]
-    classes = inputs[1].shape[0]  # the product for the weight has a row per class, that for hidden states one per target
+    classes = inputs[1].shape[0]  # rows of the product for the weight; that for hidden states has one per target
     assert (classes in products, any(each != classes for each in products)) == (1 not in frozen, 0 not in frozen)
 
 

@@ -37,7 +37,6 @@ MISSING: dict[str, Missing] = {
     ),
     "use_liger_kernel": Missing("Liger's kernels"),
     "liger_kernel_config": Missing("Liger's kernels"),
-    "packing": Missing("packing samples into rows"),
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
     "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }

@@ -103,7 +103,11 @@ class BaseArguments(
         self._check_fields(problems)
         apply_rules(self, problems)
         apply_availability(self, problems)
+        self.settle_framework(problems)
         problems.raise_if_any()
+
+    def settle_framework(self, problems: Problems) -> None:
+        """Note what a framework cannot do; its arguments override this."""
 
     def _read_fields(self, problems: Problems) -> None:
         for name, spec in specs(type(self)).items():

@@ -31,7 +31,7 @@ class DataArgs(Group):
         "The order of samples: random, sequential, group_by_length or batch_rebalance.",
         choices=("random", "sequential", "group_by_length", "batch_rebalance"),
     )
-    length_column_name: str = arg("length", "The column with lengths, for group_by_length.")
+    length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
     per_device_train_batch_tokens: int | None = arg(
         None,
         "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.",
@@ -39,6 +39,6 @@ class DataArgs(Group):
     )
     packing: str | None = arg(
         None,
-        "Put several samples into one row; across_updates may move samples between updates.",
+        "across_updates: a micro-batch is as many following samples as fit into per_device_train_batch_tokens.",
         choices=("across_updates",),
     )

@@ -57,6 +57,15 @@ def token_budgets_need_layouts(args: Any) -> str | None:
     return None
 
 
+@rule("packing", "per_device_train_batch_tokens")
+def packing_needs_a_token_budget(args: Any) -> str | None:
+    """Samples are packed into a number of tokens."""
+    if args.packing and not args.per_device_train_batch_tokens:
+        name = shown("packing", args.packing)
+        return f"{name} needs per_device_train_batch_tokens: the tokens of a micro-batch, for example 8192"
+    return None
+
+
 @rule("fp16_full_eval", "bf16_full_eval")
 def one_evaluation_precision(args: Any) -> str | None:
     """Evaluation has one format."""

@@ -25,7 +25,19 @@ def pages() -> dict[str, str]:
     return {
         "arguments.md": HEAD + markdown_reference(Seq2SeqTrainingArguments),
         "availability.md": HEAD + AVAILABILITY + availability_table(),
+        "tensorflow-arguments.md": HEAD + tensorflow_page(),
     }
+
+
+def tensorflow_page() -> str:
+    """What TFTrainingArguments adds and refuses; TensorFlow itself is not imported."""
+    from ..args.reference import markdown_reference
+    from ..args.tensorflow import TensorFlowArgs
+    from ..tf.refusals import refusals_table
+
+    added = markdown_reference(TensorFlowArgs).partition("\n\n")[2]
+    head = "# TFTrainingArguments\n\nAll of [TrainingArguments](arguments.md), and these."
+    return f"{head}\n\n{added}\n{refusals_table()}"
 
 
 def outdated(folder: Path) -> list[str]:

@@ -290,7 +290,7 @@ class BaseTrainer(Acting):
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""
-        whole = self.plan.batches_per_epoch
+        whole = self.plan.batches_in(self.progress.epoch)
         inside = whole is None or self.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
             self.progress.close_epoch()

@@ -35,6 +35,14 @@ class Plan:
         whole_epochs, rest = divmod(self.max_steps, self.updates_per_epoch)
         return whole_epochs * self.examples + min(rest * self.total_batch_size, self.examples)
 
+    def batches_in(self, epoch: int) -> int | None:
+        """Micro-batches of one epoch; None when the data has no length."""
+        return self.batches_per_epoch
+
+    def updates_before(self, epoch: int) -> int:
+        """Updates of all epochs before this one."""
+        return epoch * self.updates_per_epoch
+
     def epoch_after(self, epoch: int, batches: int) -> float:
         """The fractional epoch once `batches` micro-batches of epoch `epoch` are done."""
         return epoch + batches / (self.batches_per_epoch or self.max_steps * self.accumulation * self.world_size)

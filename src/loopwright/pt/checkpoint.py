@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..core.checkpoint.documents import read_json, write_json
 from ..core.checkpoint.layout import MODEL, OPTIMIZER
 from ..errors import CheckpointError
 
@@ -374,20 +375,6 @@ def decode_schedule(value: Any) -> Any:
         return {name: decode_schedule(each) for name, each in value.items()}
     pairs = {name: decode_schedule(each) for name, each in value["pairs"]}
     return Counter(pairs) if value["counter"] else pairs
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def plain_module(model: nn.Module) -> nn.Module:

@@ -29,6 +29,7 @@ from .loaders import (
     training_sampler,
 )
 from .loss import count_samples
+from .packing import packed_plan, packed_sampler, packed_samples
 from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
 from .shares import Share, batches_of_all, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
@@ -143,7 +144,12 @@ class DataMethods(BaseTrainer):
         """The sampler of the training data: seed, epoch and position decide the order."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
-        return training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
+        sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
+        if sampler is None or not self.args.packing:
+            return sampler
+        is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        names = [self._input_name(), "labels"] if is_pair else [self._input_name()]
+        return packed_sampler(sampler, dataset, self.args, names)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
         """The sampler of evaluation data; None goes through it in its own order."""
@@ -227,6 +233,8 @@ class DataMethods(BaseTrainer):
         )
 
     def _plan_of_arguments(self, loader: Any) -> Plan:
+        if self.args.packing:
+            return packed_plan(loader, self.args, self.notices)
         sized = has_length(loader)
         if not sized and self.args.max_steps <= 0:
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
@@ -324,6 +332,8 @@ class DataMethods(BaseTrainer):
         """The samples of an update: from the order where it is ours, else as counted in the batches."""
         if self._ordered is None:
             return sum(map(count_samples, batches))
+        if self._ordered.packing is not None:
+            return packed_samples(self._ordered, len(batches), self.progress.samples_in_epoch)
         if self._ordered.part is not None:
             return self._ordered.samples_ahead(len(batches), self.progress.samples_in_epoch)
         whole = len(batches) * self.plan.batch_size
@@ -337,9 +347,12 @@ class DataMethods(BaseTrainer):
         dataset: Any = self.train_dataset
         indices = self._ordered.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        size = self.plan.batch_size
+        packing, size = self._ordered.packing, self.plan.batch_size
+        parts = [indices[k : k + size] for k in range(0, len(indices), size)]
+        if packing is not None:
+            parts = packing.cut(indices)
         with untouched_rng():
-            batches = [collate([dataset[i] for i in indices[k : k + size]]) for k in range(0, len(indices), size)]
+            batches = [collate([dataset[i] for i in part]) for part in parts]
         return indices, batches
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:

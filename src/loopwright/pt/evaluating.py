@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.base import BaseTrainer
+from ..core.assessing import AssessingMethods
 from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
 from ..core.metric_objects import MetricObjects
-from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..core.outputs import EvalLoopOutput, speed_metrics
 from ..core.overrides import adapt
 from ..core.predictions import map_nested
 from ..core.signals import Interrupted
@@ -28,74 +28,23 @@ from .seeding import untouched_rng
 from .shares import whole_dataset
 
 
-class EvaluationMethods(BaseTrainer):
+class EvaluationMethods(AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     args: Any
-    compute_metrics: Any
     preprocess_logits_for_metrics: Any
-    eval_dataset: Any
     label_names: list[str]
     can_return_loss: bool
     accounting: LossAccounting
     memory: MemoryMeter
-    _wants_predictions: bool = False
-    _evaluating_each: bool = False
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
-    # ---- what users call --------------------------------------------------------------------------------------------
+    def _eval_batches(self, eval_dataset: Any) -> Any:
+        return self.get_eval_dataloader(eval_dataset)  # type: ignore[attr-defined]
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, Mapping):
-            return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)
-        output = self._go_through(
-            lambda: self.get_eval_dataloader(eval_dataset),  # type: ignore[attr-defined]
-            "Evaluation",
-            loss_only=True if self.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            prefix=metric_key_prefix,
-        )
-        self._log(output.metrics)
-        self.callback_handler.fire("on_evaluate", metrics=output.metrics)
-        return output.metrics
-
-    def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        own = self.eval_dataset
-        self._evaluating_each = True
-        try:
-            for name, dataset in datasets.items():
-                known = isinstance(own, Mapping) and own.get(name) is dataset
-                metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
-        finally:
-            self._evaluating_each = False
-        return metrics
-
-    def predict(
-        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-    ) -> PredictionOutput:
-        """Predictions in the dataset's order, its labels if it has any, and metrics."""
-        self._wants_predictions = True
-        try:
-            output = self._go_through(
-                lambda: self.get_test_dataloader(test_dataset),  # type: ignore[attr-defined]
-                "Prediction",
-                loss_only=None,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-            )
-        finally:
-            self._wants_predictions = False
-        self.callback_handler.fire("on_predict", metrics=output.metrics)
-        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+    def _test_batches(self, test_dataset: Any) -> Any:
+        return self.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
 
     def _go_through(
         self, make_loader: Any, description: str, *, loss_only: bool | None, ignore_keys: Any, prefix: str

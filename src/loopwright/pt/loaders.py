@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 from ..core.order import Order
+from ..core.packing import Packing
 from ..core.signals import outlive_signals
 from ..errors import ArgumentsError, DataError
 from .seeding import restore_rng
@@ -33,6 +34,9 @@ def has_length(data: Any) -> bool:
 
 class OrderedSampler(Sampler[Any]):
     """Indices in the order of core/order.py, from any epoch and position on."""
+
+    packing: Packing | None = None
+    """How it makes micro-batches itself, if it does."""
 
     def __init__(self, order: Order, *, with_position: bool = False) -> None:
         self.order = order
@@ -148,20 +152,25 @@ def seed_all(seed: int, epoch: int, position: int) -> None:
     torch.default_generator.manual_seed(mixed)
 
 
-def sample_lengths(dataset: Any, column: str, input_name: str) -> list[int]:
-    """The length of every sample: from the length column if there is one, else measured."""
+def sample_lengths(
+    dataset: Any, column: str, input_names: Sequence[str], what: str = "grouping by length"
+) -> list[int]:
+    """The length of every sample: from the length column if there is one, else measured, all inputs together."""
     names = getattr(dataset, "column_names", None) or []
     if column in names:
         return list(dataset[column])
-    if input_name in names:
-        return [len(each) for each in dataset[input_name]]
+    if set(input_names) <= set(names):
+        return [sum(map(len, each)) for each in zip(*(dataset[name] for name in input_names), strict=True)]
     first = dataset[0]
-    if not isinstance(first, Mapping) or input_name not in first:
+    if not isinstance(first, Mapping) or not (column in first or set(input_names) <= set(first)):
         raise DataError(
-            f"grouping by length needs a column {column!r} or {input_name!r}; the samples have "
+            f"{what} needs a column {column!r} or {' and '.join(map(repr, input_names))}; the samples have "
             f"{', '.join(first) if isinstance(first, Mapping) else type(first).__name__}"
         )
-    return [int(sample[column]) if column in sample else len(sample[input_name]) for sample in _each(dataset)]
+    return [
+        int(sample[column]) if column in sample else sum(len(sample[name]) for name in input_names)
+        for sample in _each(dataset)
+    ]
 
 
 def _each(dataset: Any) -> Iterator[Any]:
@@ -174,6 +183,11 @@ def check_stream_order(args: Any) -> None:
         raise ArgumentsError(
             "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not "
             "a stream; use 'random', or sort the stream itself"
+        )
+    if args.packing:
+        raise ArgumentsError(
+            f"packing={args.packing!r} needs a dataset with a length whose samples can be picked, not a stream: nobody "
+            "knows how long its samples are; leave packing out, or pack in the stream itself"
         )
 
 
@@ -194,7 +208,7 @@ def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: st
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         check_stream_order(args)
         return None
-    lengths = sample_lengths(dataset, args.length_column_name, input_name) if strategy == "group_by_length" else None
+    lengths = sample_lengths(dataset, args.length_column_name, [input_name]) if strategy == "group_by_length" else None
     order = Order(
         n=len(dataset),
         seed=data_seed(args),
@@ -248,6 +262,9 @@ def build_loader(
     if workers and isinstance(sampler, OrderedSampler):
         sampler.with_position = True
         dataset = SeededSamples(dataset, sampler.order.seed)
+    if isinstance(sampler, OrderedSampler) and sampler.packing is not None:
+        del options["batch_size"]
+        return DataLoader(dataset, batch_sampler=sampler, **options)
     return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)
 
 
@@ -275,8 +292,8 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 
 def ordered_sampler(loader: Any) -> OrderedSampler | None:
     """Our own sampler inside a loader, if it is what decides the order."""
-    sampler = getattr(loader, "sampler", None)
-    return sampler if isinstance(sampler, OrderedSampler) else None
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return next((each for each in samplers if isinstance(each, OrderedSampler)), None)
 
 
 def check_not_empty(dataset: Any, what: str) -> None:

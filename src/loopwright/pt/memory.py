@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-from typing import Any
-
 import torch
 
+from ..core.memory import free_memory as free_memory, host_memory, host_peak
 from .devices import memory_figures, reset_peak_memory
 
 
@@ -38,28 +35,3 @@ class MemoryMeter:
             result[f"{phase}_mem_gpu_alloc_delta"] = device["allocated"] - self._allocated
             result[f"{phase}_mem_gpu_peaked_delta"] = max(0, device.get("peak", 0) - device["allocated"])
         return result
-
-
-def host_memory() -> int:
-    """Bytes of physical memory this process uses now (the most it ever used where that is not known)."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return host_peak()
-
-
-def free_memory() -> int | None:
-    """Bytes of memory the host can still give, or None where that is not known."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = dict(line.split(":", 1) for line in file)
-        return int(found["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
-
-
-def host_peak() -> int:
-    """Bytes of physical memory this process used at most."""
-    peak: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) * (1 if sys.platform == "darwin" else 1024)

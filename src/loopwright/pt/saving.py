@@ -259,10 +259,6 @@ class SavingMethods(ResumingMethods):
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
             encode_schedule(self.lr_scheduler.state_dict())
 
-    def _state_document(self) -> dict[str, Any]:
-        self.state.stateful_callbacks = self._callback_states()
-        return dataclasses.asdict(self.state)
-
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
         strategy = self.strategy

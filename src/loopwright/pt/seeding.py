@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from ..core.randomness import decode_numpy, decode_python, encode_numpy, encode_python
 
 # cuBLAS reads this when it starts; without it some matrix products differ from run to run.
 _DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
@@ -110,39 +111,6 @@ def _set_accelerator_states(states: list[torch.Tensor]) -> None:
         module.set_rng_state(state, index)
 
 
-def _bits(value: float) -> int:
-    return int.from_bytes(struct.pack("<d", value), "little")
-
-
-def _unbits(value: int) -> float:
-    return float(struct.unpack("<d", value.to_bytes(8, "little"))[0])
-
-
-def _encode_python(state: Any) -> dict[str, Any]:
-    version, words, gauss = state
-    return {"version": version, "words": list(words), "gauss": None if gauss is None else _bits(gauss)}
-
-
-def _decode_python(encoded: dict[str, Any]) -> Any:
-    gauss = encoded["gauss"]
-    return (encoded["version"], tuple(encoded["words"]), None if gauss is None else _unbits(gauss))
-
-
-def _encode_numpy(state: Any) -> dict[str, Any]:
-    _, words, position, has_gauss, gauss = state
-    return {
-        "words": words.tolist(),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": _bits(gauss),
-    }
-
-
-def _decode_numpy(encoded: dict[str, Any]) -> Any:
-    words = np.array(encoded["words"], dtype=np.uint32)
-    return ("MT19937", words, encoded["position"], encoded["has_gauss"], _unbits(encoded["gauss"]))
-
-
 def _encode_tensor(state: torch.Tensor) -> list[int]:
     return state.tolist()
 
@@ -152,14 +120,14 @@ def _decode_tensor(encoded: list[int]) -> torch.Tensor:
 
 
 _ENCODERS: dict[str, Any] = {
-    "python": _encode_python,
-    "numpy": _encode_numpy,
+    "python": encode_python,
+    "numpy": encode_numpy,
     "torch": _encode_tensor,
     "accelerator": lambda states: [_encode_tensor(state) for state in states],
 }
 _DECODERS: dict[str, Any] = {
-    "python": _decode_python,
-    "numpy": _decode_numpy,
+    "python": decode_python,
+    "numpy": decode_numpy,
     "torch": _decode_tensor,
     "accelerator": lambda states: [_decode_tensor(state) for state in states],
 }

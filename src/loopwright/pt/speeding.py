@@ -77,6 +77,8 @@ class SpeedMethods:
             plan.note("layouts", False, reason)
             self.speed_plan = plan.as_dict()
             logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            if self.args.per_device_train_batch_tokens:
+                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
             return None
         return Conductor(self._situation(), announce=self._announce_plan, tell=self.notices.tell_once)
 
@@ -113,6 +115,7 @@ class SpeedMethods:
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
+            packs=self.args.packing is not None,
             only_grouped=self._why_only_grouped(),
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),

@@ -34,6 +34,9 @@ LOOKS = 20
 """Updates looked at before it is settled that their padding is not worth anything."""
 GRAPHS = "micro-batches as CUDA graphs"
 
+PACKED_LOOKS = 5
+"""Updates that may come without padding before packed samples are believed to have none."""
+
 
 class Conductor:
     """Lays out updates, and brings the model's attention and head in and out around each of them."""
@@ -147,24 +150,37 @@ class Conductor:
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
-            return self._settle(str(reason), batches)
-        real, padded = samples.real_tokens, padded_tokens(batches, samples)
-        padding = 1 - real / padded
-        saved = (padded - real) * here.operations_per_token * here.updates_left()
-        if not here.insists and not is_worth_it(padding, saved, here.device.type):
-            if self._waits_for_shapes(batches):
-                return None
-            # On a GPU there is more to gain than padding, and in every update: it is not waited for.
-            if not here.on_gpu:
-                if self._looks == LOOKS:
-                    few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
-                    self._settle(few, batches)
-                return None
-            padding = 0.0
-        if not here.learn(batches[0]):
-            if self._looks == LOOKS:
-                self._settle("the loss does not show what it is divided by", batches)
+            self._settle(str(reason), batches)
+            return self._tell_no_budget(padding=1.0)
+        padding = self._padding_to_leave_out(batches, samples)
+        if padding is None:
             return None
+        if here.learn(batches[0]):
+            return self._decide(batches, samples, padding)
+        if self._looks == LOOKS:
+            self._settle("the loss does not show what it is divided by", batches)
+        return None
+
+    def _padding_to_leave_out(self, batches: list[Any], samples: Samples) -> float | None:
+        """The part of the tokens that is padding and worth leaving out; None while it is not known whether any is."""
+        here, real, padded = self._here, samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
+        if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
+            return None  # one sample, or some that happen to be equally long, show nothing
+        saved = (padded - real) * here.operations_per_token * here.updates_left()
+        if here.insists or is_worth_it(padding, saved, here.device.type):
+            return padding
+        if self._waits_for_shapes(batches):
+            return None
+        if here.on_gpu:  # where there is more to gain than padding, and in every update: it is not waited for
+            return 0.0
+        if self._looks == LOOKS:
+            few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
+            self._settle(few, batches)
+        return None
+
+    def _decide(self, batches: list[Any], samples: Samples, padding: float) -> None:
+        here, real = self._here, samples.real_tokens
         decision = Decision(here, samples)
         self.plan = decision.make(padding=padding)
         if decision.reference is not None:
@@ -181,7 +197,7 @@ class Conductor:
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
-        return None
+        return self._tell_no_budget(padding)
 
     def _choose_compiling(self, tokens: int) -> None:
         """Compile where a GPU has enough left to compute."""
@@ -238,6 +254,14 @@ class Conductor:
             ids = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else None
             tokens += 0 if ids is None else ids.numel()
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
+
+    def _tell_no_budget(self, padding: float) -> None:
+        """Say that a number of tokens is not kept: only a layout can."""
+        if self._here.token_budget and self._layout is None and padding > 0:
+            self._tell(
+                f"per_device_train_batch_tokens={self._here.token_budget:,}: micro-batches are padded and may take "
+                "more, since no layout is proved here; speed_report() says why"
+            )
 
     def _settle(self, reason: str, batches: list[Any]) -> None:
         if self._waits_for_shapes(batches):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..core.packing import next_fit
+
 
 def cut_by_length(
     lengths: np.ndarray, *, overhead: int, budget: int, round_to: int = 1, floor: int = 0
@@ -45,14 +47,12 @@ def padded_size(lengths: np.ndarray, group: np.ndarray) -> int:
 
 
 def split_into_rows(lengths: np.ndarray, *, budget: int) -> list[np.ndarray]:
-    """Rows of neighbouring samples, no row longer than `budget` (unless one sample is), all about equally long."""
-    total = int(lengths.sum())
-    rows = max(1, -(-total // budget))
-    while True:
-        cuts = _even_cuts(lengths, total / rows)
-        if rows >= len(lengths) or max(int(lengths[row].sum()) for row in cuts) <= budget:
-            return cuts
-        rows += 1
+    """As few rows of neighbouring samples as keep to `budget` (unless one sample does not), about equally long."""
+    ends = next_fit(lengths, budget)
+    even = _even_cuts(lengths, int(lengths.sum()) / len(ends))
+    if max(int(lengths[row].sum()) for row in even) <= budget:
+        return even
+    return np.split(np.arange(len(lengths)), ends[:-1])
 
 
 def _even_cuts(lengths: np.ndarray, target: float) -> list[np.ndarray]:

@@ -79,7 +79,9 @@ PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
 """Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
 PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
 """Seconds that launching one module's forward and backward is reckoned to take."""
-UNCOMPILED = {"cpu": 5e10, "cuda": 1e14}
+PER_LAUNCH = {"cpu": 6e-5, "cuda": 1e-4}
+"""The same for the host alone, which is all that a graph saves."""
+UNCOMPILED = {"cpu": 5e10, "cuda": 2e14}
 """Operations a device is reckoned to do in a second while it launches module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
 """Seconds a run must be reckoned to save before anything is proved and switched on."""
@@ -113,8 +115,8 @@ def pays_to_compile(operations: float, device_type: str) -> bool:
 
 
 def seconds_launching(modules: int, device_type: str) -> float:
-    """How long launching the forward and backward of so many modules is reckoned to take."""
-    return modules * _of(PER_MODULE, device_type)
+    """How long the host is reckoned to need for launching the forward and backward of so many modules."""
+    return modules * _of(PER_LAUNCH, device_type)
 
 
 def pays_to_record(saved_seconds: float, device_type: str) -> bool:
@@ -124,5 +126,5 @@ def pays_to_record(saved_seconds: float, device_type: str) -> bool:
 
 def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:
     """What one more micro-batch costs, in tokens of computing."""
-    launching = seconds_launching(modules, device_type) * _of(UNCOMPILED, device_type)
+    launching = modules * _of(PER_MODULE, device_type) * _of(UNCOMPILED, device_type)
     return int(launching / max(operations_per_token, 1.0))

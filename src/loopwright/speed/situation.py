@@ -42,6 +42,8 @@ class Situation:
     operations_per_token: float
     token_budget: int | None = None
     """Tokens per micro-batch, if the user said so."""
+    packs: bool = False
+    """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None
     """Why nothing but grouping by length is allowed, if so."""
     is_pair: bool = False

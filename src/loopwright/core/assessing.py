@@ -1,0 +1,93 @@
+"""evaluate and predict, as users call them; what goes through the batches is the framework's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .base import BaseTrainer
+from .outputs import EvalLoopOutput, PredictionOutput
+
+
+class AssessingMethods(BaseTrainer):
+    """Evaluation and prediction from the outside."""
+
+    compute_metrics: Any
+    eval_dataset: Any
+    _wants_predictions: bool = False
+    _evaluating_each: bool = False
+
+    # ---- what a framework brings ------------------------------------------------------------------------------------
+
+    def _eval_batches(self, eval_dataset: Any) -> Any:
+        """The batches of the evaluation data, or of one of its named sets."""
+        raise NotImplementedError
+
+    def _test_batches(self, test_dataset: Any) -> Any:
+        """The batches of the data to predict."""
+        raise NotImplementedError
+
+    def _go_through(
+        self,
+        make_loader: Callable[[], Any],
+        description: str,
+        *,
+        loss_only: bool | None,
+        ignore_keys: Any,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        """Run the evaluation loop with every random stream left as it was found, and time it."""
+        raise NotImplementedError
+
+    # ---- what users call --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, Mapping):
+            return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)
+        output = self._go_through(
+            lambda: self._eval_batches(eval_dataset),
+            "Evaluation",
+            loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            prefix=metric_key_prefix,
+        )
+        self._log(output.metrics)
+        self.callback_handler.fire("on_evaluate", metrics=output.metrics)
+        return output.metrics
+
+    def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        own = self.eval_dataset
+        self._evaluating_each = True
+        try:
+            for name, dataset in datasets.items():
+                known = isinstance(own, Mapping) and own.get(name) is dataset
+                metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
+        finally:
+            self._evaluating_each = False
+        return metrics
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions in the dataset's order, its labels if it has any, and metrics."""
+        self._wants_predictions = True
+        try:
+            output = self._go_through(
+                lambda: self._test_batches(test_dataset),
+                "Prediction",
+                loss_only=None,
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+        finally:
+            self._wants_predictions = False
+        self.callback_handler.fire("on_predict", metrics=output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)

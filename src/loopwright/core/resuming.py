@@ -1,0 +1,144 @@
+"""Going on from a checkpoint: state, progress and plan; what the arguments changed; the best model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+from ..args.places import is_url
+from .base import BaseTrainer
+from .checkpoint.documents import read_json
+from .checkpoint.layout import ARGUMENTS, PROGRESS, STATE
+from .packing import PackedPlan
+from .plan import Plan
+from .state import Progress, TrainerState
+
+CHANGES = {
+    ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):
+        "the checkpoint's optimizer and schedule are loaded, so these stay as they were",
+    ("seed", "data_seed", "train_sampling_strategy"):
+        "samples come in another order from here on, so some of this epoch come twice and some not at all",
+}  # fmt: skip
+"""Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
+
+
+class ResumingMethods(BaseTrainer):
+    """The part of saving and resuming that needs no framework."""
+
+    _resume_rng: Any = None
+
+    # ---- what a framework brings ------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint."""
+        raise NotImplementedError
+
+    def _load_weights_of(self, folder: str) -> None:
+        """Load the weights in a folder into the model."""
+        raise NotImplementedError
+
+    def _resume(self, checkpoint: str) -> None:
+        """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
+        raise NotImplementedError
+
+    def _ordered_data(self) -> bool:
+        """Whether the order of the training data is ours."""
+        raise NotImplementedError
+
+    def _sizes_of_updates(self) -> tuple[str, ...]:
+        """Arguments that decide how many samples an update has."""
+        return ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+    # ---- documents --------------------------------------------------------------------------------------------------
+
+    def _state_document(self) -> dict[str, Any]:
+        self.state.stateful_callbacks = self._callback_states()
+        return dataclasses.asdict(self.state)
+
+    def _tell_changes(self, folder: Path) -> None:
+        """Say which arguments differ from the checkpoint's and what becomes of them."""
+        if not (folder / ARGUMENTS).is_file():
+            return
+        before, now = read_json(folder / ARGUMENTS), self.args.to_dict()
+        for names, effect in CHANGES.items():
+            changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
+            if changed:
+                self.notices.tell_once(f"not as in {folder.name}: {', '.join(changed)}; {effect}")
+
+    def plan_to_go_on(self, checkpoint: str) -> Plan:
+        """The plan; with batches of another size, the updates done so far plus those of the samples left."""
+        folder, plan, args = Path(checkpoint), self.plan, self.args
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
+            return plan
+        if args.max_steps > 0 or self._updates_are_as_large(folder):
+            return plan
+        progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
+        left = -(-self._batches_left(progress) // (plan.accumulation * plan.world_size))
+        done = plan.updates_before(progress.epoch + 1) - left
+        self.notices.tell_once(
+            f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
+        )
+        return dataclasses.replace(plan, max_steps=step + plan.max_steps - done)
+
+    def _updates_are_as_large(self, folder: Path) -> bool:
+        """Whether updates have the size of those of the run that saved a checkpoint."""
+        before = read_json(folder / ARGUMENTS)
+        return all(before.get(name) == getattr(self.args, name) for name in self._sizes_of_updates())
+
+    def _batches_left(self, progress: Progress) -> int:
+        """Micro-batches of this run's size in the rest of the epoch."""
+        if isinstance(self.plan, PackedPlan):
+            return len(self.plan.packing.ends(progress.epoch, progress.samples_in_epoch))
+        samples, size = (self.plan.examples or 0) - progress.samples_in_epoch, self.plan.batch_size
+        return samples // size if self.args.dataloader_drop_last else -(-samples // size)
+
+    def _resume_progress(self, document: dict[str, Any]) -> None:
+        for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
+            setattr(self.progress, name, value)
+        # Counted in samples: the size of batches may have changed.
+        whole = self.plan.batches_in(self.progress.epoch)
+        if self._ordered_data() and whole is not None:
+            self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
+        self.state.samples_seen = self.progress.samples_seen
+        self.meter.load_state_dict(document["meter"])
+        self.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
+
+    def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
+        """What this process itself had put aside, where each of several did."""
+        return {}
+
+    def _adopt_state(self, saved: TrainerState) -> None:
+        """Take over a saved state, but keep this run's own length and intervals."""
+        own = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps",
+               "is_local_process_zero", "is_world_process_zero")  # fmt: skip
+        for each in dataclasses.fields(TrainerState):
+            if each.name not in own:
+                setattr(self.state, each.name, getattr(saved, each.name))
+        self._restore_callbacks(saved.stateful_callbacks)
+
+    def restore_weights(self, step: int) -> None:
+        folder = Path(self.checkpoints.local(self.checkpoints.complete()[step]))
+        place = dataclasses.replace(self.progress)
+        rng = self.strategy.rng_state()
+        self._load_from_checkpoint(str(folder))
+        self._resume(str(folder))
+        logged = self.progress.last_logged_step
+        for each in dataclasses.fields(place):
+            setattr(self.progress, each.name, getattr(place, each.name))
+        self.progress.last_logged_step = logged
+        self._resume_rng = None
+        self.strategy.load_rng_state(rng)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint into the model."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
+            best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
+        if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
+            self.notices.tell_once(f"the best checkpoint, {best}, could not be saved: the last weights are kept")
+            return
+        self._load_weights_of(self.checkpoints.local(best))
+

@@ -1,0 +1,123 @@
+"""Where JAX computes: one jitted update over the devices of this process, batches shared out by rows."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from ..core.batches import Update
+from ..tf.batches import HostBatch, mapped, pad_rows, row_weights
+from ..tf.strategy import TFStrategy, UpdateRules
+
+
+class JaxStrategy(TFStrategy):
+    """Carries out updates with JAX: variables are arguments and results of a pure function."""
+
+    def __init__(self, devices: list[Any]) -> None:
+        self.devices, self.replicas = devices, len(devices)
+        self.rank, self.world_size, self.xla = 0, 1, False
+        self.reads_are_free = devices[0].platform == "cpu"
+        mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
+        self._by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+        self._everywhere_alike = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.learning_rate: float | None = None
+        self.rules = UpdateRules()
+        self.full_rows = 0
+        self._norm: Any = None
+        self._moved: Any = None
+        self._broken: Any = None
+
+    @property
+    def spreads(self) -> bool:
+        return False  # one process holds whole arrays; JAX itself divides them among devices
+
+    @property
+    def scales(self) -> bool:
+        return False
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        self.optimizer = optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        return optimizer
+
+    def prepare(self, micro_gradients: Any, apply: Any, rules: UpdateRules) -> None:
+        self.rules, self._loss_and_gradients = rules, micro_gradients
+        self._jitted = jax.jit(self._pure_update)
+        # Variables live on all devices from here on.
+        for variable in self._all_variables():
+            variable.assign(jax.device_put(variable.value, self._everywhere_alike))
+
+    def _all_variables(self) -> list[Any]:
+        return [*self.model.trainable_variables, *self.model.non_trainable_variables, *self.optimizer.variables]
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def padded(self, batch: HostBatch, full: int) -> HostBatch:
+        """Rows are shared out evenly, and every shape is compiled: a batch is always full."""
+        rows = max(full, batch.padded_rows)
+        return pad_rows(batch, -(-rows // self.replicas) * self.replicas)
+
+    def placed(self, batches: list[HostBatch], *, loop: bool = False) -> Any:
+        whole = [(batch.features, batch.labels, row_weights(batch)) for batch in batches]
+        return mapped(lambda leaf: jax.device_put(leaf, self._by_rows), whole)
+
+    def run_update(self, micro_step: Any, update: Update) -> Any:
+        batches = self.placed([self.padded(batch, self.full_rows) for batch in update.batches])
+        numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)
+        states = self._values()
+        loss, self._norm, states = self._jitted(states, batches, numbers)
+        self._keep(states)
+        return loss
+
+    def _values(self) -> tuple[list[Any], list[Any], list[Any]]:
+        model = self.model
+        lists = (model.trainable_variables, model.non_trainable_variables, self.optimizer.variables)
+        trained, states, slots = ([variable.value for variable in each] for each in lists)
+        return trained, states, slots
+
+    def _keep(self, values: Any) -> None:
+        for variable, value in zip(self._all_variables(), [*values[0], *values[1], *values[2]], strict=True):
+            variable.assign(value)
+
+    def _pure_update(self, values: Any, batches: Any, numbers: Any) -> Any:
+        """Loss, norm and all variables after an update, as functions of all variables before it."""
+        trained, states, slots = values
+        items = numbers[0]
+        total: Any = None
+        for features, labels, weights in batches:
+            found, states = self._loss_and_gradients(trained, states, features, labels, weights, items)
+            total = found if total is None else jax.tree.map(jnp.add, total, found)
+        loss, summed, gradients = total
+        scale = items / jnp.maximum(summed, 1.0)
+        loss = loss * scale
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(each)) for each in gradients)) * scale
+        if self.rules.max_norm:
+            scale = scale * jnp.minimum(1.0, self.rules.max_norm / (norm + 1e-6))
+        if self.learning_rate is not None:
+            slots = [
+                numbers[1].astype(value.dtype) if variable is self.optimizer._learning_rate else value
+                for variable, value in zip(self.optimizer.variables, slots, strict=True)
+            ]
+        moved, new_slots = self.optimizer.stateless_apply(slots, [each * scale for each in gradients], trained)
+        if self.rules.veto != "continue":
+            fine = jnp.isfinite(loss + norm)
+            moved, new_slots = jax.tree.map(
+                lambda new, old: jnp.where(fine, new, old), (list(moved), list(new_slots)), (trained, list(slots))
+            )
+        return loss, norm, (list(moved), list(states), list(new_slots))
+
+    # ---- numbers ----------------------------------------------------------------------------------------------------
+
+    def rows(self, outputs: Any, rows: int) -> Any:
+        return mapped(lambda leaf: np.asarray(keras.ops.convert_to_numpy(leaf))[:rows], outputs)
+
+    def scope(self) -> Any:
+        return nullcontext()

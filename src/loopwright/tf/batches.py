@@ -1,0 +1,171 @@
+"""Batches in host memory: features and labels as nested arrays, cut, padded, stacked and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..core.predictions import first_leaf, map_nested
+from ..errors import DataError
+
+LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "end_positions")
+IGNORED = -100
+"""A label that no loss counts."""
+
+
+@dataclass
+class HostBatch:
+    """One micro-batch of all replicas."""
+
+    features: Any
+    labels: Any
+    rows: int
+    """Samples that count; more rows than that are padding."""
+
+    @property
+    def padded_rows(self) -> int:
+        return rows_of(self.features)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Every array in nested dicts, tuples and lists; None is no array."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        for each in value:
+            yield from leaves(each)
+    elif value is not None:
+        yield value
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The function applied to every array; None stays None, and any mapping becomes a dict."""
+    value = dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
+    return map_nested(lambda leaf: None if leaf is None else function(leaf), value)
+
+
+def rows_of(value: Any) -> int:
+    """The samples of a batch: the length of its first array."""
+    first = first_leaf(value)
+    shape = getattr(first, "shape", None)
+    if shape is None or len(shape) == 0:
+        raise DataError(f"a batch must hold arrays with one row per sample, not {type(first).__name__}")
+    return int(shape[0])
+
+
+def as_array(value: Any) -> Any:
+    """A host array of whatever a sample or a batch may hold: numbers, lists, torch and TensorFlow tensors."""
+    if type(value) is np.ndarray:
+        return value
+    if hasattr(value, "detach"):  # torch
+        value = value.detach().cpu()
+    if callable(getattr(value, "numpy", None)):
+        value = value.numpy()
+    array = np.asarray(value)
+    # What torch's and our collators make of Python numbers: single precision, 64-bit integers.
+    return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array
+
+
+def stack_samples(samples: list[Any]) -> Any:
+    """Samples of one structure as a batch of that structure: the collator used where none is given."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        names = {("labels" if name in ("label", "label_ids") else name): name for name in first}
+        return {new: stack_samples([sample[name] for sample in samples]) for new, name in names.items()}
+    if isinstance(first, tuple):
+        return tuple(stack_samples([sample[i] for sample in samples]) for i in range(len(first)))
+    if first is None:
+        return None
+    arrays = [as_array(sample) for sample in samples]
+    try:
+        return np.stack(arrays)
+    except ValueError:
+        shapes = sorted({str(array.shape) for array in arrays})
+        raise DataError(
+            f"samples of shapes {', '.join(shapes[:4])} cannot make a batch; give a data_collator that pads them"
+        ) from None
+
+
+def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
+    """Features and labels of a batch: a pair is taken as it is, a dict is divided by the names of its labels."""
+    if isinstance(batch, tuple):
+        if len(batch) == 1:
+            return batch[0], None
+        if len(batch) == 2:
+            return batch
+        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; put further inputs into a dict")
+    if not isinstance(batch, Mapping):
+        return batch, None
+    names = [name for name in (label_names or LABEL_COLUMNS) if name in batch]
+    features = {name: value for name, value in batch.items() if name not in names}
+    labels = {name: batch[name] for name in names}
+    if not names:
+        return features, None
+    return features, labels[names[0]] if len(names) == 1 else labels
+
+
+def cut(value: Any, start: int, stop: int) -> Any:
+    """Rows of every array."""
+    return mapped(lambda leaf: leaf[start:stop], value)
+
+
+def pad_rows(batch: HostBatch, rows: int) -> HostBatch:
+    """The batch with copies of its first row at the end, up to this many rows; integer labels there count for nothing.
+
+    Floating point labels are left out by the weights of the rows.
+    """
+    have = rows_of(batch.features)
+    if have >= rows:
+        return batch
+
+    def grown(leaf: Any) -> Any:
+        leaf = np.asarray(leaf)
+        return np.concatenate([leaf, np.repeat(leaf[:1], rows - have, axis=0)])
+
+    return HostBatch(mapped(grown, batch.features), mapped(grown, batch.labels), batch.rows)
+
+
+def row_weights(batch: HostBatch) -> Any:
+    """1 for rows that count, 0 for padding."""
+    weights = np.zeros(batch.padded_rows, np.float32)
+    weights[: batch.rows] = 1.0
+    return weights
+
+
+def even_cuts(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Contiguous parts whose sizes differ by one at most."""
+    size, more = divmod(rows, parts)
+    bounds = [0]
+    for index in range(parts):
+        bounds.append(bounds[-1] + size + (index < more))
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+def can_be_stacked(batches: list[HostBatch]) -> bool:
+    """Whether micro-batches have the same shapes, so that one compiled loop can go through them."""
+    shapes = [[tuple(leaf.shape) for leaf in leaves((each.features, each.labels))] for each in batches]
+    return all(each == shapes[0] for each in shapes)
+
+
+def stacked(values: list[Any]) -> Any:
+    """The same structure with one more dimension in front: the micro-batches."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {name: stacked([value[name] for value in values]) for name in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(stacked([value[i] for value in values]) for i in range(len(first)))
+    return None if first is None else np.stack([np.asarray(value) for value in values])
+
+
+def count_targets(labels: Any, rows: int, *, shifted: bool = False) -> int:
+    """What the loss counts: integer labels that are not -100, or samples where labels are anything else."""
+    if labels is None or isinstance(labels, (Mapping, tuple, list)):
+        return rows
+    labels = np.asarray(labels)
+    if labels.dtype.kind not in "iu":
+        return rows
+    counted = labels[:, 1:] if shifted and labels.ndim > 1 else labels
+    return int((counted != IGNORED).sum())

@@ -1,0 +1,262 @@
+"""The trainer's methods that turn datasets into batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core.base import BaseTrainer
+from ..core.batches import Place
+from ..core.order import Order
+from ..core.overrides import is_overridden
+from ..core.plan import Plan, make_plan
+from ..errors import ArgumentsError, DataError
+from .batches import LABEL_COLUMNS, HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
+from .models import ModelInfo
+from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from .sources import (
+    MapSource,
+    Source,
+    StreamSource,
+    TFDataSource,
+    check_data,
+    is_batched,
+    is_columns,
+    is_map_style,
+    is_tf_data,
+    picker,
+)
+
+
+class DataMethods(BaseTrainer):
+    """Sources of batches, their order, and where they stand; every public method may be overridden."""
+
+    args: Any
+    info: ModelInfo
+    data_collator: Callable[[list[Any]], Any] | None
+    train_dataset: Any
+    eval_dataset: Any
+    label_names: list[str] | None
+    source: Any = None
+    _resume_rng: Any = None
+    _stream: Any = None
+    """Where the data stood: the state of a stream, or the folder with a pipeline's own files."""
+    _epoch_rng: Any = None
+    """Random states at the beginning of the epoch, where the data owns its order."""
+
+    # ---- what may be overridden -------------------------------------------------------------------------------------
+
+    def get_train_tfdataset(self) -> Any:
+        """The batches of the training data; an override may return a batched tf.data pipeline."""
+        if self.train_dataset is None:
+            raise DataError("training needs a train_dataset: TFTrainer(..., train_dataset=...)")
+        self.total_train_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return self._make_source(self.train_dataset, "training", self.args.train_batch_size, training=True)
+
+    def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
+        """The batches of the evaluation data, how many they are and how many samples (None if not known)."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self._named_eval_dataset(eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise DataError("evaluation needs an eval_dataset: TFTrainer(..., eval_dataset=...) or evaluate(dataset)")
+        source = self._make_source(dataset, "evaluation", self.args.eval_batch_size)
+        return source, source.batches, source.examples
+
+    def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
+        """The batches of the data to predict, how many they are and how many samples (None if not known)."""
+        source = self._make_source(test_dataset, "test", self.args.eval_batch_size)
+        return source, source.batches, source.examples
+
+    def _named_eval_dataset(self, name: str) -> Any:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if name not in sets:
+            known = ", ".join(sets) or "no named sets"
+            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
+        return sets[name]
+
+    # ---- sources ----------------------------------------------------------------------------------------------------
+
+    def _make_source(self, dataset: Any, what: str, size: int, *, training: bool = False) -> Source:
+        check_data(dataset, what)
+        drop = training and self.args.dataloader_drop_last
+        finish = self._finish
+        if is_tf_data(dataset):
+            return self._pipeline_source(dataset, what, size, training=training, drop=drop)
+        collate = self.data_collator or stack_samples
+        if is_columns(dataset) or is_map_style(dataset):
+            pick, n = picker(dataset, collate, own_collator=self.data_collator is not None)
+            order = self._order(dataset, n) if training else Order(n, 0, "sequential")
+            return MapSource(pick, n, order, size=size, drop_last=drop, finish=finish)
+        if training and self._sampling() == "group_by_length":
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+        return StreamSource(dataset, collate, size=size, drop_last=drop, finish=finish)
+
+    def _pipeline_source(self, dataset: Any, what: str, size: int, *, training: bool, drop: bool) -> Source:
+        batched = is_batched(dataset)
+        if batched:
+            self.notices.tell_once(
+                f"the {what} pipeline is batched already: its batches are taken as they are, over all replicas, and "
+                "the order is its own"
+            )
+        if training and self._sampling() == "group_by_length":
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+        shuffled = training and self._sampling() == "random"
+        return TFDataSource(
+            dataset, size=size, drop_last=drop, finish=self._finish, batched=batched,
+            shuffle_seed=self._data_seed() if shuffled else None,
+        )  # fmt: skip
+
+    def _finish(self, batch: Any) -> HostBatch:
+        """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
+        features, labels = split_batch(batch, self.label_names)
+        features = mapped(as_array, self._wanted_columns(features))
+        return HostBatch(features, mapped(as_array, labels), rows_of(features))
+
+    def _wanted_columns(self, features: Any) -> Any:
+        inputs = self.info.inputs
+        if not isinstance(features, Mapping) or inputs is None or not self.args.remove_unused_columns:
+            return features
+        if len(inputs) == 1 and len(features) == 1:
+            return next(iter(features.values()))  # one input, whatever its column is called
+        surplus = [name for name in features if name not in inputs]
+        kept = {name: value for name, value in features.items() if name in inputs}
+        if surplus and kept:
+            self.notices.tell_once(f"withheld because the model does not take them: {', '.join(surplus)}")
+        return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
+
+    # ---- order ------------------------------------------------------------------------------------------------------
+
+    def _sampling(self) -> str:
+        return str(getattr(self.args.train_sampling_strategy, "value", self.args.train_sampling_strategy))
+
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _order(self, dataset: Any, n: int) -> Order:
+        strategy = self._sampling()
+        lengths = self._lengths(dataset, n) if strategy == "group_by_length" else None
+        group = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return Order(n, self._data_seed(), strategy, lengths=lengths, group_size=group)
+
+    def _lengths(self, dataset: Any, n: int) -> list[int]:
+        column = self.args.length_column_name
+        if isinstance(dataset, Mapping) or getattr(dataset, "column_names", None):
+            names = list(dataset) if isinstance(dataset, Mapping) else dataset.column_names
+            name = next((each for each in (column, "input_ids") if each in names), None)
+            if name is not None:
+                return [int(each) if name == column else len(each) for each in dataset[name]]
+        first = dataset[0]
+        name = next((each for each in (column, "input_ids") if isinstance(first, Mapping) and each in first), None)
+        if name is None:
+            raise DataError(f"grouping by length needs a column {column!r} or 'input_ids'")
+        return [int(dataset[i][name]) if name == column else len(dataset[i][name]) for i in range(n)]
+
+    # ---- plan and position ------------------------------------------------------------------------------------------
+
+    def _make_plan(self, source: Any) -> Plan:
+        if source.batches is None and self.args.max_steps <= 0:
+            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+        plan = make_plan(
+            batch_size=self.args.train_batch_size,
+            accumulation=self.args.gradient_accumulation_steps,
+            batches_per_epoch=source.batches,
+            examples=source.examples,
+            max_steps=self.args.max_steps,
+            num_train_epochs=self.args.num_train_epochs,
+        )
+        self.steps_per_epoch, self.num_train_examples = plan.updates_per_epoch, plan.examples
+        return plan
+
+    def _training_source(self) -> Source:
+        """What `get_train_tfdataset` gives, as a source."""
+        given = self.get_train_tfdataset()
+        if isinstance(given, Source):
+            return given
+        if is_tf_data(given):
+            return TFDataSource(
+                given, size=0, drop_last=False, finish=self._finish, shuffle_seed=None, batched=True
+            )
+        if not is_overridden(self, "get_train_tfdataset") or not hasattr(given, "__iter__"):
+            raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
+        return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
+
+    def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
+        """The micro-batches of an epoch, from where progress stands."""
+        progress, source = self.progress, self.source
+        if self.args.ignore_data_skip:
+            progress.batches_in_epoch = progress.samples_in_epoch = 0
+        done = progress.batches_in_epoch
+        if source.ordered:
+            self._put_back_rng()
+            return source.open(epoch, samples=progress.samples_in_epoch, batches=done)
+        state, self._stream = self._stream, None
+        if not done:
+            self._put_back_rng()
+            self._epoch_rng = snapshot_rng()
+            return source.open(epoch)
+        place = {"samples": progress.samples_in_epoch, "batches": done, "state": state}
+        return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
+
+    def _then_put_back_rng(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
+        """The batches; random streams are put back once what was skipped has been read."""
+        first = next(batches, None)
+        self._put_back_rng()
+        if first is not None:
+            yield first
+            yield from batches
+
+    def _begin_skip(self, done: int) -> None:
+        self.notices.tell_once(
+            f"this data cannot be positioned: {done} batches already trained on are read again and left out"
+        )
+        if self._epoch_rng is not None:
+            restore_rng(self._epoch_rng)  # whatever the data draws from is drawn again
+
+    def _put_back_rng(self) -> None:
+        """Random streams as the checkpoint holds them, once."""
+        if self._resume_rng is not None:
+            restore_rng(self._resume_rng)
+            self._resume_rng = None
+
+    def samples_at(self, place: Place) -> tuple[list[int], list[HostBatch]] | None:
+        """An update's samples by index and its micro-batches loaded again; None if the data owns its order."""
+        if not isinstance(self.source, MapSource):
+            return None
+        with untouched_rng():
+            batches = self.source.open(place.epoch, samples=place.first)
+            number = math.ceil(place.samples / self.plan.batch_size)
+            found = [batch for batch, _ in zip(batches, range(number), strict=False)]
+        indices = self.source.order.epoch(place.epoch)[place.first : place.first + place.samples]
+        return indices.tolist(), found
+
+    def part_states(self) -> dict[str, Any]:
+        states = super().part_states()
+        if self.source is not None and not self.source.ordered:
+            inside = bool(self.progress.batches_in_epoch)
+            states["stream"] = self.source.state() if inside else None
+            states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
+        return states
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self._stream = states.get("stream")
+        self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
+
+    def _source_files(self) -> Path | None:
+        """The files of a pipeline's own state, made now; None where there are none, said once."""
+        source = self.source
+        if source is None or source.ordered or not self.progress.batches_in_epoch:
+            return None
+        folder = source.files()
+        if getattr(source, "cannot_save", None):
+            self.notices.tell_once(
+                f"TensorFlow cannot save where this pipeline stands ({source.cannot_save}): a resumed run reads the "
+                "batches of its epoch again and leaves them out"
+            )
+        return folder
+
+    def _labels_of(self, sample: Any) -> list[str]:
+        return [name for name in (self.label_names or LABEL_COLUMNS) if name in sample]

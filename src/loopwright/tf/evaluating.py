@@ -1,0 +1,259 @@
+"""The trainer's methods that evaluate and predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
+from ..core.assessing import AssessingMethods
+from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
+from ..core.metric_objects import MetricObjects
+from ..core.metrics import full_name
+from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..core.overrides import is_overridden
+from ..core.signals import Interrupted
+from ..errors import DataError, MetricError
+from ..notices import logger
+from .batches import HostBatch
+from .data import DataMethods
+from .losses import LossMethods
+from .seeding import untouched_rng
+from .sources import Columns, Source, TFDataSource, is_columns, is_tf_data
+from .strategy import plain_errors
+
+TIMES = ("runtime", "samples_per_second", "steps_per_second")
+
+
+class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
+    """evaluate, predict and what they are made of."""
+
+    args: Any
+    preprocess_logits_for_metrics: Any
+    memory: Any
+    _predict: Any = None
+    """The compiled prediction step."""
+
+    # ---- what users call --------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        if isinstance(eval_dataset, Mapping) and is_columns(eval_dataset):
+            eval_dataset = Columns(eval_dataset)  # a dict of arrays is one set, not several
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def _eval_batches(self, eval_dataset: Any) -> Any:
+        return self._as_source(self.get_eval_tfdataset(eval_dataset))
+
+    def _test_batches(self, test_dataset: Any) -> Any:
+        return self._as_source(self.get_test_tfdataset(test_dataset))
+
+    def _as_source(self, given: Any) -> Source:
+        """The source of what an overridden get_*_tfdataset returned: (dataset, steps, examples), or the dataset."""
+        dataset = given[0] if isinstance(given, tuple) else given
+        if isinstance(dataset, Source):
+            return dataset
+        if not is_tf_data(dataset):
+            raise DataError(f"a {type(dataset).__name__} holds no batches; return a batched tf.data pipeline")
+        return TFDataSource(dataset, size=0, drop_last=False, finish=self._finish, shuffle_seed=None, batched=True)
+
+    def _go_through(
+        self,
+        make_loader: Callable[[], Any],
+        description: str,
+        *,
+        loss_only: bool | None,
+        ignore_keys: Any,
+        prefix: str,
+    ) -> EvalLoopOutput:
+        started = time.time()
+        if not self.args.skip_memory_metrics:
+            self.memory.start()
+        with untouched_rng():
+            source = make_loader()
+            output = self._prediction_loop(source, description, loss_only, ignore_keys, prefix)
+        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
+        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        self._add_memory_metrics(prefix, output.metrics)
+        return output
+
+    def _prediction_loop(
+        self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> EvalLoopOutput:
+        """Through `prediction_loop` where it is the user's, else straight through the batches."""
+        if not is_overridden(self, "prediction_loop"):
+            return self._evaluation(source, description, loss_only, ignore_keys, prefix)
+        self._prefix = prefix
+        output = self.prediction_loop(source, source.batches, source.examples, description, loss_only)
+        return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, source.examples or 0)
+
+    def prediction_loop(
+        self,
+        dataset: Any,
+        steps: int | None = None,
+        num_examples: int | None = None,
+        description: str = "Prediction",
+        prediction_loss_only: bool | None = None,
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics of batches, as evaluation and prediction compute them."""
+        source = dataset if isinstance(dataset, Source) else self._as_source(dataset)
+        prefix = getattr(self, "_prefix", "eval")
+        output = self._evaluation(source, description, prediction_loss_only, None, prefix)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _evaluation(
+        self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> EvalLoopOutput:
+        only = self.args.prediction_loss_only if loss_only is None else loss_only
+        if isinstance(self.compute_metrics, MetricObjects):
+            self.compute_metrics.restart()
+        self.callback_handler.context["eval_dataloader"] = source
+        steps = self._eval_steps(source.open(0), only)
+        plan = self._evaluation_plan(source, only)
+        output = run_evaluation(steps, plan, to_host=lambda value: value, read=self.strategy.read, prefix=prefix)
+        if output.num_samples == 0:
+            raise DataError(f"{description}: the data gave no batch")
+        return output
+
+    def _evaluation_plan(self, source: Any, loss_only: bool) -> EvalPlan:
+        return EvalPlan(
+            compute_metrics=self.compute_metrics,
+            loss_only=loss_only,
+            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.compute_metrics, MetricObjects),
+            concat=self.args.eval_do_concat_batches,
+            include=list(self.args.include_for_metrics),
+            weight_by_items=self.args.eval_loss_reduction == "item_mean",
+            host_every=self.args.eval_accumulation_steps or 1,
+            expected_rows=source.examples,
+            read_every=1 if self.strategy.reads_are_free else 512,
+            keep_always=self._wants_predictions,
+        )
+
+    # ---- one batch --------------------------------------------------------------------------------------------------
+
+    def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        """The outputs of one batch on one replica; its loss is told to `eval_loss`. Traced, and may be overridden."""
+        more = {"return_outputs": True, "training": False}
+        if labels is None:
+            return self.run_model(features, None, False)[1]
+        result = self._called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
+        loss, outputs = _loss_and_outputs(result)
+        if outputs is None:  # an override that returns the loss alone
+            outputs = self.run_model(features, None, False)[1]
+        if loss is not None:
+            total, items = self._summed(loss, labels)
+            self.eval_loss.update_state(total / nb_instances_in_global_batch, items)
+        return outputs
+
+    def _traced_prediction(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[Any, Any, Any]:
+        self._row_weights = weights
+        with self.eval_loss.collecting() as note:
+            outputs = self.prediction_step(features, labels, items)
+            if outputs is not None and self.preprocess_logits_for_metrics is not None:
+                outputs = self.preprocess_logits_for_metrics(outputs, labels)
+            return outputs, note.loss, note.items
+
+    def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
+        """Outputs of all replicas here, and loss and items summed over them."""
+        strategy = self.strategy
+        step: Any = self._traced_prediction
+        step = tf.function(step, jit_compile=True) if strategy.xla else step
+        if not strategy.spreads:
+            return step(*batches, items)
+        outputs, loss, count = strategy.distribution.run(step, args=(*batches, items))
+        if loss is not None:
+            loss = strategy.distribution.reduce("SUM", loss, axis=None)
+            count = None if count is None else strategy.distribution.reduce("SUM", count, axis=None)
+        return outputs, loss, count
+
+    def _compile_prediction(self) -> Any:
+        return tf.function(self._predicted, reduce_retracing=True)
+
+    def _eval_steps(self, batches: Iterator[HostBatch], loss_only: bool) -> Iterator[EvalStep]:
+        if self._predict is None:
+            self._bind_overrides()
+            self._predict = self._compile_prediction()
+        full = self.args.eval_batch_size
+        for batch in batches:
+            items = np.float32(max(self._compute_nb_instances((batch.features, batch.labels)), 1))
+            placed = self.strategy.placed([self.strategy.padded(batch, full)])[0]
+            with plain_errors():
+                outputs, loss, count = self._predict(placed, items)
+            if loss is not None and count is not None:
+                loss = loss * items / ops.maximum(count, 1.0)
+            kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
+            self.callback_handler.fire("on_prediction_step")
+            if self.signals.received and self.is_in_train:
+                raise Interrupted
+            yield EvalStep(
+                loss=loss,
+                logits=kept,
+                labels=None if loss_only else _plain(batch.labels),
+                inputs=self._metric_inputs(batch) if "inputs" in self.args.include_for_metrics else None,
+                items=batch.rows if count is None else count,
+                samples=batch.rows,
+            )
+
+    def _metric_inputs(self, batch: HostBatch) -> Any:
+        features = batch.features
+        if isinstance(features, Mapping):
+            name = getattr(self.model, "main_input_name", "input_ids")
+            return features.get(name, features)
+        return features
+
+    # ---- before step 1 ----------------------------------------------------------------------------------------------
+
+    def check_metric_name(self) -> None:
+        """Raise now if the metric for the best model is not one that evaluation gives: one batch shows it."""
+        wanted = self.args.metric_for_best_model
+        if wanted is None or self.args.eval_strategy == "no" or self.eval_dataset is None:
+            return
+        if any(is_overridden(self, name) for name in ("evaluate", "prediction_loop", "log")):
+            return  # only the override knows its names
+        if isinstance(self.eval_dataset, Mapping):
+            return
+        names = self._names_of_one_batch()
+        if names is not None and full_name(wanted) not in {*names, *(f"eval_{each}" for each in TIMES)}:
+            known = ", ".join(sorted(names))
+            problem = f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives"
+            raise MetricError(f"{problem}: {known}")
+
+    def _names_of_one_batch(self) -> set[str] | None:
+        callbacks, self.callback_handler.callbacks = self.callback_handler.callbacks, []
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        try:
+            with untouched_rng():
+                source = self._eval_batches(None)
+                first = source.first()
+                plan = self._evaluation_plan(source, loss_only)
+                plan.expected_rows = None
+                steps = self._eval_steps(iter([] if first is None else [first]), loss_only)
+                found = run_evaluation(steps, plan, to_host=lambda each: each, read=self.strategy.read, prefix="eval")
+            return set(found.metrics)
+        except (DataError, MetricError):
+            raise
+        except Exception as error:  # a metric that needs more than one batch is no reason to stop
+            logger.info(f"one batch is not enough to name the metrics of the evaluation: {error}")
+            return None
+        finally:
+            self.callback_handler.callbacks = callbacks
+
+
+def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
+    """(loss, outputs) of a `compute_loss` that was asked for both; an override may have returned the loss alone."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        return result, None
+    loss, outputs = result
+    is_count = tf.is_tensor(outputs) and outputs.shape.rank == 0
+    return ((loss, outputs), None) if is_count or isinstance(outputs, (int, float)) else (loss, outputs)
+
+
+def _plain(labels: Any) -> Any:
+    """Labels as metrics get them: the values of a dict as a tuple."""
+    return tuple(labels.values()) if isinstance(labels, Mapping) else labels

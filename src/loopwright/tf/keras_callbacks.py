@@ -1,0 +1,137 @@
+"""Keras's callbacks under TFTrainer, and our reporters in `fit`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.events import TrainerCallback
+from ..errors import ArgumentsError
+from ..reporters.callback import reported_names
+from ..reporters.registry import reporter_callbacks
+
+
+def _is_keras_callback(thing: Any) -> bool:
+    names = {f"{each.__module__.split('.')[0]}.{each.__name__}" for each in type(thing).__mro__}
+    return bool(names & {"keras.Callback", "tf_keras.Callback"})
+
+
+def adapted(callback: Any) -> Any:
+    """The callback; one of Keras in an adapter."""
+    return KerasCallbackAdapter(callback) if _is_keras_callback(callback) else callback
+
+
+class KerasCallbackAdapter(TrainerCallback):
+    """Runs a `keras.callbacks.Callback` under TFTrainer.
+
+    Batches of `fit` are updates here. Evaluations of the trainer are its validation: their metrics come as `val_...` to
+    `on_epoch_end`, and to `on_test_end` without the prefix. `model.stop_training` stops the run.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        if not _is_keras_callback(callback):
+            kind = type(callback).__name__
+            raise ArgumentsError(f"KerasCallbackAdapter takes a keras.callbacks.Callback, not {kind}")
+        self.callback = callback
+        self._validation: dict[str, float] = {}
+        self._logs: dict[str, float] = {}
+        self._update = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        callback = self.callback
+        steps = getattr(kwargs.get("train_dataloader"), "batches", None)
+        callback.set_params({"epochs": state.num_train_epochs, "steps": steps, "verbose": 0})
+        if getattr(model, "optimizer", None) is None and hasattr(model, "stop_training"):
+            model.optimizer = kwargs.get("optimizer")  # where callbacks look for the learning rate
+        callback.set_model(model)
+        model.stop_training = False
+        callback.on_train_begin({})
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._update = 0
+        self.callback.on_epoch_begin(int(state.epoch or 0), {})
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.callback.on_train_batch_begin(self._update, {})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.callback.on_train_batch_end(self._update, dict(self._logs))
+        self._update += 1
+        self._maybe_stop(control, kwargs.get("model"))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        kept = ("loss", "learning_rate", "grad_norm")
+        self._logs.update({name: value for name, value in (logs or {}).items() if name in kept})
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        plain = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
+        self.callback.on_test_begin({})
+        self.callback.on_test_end(dict(plain))
+        self._validation = {f"val_{name}": value for name, value in plain.items()}
+        if self._ended is not None:  # the evaluation that belongs to the epoch that has just ended
+            self._end_epoch(control, kwargs.get("model"))
+
+    _ended: int | None = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ended = max(round(state.epoch or 0) - 1, 0)
+        if not control.should_evaluate:
+            self._end_epoch(control, kwargs.get("model"))
+
+    def _end_epoch(self, control: Any, model: Any) -> None:
+        epoch, self._ended = self._ended, None
+        self.callback.on_epoch_end(epoch, {**self._logs, **self._validation})
+        self._maybe_stop(control, model)
+
+    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.callback.on_predict_begin({})
+        self.callback.on_predict_end({})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.callback.on_train_end(dict(self._logs))
+
+    def _maybe_stop(self, control: Any, model: Any) -> None:
+        if getattr(model, "stop_training", False):
+            control.should_training_stop = True
+
+
+def fit_reporters(report_to: Any, *, args: Any = None, every: int = 1) -> list[Any]:
+    """Keras callbacks that send what `fit` logs to the trackers `report_to` names: `fit(callbacks=fit_reporters(...))`.
+
+    Every so many batches, and at the end of each epoch, under the names the trainer uses (train/loss, eval/loss).
+    """
+    found: list[Any] = reporter_callbacks(report_to)
+    return [reporter_in_fit(callback.reporter, args=args, every=every) for callback in found]
+
+
+def reporter_in_fit(reporter: Any, *, args: Any = None, every: int = 1) -> Any:
+    """A Keras callback that feeds one reporter from `fit`; its step counts batches over all epochs."""
+    import keras
+
+    from ..reporters.base import RunInfo
+
+    class FitReporter(keras.callbacks.Callback):
+        """Feeds a reporter."""
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.step = 0
+            folder = None if args is None else str(args.output_dir)
+            logging_dir = None if args is None else args.logging_dir
+            config = {} if args is None else args.to_dict()
+            reporter.start(RunInfo("fit", output_dir=folder, logging_dir=logging_dir, config=config))
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.step += 1
+            if self.step % every == 0:
+                self._send(logs)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self._send({**(logs or {}), "epoch": epoch + 1})
+
+        def on_train_end(self, logs: Any = None) -> None:
+            reporter.finish("finished")
+
+        def _send(self, logs: Any) -> None:
+            named = {name.replace("val_", "eval_", 1): float(value) for name, value in (logs or {}).items()}
+            reporter.log(reported_names(named), self.step)
+
+    return FitReporter()

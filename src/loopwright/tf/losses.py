@@ -1,0 +1,247 @@
+"""The trainer's methods around the loss: what a model is asked, what a loss is a sum over, and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from keras import ops, tree
+
+from ..core.base import BaseTrainer
+from ..core.batches import Update
+from ..core.overrides import accepts, adapt, names_parameter
+from ..errors import ModelError
+from .batches import IGNORED, count_targets
+from .keras_loss import KerasLoss, is_integer, per_row
+from .models import ModelInfo, call_model, loss_and_outputs, raw
+from .smoothing import smoothed
+
+
+class LossNote:
+    """What `train_loss` and `eval_loss` of the old trainer were: told a loss while a step is traced.
+
+    The trainer reads it in the same trace, so it is the value of that step on that replica.
+    """
+
+    def __init__(self) -> None:
+        self.loss: Any = None
+        self.items: Any = None
+
+    def update_state(self, loss: Any, items: Any = None) -> None:
+        """Add a loss, already divided by the items of the update; `items` says what it is a sum over."""
+        total = ops.sum(ops.cast(loss, "float32"))
+        self.loss = total if self.loss is None else self.loss + total
+        if items is not None:
+            items = ops.cast(items, "float32")
+            self.items = items if self.items is None else self.items + items
+
+    @contextmanager
+    def collecting(self) -> Any:
+        self.loss = self.items = None
+        yield self
+
+
+class LossMethods(BaseTrainer):
+    """Forward, loss and gradients on one replica; every public method may be overridden, and is traced."""
+
+    args: Any
+    strategy: Any
+    info: ModelInfo
+    keras_loss: KerasLoss | None
+    compute_loss_func: Callable[..., Any] | None
+    train_loss: LossNote
+    eval_loss: LossNote
+    _row_weights: Any = None
+    """1 and 0 for the rows of the micro-batch being traced: padding counts for nothing. None without padding."""
+    _noted_items: Any = None
+    """What the mean that was just computed is a mean over, if that is known."""
+
+    # ---- overridable ------------------------------------------------------------------------------------------------
+
+    def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+        """The loss and the outputs of a batch; the loss is None if the model has none or there are no labels.
+
+        An override may return the mean over the batch, or a loss per example.
+        """
+        outputs = call_model(self.model, self.info, features, labels, training)
+        if self.info.takes_labels:
+            return loss_and_outputs(outputs, has_loss=labels is not None)
+        if self.keras_loss is None or labels is None:
+            return None, outputs
+        total, self._noted_items = self.keras_loss(self.model, labels, outputs, self._row_weights)
+        return total / ops.maximum(self._noted_items, 1.0), outputs
+
+    def compute_loss(
+        self,
+        features: Any,
+        labels: Any,
+        num_items_in_batch: Any = None,
+        return_outputs: bool = False,
+        training: bool = True,
+    ) -> Any:
+        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+
+        An override may return the mean over its items, a loss per example, or `(sum, count)` to be exact in every case.
+        """
+        self._noted_items = None
+        if self.compute_loss_func is None and not self.args.label_smoothing_factor:
+            loss, outputs = self.run_model(features, labels, training)
+        else:
+            _, outputs = self.run_model(features, None, training)
+            loss = None if labels is None else self._loss_from(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
+        """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
+        variables = [raw(variable) for variable in self.model.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = self._called_compute_loss(features, labels, nb_instances_in_global_batch)
+            total, items = self._summed(loss, labels)
+            total = total / nb_instances_in_global_batch
+            scaled = self.optimizer.scale_loss(total) if self._scales_loss() else total
+        self.train_loss.update_state(total, items)
+        return tape.gradient(scaled, variables)
+
+    def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        """One update on one replica: `features` and `labels` are lists of its micro-batches.
+
+        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
+        (None without it). Gradients are summed over replicas before they are clipped.
+        """
+        batches, loop = self._micro_batches(features, labels)
+        found = self.strategy.accumulate(batches, nb_instances_in_global_batch, loop)
+        return self.strategy.finish(*found, nb_instances_in_global_batch)
+
+    # ---- inside the compiled update ---------------------------------------------------------------------------------
+
+    def _apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
+        """What one replica does in an update: `apply_gradients`, an override's result made complete."""
+        self._weights_of = [each[2] for each in batches] if not loop else batches[2]
+        self._loops = loop
+        features = batches[0] if loop else [each[0] for each in batches]
+        labels = batches[1] if loop else [each[1] for each in batches]
+        with self.train_loss.collecting() as note:
+            result = self.apply_gradients(features, labels, items)
+            if isinstance(result, tuple):
+                return result
+            return self._reduced_note(note), None, None
+
+    def _micro_batches(self, features: Any, labels: Any) -> tuple[Any, bool]:
+        if self._loops:
+            return (features, labels, self._weights_of), True
+        return list(zip(features, labels, self._weights_of, strict=True)), False
+
+    def _reduced_note(self, note: LossNote) -> Any:
+        loss = tf.constant(float("nan")) if note.loss is None else note.loss
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", loss) if self.strategy.spreads and context is not None else loss
+
+    def _micro_gradients(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[list[Any], Any, Any]:
+        """Gradients, loss and items of one micro-batch; dense, so that repeated indices add up."""
+        self._row_weights = weights
+        before = (self.train_loss.loss, self.train_loss.items)
+        with self.train_loss.collecting() as note:
+            gradients = self._called_training_step(features, labels, items)
+            loss, summed = note.loss, note.items
+        self.train_loss.loss, self.train_loss.items = before
+        if gradients is None:
+            raise ModelError("training_step returned None; it must return the gradients of the micro-batch")
+        dense = [
+            tf.zeros_like(raw(variable)) if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(gradients, self.model.trainable_variables, strict=True)
+        ]
+        return dense, tf.constant(float("nan")) if loss is None else loss, summed
+
+    def _bind_overrides(self) -> None:
+        """Look at the user's methods once."""
+        self._called_training_step = self.training_step
+        if names_parameter(self.compute_loss, "inputs"):  # written as for the PyTorch trainer
+            self._called_compute_loss = self._torch_style_compute_loss
+        else:
+            optional = ("num_items_in_batch", "training", "return_outputs")
+            adapted = adapt(self.compute_loss, *optional)
+
+            def call(features: Any, labels: Any, items: Any, **more: Any) -> Any:
+                return adapted(features, labels, num_items_in_batch=items, **more)
+
+            self._called_compute_loss = call
+
+    def _torch_style_compute_loss(self, features: Any, labels: Any, items: Any, **more: Any) -> Any:
+        """`compute_loss(model, inputs, return_outputs, num_items_in_batch)` with features and labels in one dict."""
+        inputs = dict(features) if isinstance(features, Mapping) else {"features": features}
+        inputs.update(labels if isinstance(labels, Mapping) else {} if labels is None else {"labels": labels})
+        call = adapt(self.compute_loss, "num_items_in_batch", "return_outputs", "training")
+        return call(self.model, inputs, num_items_in_batch=items, **more)
+
+    # ---- sums and items ---------------------------------------------------------------------------------------------
+
+    def _summed(self, loss: Any, labels: Any) -> tuple[Any, Any]:
+        """A loss as the sum over its items, and how many they are on this replica."""
+        if loss is None:
+            raise ModelError(
+                "there is no loss: compile the model with one (model.compile(loss=...)), give compute_loss_func=, or "
+                "override compute_loss or run_model"
+            )
+        if isinstance(loss, (tuple, list)):
+            return ops.cast(loss[0], "float32"), ops.cast(loss[1], "float32")
+        loss = ops.cast(loss, "float32")
+        if len(loss.shape) == 0 or tuple(loss.shape) == (1,):
+            items = self._items_in(labels) if self._noted_items is None else self._noted_items
+            return ops.sum(loss) * items, items
+        weights = self._row_weights
+        if weights is None or loss.shape[0] not in (None, weights.shape[0]):
+            return ops.sum(loss), ops.sum(ops.ones_like(loss))
+        counted = per_row(weights, loss) * ops.ones_like(loss)
+        return ops.sum(loss * counted), ops.sum(counted)
+
+    def _items_in(self, labels: Any) -> Any:
+        """What a mean over this replica's rows is a mean over: labels that are not -100, else samples."""
+        if labels is None:
+            return ops.cast(1, "float32") if self._row_weights is None else ops.sum(self._row_weights)
+        rows = ops.cast(ops.shape(tree.flatten(labels)[0])[0], "float32")
+        samples = rows if self._row_weights is None else ops.sum(self._row_weights)
+        if isinstance(labels, (Mapping, tuple, list)) or not is_integer(labels):
+            return samples
+        counted = labels[:, 1:] if self.info.shifts and len(labels.shape) > 1 else labels
+        wanted = ops.cast(counted != IGNORED, "float32")
+        if self._row_weights is not None:
+            wanted *= per_row(self._row_weights, wanted)
+        return ops.sum(wanted)
+
+    def _loss_from(self, outputs: Any, labels: Any, items: Any) -> Any:
+        if self.compute_loss_func is not None:
+            function = self.compute_loss_func
+            options = {"num_items_in_batch": items} if accepts(function, "num_items_in_batch") else {}
+            return function(outputs, labels, **options)
+        from_logits = self.keras_loss is None or self.keras_loss.from_logits
+        return smoothed(outputs, labels, self.args.label_smoothing_factor, self._row_weights, from_logits=from_logits)
+
+    def _scales_loss(self) -> bool:
+        return self.strategy.scales and hasattr(self.optimizer, "scale_loss")
+
+    # ---- on the host ------------------------------------------------------------------------------------------------
+
+    def make_update(self, batches: list[Any]) -> Update:
+        """Count targets and samples before the batches travel."""
+        update = Update(batches, samples=sum(batch.rows for batch in batches), micro_batches=len(batches))
+        update.items = [self._compute_nb_instances((batch.features, batch.labels)) for batch in batches]
+        update.total_items = sum(update.items)
+        update.flos, update.tokens = self.work.measure(batches) if self.work.counts else (0.0, 0)  # type: ignore[attr-defined]
+        return update
+
+    def _compute_nb_instances(self, batch: Any) -> int:
+        """The targets of a micro-batch over all replicas: labels that are not -100."""
+        features, labels = batch
+        rows = tree.flatten(features)[0].shape[0]
+        return count_targets(labels, int(rows), shifted=self.info.shifts)
+
+    def run_micro_batches(self, update: Update) -> Any:
+        loss = self.strategy.run_update(None, update)
+        for _ in range(len(update.batches) - 1):
+            self.callback_handler.fire("on_substep_end")
+        return loss
+
+    def _may_be_undone(self) -> bool:
+        return False  # an update is one call

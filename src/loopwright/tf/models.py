@@ -1,0 +1,203 @@
+"""What the trainer has to know about a model: which Keras made it, how it is called, where its loss is."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.overrides import accepts
+from ..errors import ModelError
+from .optimizers import variable_name
+
+NEXT_TOKEN = ("CausalLM", "LMHeadModel")
+"""Parts of class names whose loss leaves out the first target of each row."""
+
+
+def set_policy(name: str) -> None:
+    """Set the global mixed precision of every Keras that is in use here."""
+    for family in _families():
+        family.mixed_precision.set_global_policy(name)
+
+
+def _families() -> list[Any]:
+    """Keras 3, and tf_keras if somebody has imported it or tf.keras is it."""
+    import keras
+
+    legacy = sys.modules.get("tf_keras")
+    if legacy is None and not str(tf.keras.__version__).startswith("3"):
+        legacy = import_module("tf_keras")
+    return [keras, *([legacy] if legacy is not None else [])]
+
+
+def family_of(model: Any) -> Any:
+    """The Keras a model belongs to: its optimizers and losses fit its variables."""
+    for family in reversed(_families()):
+        if isinstance(model, family.Model):
+            return family
+    return _families()[0]
+
+
+def is_legacy(family: Any) -> bool:
+    return not str(family.__version__).startswith("3")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """How a model is called."""
+
+    family: Any
+    takes_labels: bool
+    """`labels` is an argument of its call: it computes its own loss, as the TensorFlow models of transformers do."""
+    takes_training: bool
+    inputs: tuple[str, ...] | None
+    """Names of its inputs, if it says so."""
+    shifts: bool
+
+    @property
+    def legacy(self) -> bool:
+        return is_legacy(self.family)
+
+
+def look_at(model: Any) -> ModelInfo:
+    """What the model's call takes."""
+    if not callable(model):
+        raise ModelError(f"model must be a Keras model or anything that can be called, not {type(model).__name__}")
+    call = getattr(model, "call", model)
+    return ModelInfo(
+        family=family_of(model),
+        takes_labels="labels" in _names(call),
+        takes_training=accepts(call, "training"),
+        inputs=_inputs(model, call),
+        shifts=any(part in type(model).__name__ for part in NEXT_TOKEN),
+    )
+
+
+def _names(call: Any) -> list[str]:
+    try:
+        return list(inspect.signature(call).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+def _inputs(model: Any, call: Any) -> tuple[str, ...] | None:
+    """The names a dict of features may have: a functional model's inputs, or the parameters of a model of old."""
+    found = getattr(model, "inputs", None) if getattr(model, "built", True) else None
+    if found:
+        names = getattr(model, "input_names", None) or [each.name for each in _flat(found)]
+        return tuple(names)
+    names = _names(call)
+    if "labels" in names and "input_ids" in names:
+        return tuple(name for name in names if name not in ("self", "training", "kwargs"))
+    return None
+
+
+def _flat(value: Any) -> list[Any]:
+    return list(tf.nest.flatten(value))
+
+
+def call_model(model: Any, info: ModelInfo, features: Any, labels: Any, training: bool) -> Any:
+    """The outputs; labels go along where the model takes them."""
+    options: dict[str, Any] = {"training": training} if info.takes_training else {}
+    if info.takes_labels and isinstance(labels, Mapping):
+        options.update(labels)
+    elif info.takes_labels and labels is not None:
+        options["labels"] = labels
+    return model(features, **options)
+
+
+def loss_and_outputs(outputs: Any, *, has_loss: bool) -> tuple[Any, Any]:
+    """The loss a model of its own loss gave, and everything else it gave; one output is not wrapped."""
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+        return loss, _single({name: each for name, each in outputs.items() if name != "loss" and each is not None})
+    if hasattr(outputs, "loss"):
+        values = {name: each for name, each in vars(outputs).items() if name != "loss" and each is not None}
+        return outputs.loss, _single(values)
+    if isinstance(outputs, (tuple, list)) and has_loss:
+        return outputs[0], _single(tuple(outputs[1:]))
+    return None, _single(tuple(outputs)) if isinstance(outputs, (tuple, list)) else outputs
+
+
+def _single(outputs: Any) -> Any:
+    values = tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
+    return values[0] if len(values) == 1 else values
+
+
+# ---- building and rebuilding -----------------------------------------------------------------------------------------
+
+
+def trainable(model: Any) -> list[Any]:
+    """The trainable variables; an error if there are none."""
+    found = list(model.trainable_variables)
+    if not found:
+        raise ModelError(f"{type(model).__name__} has no trainable variables, so there is nothing to train")
+    return found
+
+
+def raw(variable: Any) -> Any:
+    """The tf.Variable inside a Keras variable."""
+    return variable.value if isinstance(variable, _families()[0].Variable) else variable
+
+
+def is_built(model: Any) -> bool:
+    """Whether the model has its variables."""
+    return bool(getattr(model, "built", True)) and bool(getattr(model, "variables", ()) or not hasattr(model, "built"))
+
+
+def check_policy(model: Any, policy: str | None) -> None:
+    """Refuse a model that was built in float32 although half precision was asked for: its layers would not change."""
+    half = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}.get(policy or "")
+    computes = {getattr(layer, "compute_dtype", None) for layer in getattr(model, "layers", ())}
+    computes.add(getattr(model, "compute_dtype", None))
+    if half is not None and half not in computes:
+        raise ModelError(
+            f"{half} was asked for, but the model was built to compute in float32. Build it after args.strategy is "
+            "read (with args.strategy.scope(): model = ...), or give model_init=, which is called at the right time"
+        )
+
+
+def in_scope(model: Any, strategy: Any) -> bool:
+    """Whether the model's variables belong to the strategy."""
+    extended = strategy.extended
+    return all(extended.variable_created_in_scope(raw(variable)) for variable in model.variables)
+
+
+def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
+    """The same model with the same weights, made inside the strategy's scope."""
+    try:
+        values = [tf.convert_to_tensor(variable).numpy() for variable in model.variables]
+        with strategy.scope():
+            if isinstance(model, family.Sequential) or getattr(model, "_is_graph_network", False) or _functional(model):
+                fresh = family.models.clone_model(model)
+            else:
+                fresh = type(model).from_config(model.get_config())
+                fresh.build_from_config(model.get_build_config())
+            for variable, value in zip(fresh.variables, values, strict=True):
+                variable.assign(value)
+    except Exception as error:
+        raise ModelError(
+            f"the model was built outside args.strategy.scope() and cannot be built again inside it ({error}). Build "
+            "it there (with args.strategy.scope(): model = ...), or give model_init="
+        ) from error
+    return fresh
+
+
+def _functional(model: Any) -> bool:
+    return type(model).__name__ == "Functional"
+
+
+def named_variables(variables: list[Any]) -> dict[str, Any]:
+    """Variables by their full name; a name that comes again gets a number."""
+    named: dict[str, Any] = {}
+    for variable in variables:
+        name, number = variable_name(variable), 1
+        while (key := name if number == 1 else f"{name}#{number}") in named:
+            number += 1
+        named[key] = variable
+    return named

@@ -1,0 +1,74 @@
+"""The trainer's methods that make the optimizer and the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core.base import BaseTrainer
+from ..errors import ModelError
+from .models import ModelInfo, trainable
+from .optimizers import build_optimizer
+from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
+
+
+class OptimizerMethods(BaseTrainer):
+    """Optimizer, schedule and learning rates."""
+
+    args: Any
+    strategy: Any
+    info: ModelInfo
+    source: Any
+    _base_rate: float = 0.0
+    _rated: Any = None
+    """The optimizer whose own learning rate the base rate is."""
+
+    def _prepare_optimizer(self) -> None:
+        if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
+            self.lr_scheduler = None
+        self._own_scheduler = self.lr_scheduler is None
+        with self.strategy.scope():
+            self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
+        if self.args.fp16:
+            self.optimizer = self._with_loss_scale(self.optimizer)
+        self.optimizer = self.strategy.setup_optimizer(self.optimizer)
+        self.schedule_follows_metric = isinstance(self.lr_scheduler, PlateauRate)
+        self.callback_handler.context.update(
+            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.source
+        )
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Create both, unless they were given; may be overridden to set `self.optimizer` and `self.lr_scheduler`."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self.args, trainable(self.model), self.info.family)
+            self._base_rate, self._rated = self.args.learning_rate, self.optimizer
+        own = getattr(self.optimizer, "_learning_rate", None)
+        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
+            own = self.lr_scheduler  # a schedule of Keras: the optimizer follows it, or is made to
+            if not is_keras_schedule(self.optimizer._learning_rate):
+                self.optimizer.learning_rate = own
+            self.lr_scheduler = None
+        if self.lr_scheduler is None:
+            self.lr_scheduler = self._make_scheduler(own, num_training_steps)
+
+    def _make_scheduler(self, own: Any, num_training_steps: int) -> Any:
+        if is_keras_schedule(own):
+            return KerasRate(self.strategy, own)
+        if self._rated is not self.optimizer:  # what a schedule has set since is no base
+            self._base_rate, self._rated = float(self.optimizer.learning_rate), self.optimizer
+        return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
+
+    def _with_loss_scale(self, optimizer: Any) -> Any:
+        if hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "loss_scale"):
+            return optimizer
+        with self.strategy.scope():
+            if self.info.legacy:
+                return self.info.family.mixed_precision.LossScaleOptimizer(optimizer)
+            return self.info.family.optimizers.LossScaleOptimizer(optimizer)
+
+    def get_learning_rates(self) -> list[float]:
+        if self.optimizer is None:
+            raise ModelError("there is no optimizer yet: call train() first")
+        return [self._get_learning_rate()]
+
+    def _get_learning_rate(self) -> float:
+        return float(self.lr_scheduler.get_last_lr()[0])

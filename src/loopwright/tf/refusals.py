@@ -1,0 +1,93 @@
+"""What of the shared arguments means nothing to TensorFlow and is refused, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..args.distributed import AcceleratorConfig
+from ..args.problems import Problems, shown
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a value is refused."""
+
+    why: str
+    asked: Callable[[Any], bool] = bool
+
+
+def _is(*names: str) -> Callable[[Any], bool]:
+    return lambda value: str(getattr(value, "value", value)) in names
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+TORCH_ONLY = "it speaks to PyTorch; TFTrainer spreads work with a tf.distribute strategy (args.strategy)"
+
+REFUSED: dict[str, Refusal] = {
+    "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
+    "torch_compile_scope": Refusal("every update is a compiled tf.function already", lambda value: value != "blocks"),
+    "fp8": Refusal("Keras has layers of its own for it: model.quantize('float8')"),
+    "auto_find_batch_size": Refusal("a compiled update cannot be cut in two; lower per_device_train_batch_size and "
+                                    "raise gradient_accumulation_steps"),
+    "neftune_noise_alpha": Refusal("Keras has no hook behind an embedding; add keras.layers.GaussianNoise there",
+                                   _is_set),
+    "bf16_full_eval": Refusal("Keras weights keep their format; bf16=True computes in bfloat16"),
+    "fp16_full_eval": Refusal("Keras weights keep their format; fp16=True computes in float16"),
+    "half_precision_backend": Refusal("Keras does mixed precision itself", _is("apex", "cuda_amp", "cpu_amp")),
+    "fp16_opt_level": Refusal("Apex is a part of PyTorch", lambda value: value != "O1"),
+    "gradient_checkpointing": Refusal("activations are recomputed by layers made under keras.RematScope"),
+    "gradient_checkpointing_kwargs": Refusal("activations are recomputed by layers made under keras.RematScope"),
+    "torch_empty_cache_steps": Refusal("TensorFlow never gives cached memory back"),
+    "dataloader_num_workers": Refusal("there are no loading processes; use map(..., num_parallel_calls=) in a "
+                                      "tf.data pipeline"),
+    "optim_target_modules": Refusal("no Keras optimizer works in low rank"),
+    "lr_scheduler_type": Refusal("greedy rates are a scheduler of PyTorch; take reduce_lr_on_plateau", _is("greedy")),
+    "checkpoint_format": Refusal("transformers has no TensorFlow checkpoints any more; use native",
+                                 _is("transformers")),
+    "average_tokens_across_devices": Refusal("losses are always divided by the items of all replicas",
+                                             lambda value: value is False),
+    "fsdp": Refusal(TORCH_ONLY),
+    "fsdp_config": Refusal(TORCH_ONLY),
+    "deepspeed": Refusal(TORCH_ONLY),
+    "parallelism_config": Refusal(TORCH_ONLY, _is_set),
+    "use_liger_kernel": Refusal("Liger's kernels are PyTorch's"),
+    "liger_kernel_config": Refusal("Liger's kernels are PyTorch's"),
+    "max_recompiles": Refusal("it counts compilations of torch.compile", _is_set),
+    "packing": Refusal("rows are packed by a collator of PyTorch; pack them in the tf.data pipeline"),
+    "per_device_train_batch_tokens": Refusal("use bucket_by_sequence_length in the tf.data pipeline", _is_set),
+    "train_sampling_strategy": Refusal("micro-batches are balanced for PyTorch only", _is("batch_rebalance")),
+    "eval_use_gather_object": Refusal("outputs of a compiled step are tensors, which are always gathered"),
+    "ddp_find_unused_parameters": Refusal(TORCH_ONLY, _is_set),
+    "ddp_bucket_cap_mb": Refusal(TORCH_ONLY, _is_set),
+    "ddp_broadcast_buffers": Refusal(TORCH_ONLY, _is_set),
+    "ddp_static_graph": Refusal(TORCH_ONLY, _is_set),
+    "ddp_backend": Refusal(TORCH_ONLY, _is_set),
+    "accelerator_config": Refusal("it configures Accelerate; TFTrainer spreads batches by args.strategy",
+                                  lambda config: config != AcceleratorConfig()),
+}  # fmt: skip
+"""Fields whose values TFTrainingArguments refuses."""
+
+IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", "dataloader_in_order")
+"""Fields that change nothing here: batches travel by TensorFlow's own ways, and accelerations are PyTorch's."""
+
+
+def refusals_table() -> str:
+    """What is refused and why, as Markdown."""
+    rows = "".join(f"| `{name}` | {refusal.why} |\n" for name, refusal in REFUSED.items())
+    return f"## Refused\n\nValues of these that ask for something.\n\n| argument | why |\n|---|---|\n{rows}"
+
+
+def apply_refusals(args: Any, problems: Problems) -> None:
+    """Note everything these arguments ask of TensorFlow that it cannot do."""
+    for name, refusal in REFUSED.items():
+        if name not in problems.broken and refusal.asked(getattr(args, name)):
+            problems.add(f"{shown(name, getattr(args, name))}: not with TFTrainer: {refusal.why}", name)
+    if args.poly_power != 1.0 and str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) not in (
+        "linear", "polynomial",
+    ):  # fmt: skip
+        problems.add(f"poly_power={args.poly_power} is the power of a polynomial descent: lr_scheduler_type='linear'")

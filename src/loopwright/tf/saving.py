@@ -1,0 +1,221 @@
+"""The trainer's methods that write checkpoints and models, and read them back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..args.places import is_url, working_folder
+from ..core.checkpoint.documents import read_json
+from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE, folder_name
+from ..core.checkpoint.space import check_space
+from ..core.checkpoint.storage import folder_for
+from ..core.memory import free_memory
+from ..core.overrides import adapt, is_overridden
+from ..core.resuming import ResumingMethods
+from ..core.state import TrainerState
+from ..errors import CheckpointError
+from ..notices import logger
+from .checkpoint import (
+    load_model_values,
+    load_optimizer_values,
+    optimizer_variables,
+    restore_old,
+    values_of,
+    write_values,
+)
+from .seeding import rng_from_json, rng_to_json
+
+STREAM = "tf_data"
+"""The folder with a tf.data iterator's own files, in a checkpoint."""
+
+
+class SavingMethods(ResumingMethods):
+    """Saving and resuming."""
+
+    args: Any
+    strategy: Any
+    source: Any
+    processing_class: Any
+    _stream: Any
+    _old_checkpoint: str | None = None
+    """A checkpoint of TensorFlow's own kind the run goes on from."""
+
+    # ---- the model --------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
+        if self.args.should_save:
+            with folder_for(output_dir or self.args.output_dir) as folder:
+                self._save(folder)
+
+    def _save(self, output_dir: str | None = None) -> None:
+        folder = Path(output_dir or working_folder(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_values(folder / MODEL, values_of(list(self.model.variables)))
+        if callable(getattr(self.model, "save_pretrained", None)):
+            self.model.save_pretrained(str(folder))
+        elif callable(getattr(self.model, "save", None)):
+            self._save_keras(folder / "model.keras")
+        self._save_companions(folder)
+
+    def _save_keras(self, path: Path) -> None:
+        try:
+            self.model.save(str(path))
+        except (NotImplementedError, TypeError, ValueError) as error:
+            path.unlink(missing_ok=True)
+            logger.warning(f"no {path.name}: the model cannot describe itself ({error}); its weights are in {MODEL}")
+
+    def _save_companions(self, folder: Path) -> None:
+        """What belongs to a model besides weights: its processor and the arguments."""
+        if callable(getattr(self.processing_class, "save_pretrained", None)):
+            self.processing_class.save_pretrained(str(folder))
+        (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Publish a checkpoint of the last finished update."""
+        step = self.state.global_step
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+        if self.args.should_save:
+            own = self._saves_models_itself()
+            background = self.args.async_save and not own and self._fits_in_memory()
+            self.checkpoints.save(
+                step,
+                self._checkpoint_writer(),
+                keep=self.args.save_total_limit,
+                protect=[self.state.best_global_step],
+                background=background and self.strategy.world_size == 1,
+            )
+        self.strategy.barrier()  # the others may be about to read it
+
+    def _saves_models_itself(self) -> bool:
+        return is_overridden(self, "save_model") or is_overridden(self, "_save")
+
+    def _checkpoint_writer(self) -> Callable[[Path], None]:
+        """A function that writes everything as it is now; what happens until it is called does not show."""
+        writers: list[Callable[[Path], None]] = []
+        if self._saves_models_itself():
+            save_model = adapt(self.save_model, "_internal_call")
+            writers.append(lambda folder: save_model(str(folder), _internal_call=True))
+        weights = values_of(list(self.model.variables))
+        writers += [lambda folder: write_values(folder / MODEL, weights), self._save_companions]
+        documents: dict[str, Any] = {STATE: self._state_document()}
+        if not self.args.save_only_model:
+            slots = values_of(optimizer_variables(self.optimizer))
+            writers.append(lambda folder: write_values(folder / f"{OPTIMIZER}.safetensors", slots))
+            documents.update(self._resume_documents())
+            files = self._source_files()  # type: ignore[attr-defined]
+            if files is not None:
+                writers.append(lambda folder: _move(files, folder / STREAM))
+        texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
+
+        def write(folder: Path) -> None:
+            for each in writers:
+                each(folder)
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+
+        return write
+
+    def _resume_documents(self) -> dict[str, Any]:
+        meter = self.meter.state_dict()
+        return {
+            PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
+            SCHEDULER: self.lr_scheduler.state_dict(),
+            RNG: rng_to_json(self.strategy.rng_state()),
+        }
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is: the model's variables and the optimizer's."""
+        variables = list(self.model.variables)
+        if not self.args.save_only_model:
+            variables += optimizer_variables(self.optimizer)
+        return sum(_bytes(variable) for variable in variables)
+
+    def _fits_in_memory(self) -> bool:
+        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0)
+
+    def check_saving(self) -> None:
+        """Before step 1: will checkpoints fit?"""
+        args = self.args
+        if args.save_strategy == "no" or not args.should_save:
+            return
+        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
+        held = saves.get(str(args.save_strategy), 1)
+        warning = check_space(
+            working_folder(args.output_dir),
+            size=self.checkpoint_bytes(),
+            keep=args.save_total_limit,
+            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
+        )
+        if warning:
+            self.notices.tell_once(warning)
+
+    # ---- resuming ---------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_model_values(model or self.model, resume_from_checkpoint)
+
+    def _load_weights_of(self, folder: str) -> None:
+        load_model_values(self.model, folder)
+
+    def _resume(self, checkpoint: str) -> None:
+        folder = Path(checkpoint)
+        saved = TrainerState.from_dict(read_json(folder / STATE))
+        if not (folder / PROGRESS).is_file():
+            raise CheckpointError(
+                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
+                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
+            )
+        self._adopt_state(saved)
+        self._tell_changes(folder)
+        self._resume_progress(read_json(folder / PROGRESS))
+        load_optimizer_values(self.optimizer, folder)
+        self.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
+        if (folder / STREAM).is_dir():
+            self._stream = folder / STREAM
+        self._resume_rng = rng_from_json(read_json(folder / RNG))
+        # Now, for an evaluation that a signal put off; and once more where training goes on.
+        self.strategy.load_rng_state(self._resume_rng)
+
+    def _ordered_data(self) -> bool:
+        return bool(self.source.ordered)
+
+    def _resume_old(self, prefix: str) -> None:
+        """Go on from a folder of the old trainer: weights, optimizer and the number of updates; the rest is guessed."""
+        step = restore_old(prefix, self.model, self.optimizer)
+        plan = self.plan
+        self.state.global_step = self.progress.last_logged_step = step
+        per_epoch = plan.updates_per_epoch
+        self.progress.epoch, inside = divmod(step, per_epoch)
+        self.progress.batches_in_epoch = inside * plan.accumulation
+        self.progress.samples_in_epoch = inside * plan.total_batch_size
+        self.state.epoch = plan.epoch_after(self.progress.epoch, self.progress.batches_in_epoch)
+        for _ in range(step):
+            self.lr_scheduler.step()
+        self.notices.tell_once(
+            f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
+            f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"
+        )
+
+
+def _bytes(variable: Any) -> int:
+    import tensorflow as tf
+
+    size = 1
+    for length in variable.shape:
+        size *= int(length)
+    return size * tf.as_dtype(variable.dtype).size
+
+
+def _move(source: Path, target: Path) -> None:
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    shutil.rmtree(source, ignore_errors=True)

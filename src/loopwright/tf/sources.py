@@ -1,0 +1,287 @@
+"""Where batches come from: data that can be picked by index, tf.data pipelines, and streams of samples.
+
+A source gives the batches of an epoch from any position on. Where the order is ours the position is a number; a tf.data
+pipeline is put back by its iterator's own state, or by reading again what was read.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..core.order import Order
+from ..errors import DataError
+from .batches import HostBatch, as_array, leaves, mapped, rows_of
+
+Finish = Callable[[Any], HostBatch]
+"""From what a collator or a pipeline gives to a batch of host arrays."""
+
+Skipping = Callable[[], None] | None
+
+LARGEST_BUFFER = 100_000
+"""Samples a shuffle of an unbatched tf.data pipeline holds at most."""
+
+
+class Source:
+    """The batches of a dataset."""
+
+    ordered = False
+    """Whether the order is ours, and the position a number of samples."""
+    examples: int | None = None
+    batches: int | None = None
+
+    def __init__(self) -> None:
+        self.position = 0
+        """Batches given in the current epoch."""
+
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
+        """The batches of an epoch after this many samples and batches; `state` is what `files` or `state` gave.
+
+        `skipping` is called before batches that were read before are read again.
+        """
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        """Features and labels of the first epoch's batches, for whoever looks at the data."""
+        return ((batch.features, batch.labels) for batch in self.open(0))
+
+    def first(self) -> HostBatch | None:
+        """A batch to build a model with; the position does not move."""
+        return next(self.open(0), None)
+
+    def state(self) -> Any:
+        """Where the source stands, as JSON values, if it can say so."""
+        return None
+
+    def files(self) -> Path | None:
+        """A folder with the files of the source's own state, made now; the caller takes them away."""
+        return None
+
+
+class MapSource(Source):
+    """Data with a length whose samples are picked by index, in an order that is a function of seed and epoch."""
+
+    ordered = True
+
+    def __init__(
+        self, pick: Callable[[Any], Any], n: int, order: Order, *, size: int, drop_last: bool, finish: Finish
+    ) -> None:
+        super().__init__()
+        self._pick, self.order, self._size, self._drop, self._finish = pick, order, size, drop_last, finish
+        self.examples = n
+        self.batches = n // size if drop_last else -(-n // size)
+
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
+        indices = self.order.epoch(epoch)[samples:]
+        self.position = batches
+        for start in range(0, len(indices), self._size):
+            chosen = indices[start : start + self._size]
+            if self._drop and len(chosen) < self._size:
+                return
+            self.position += 1
+            yield self._finish(self._pick(chosen))
+
+
+class StreamSource(Source):
+    """Samples that come one after the other: an iterable, or a function that makes one."""
+
+    def __init__(
+        self, samples: Any, collate: Callable[[list[Any]], Any], *, size: int, drop_last: bool, finish: Finish
+    ) -> None:
+        super().__init__()
+        self._samples, self._collate, self._size, self._drop, self._finish = samples, collate, size, drop_last, finish
+
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
+        data = self._samples
+        if callable(getattr(data, "set_epoch", None)):
+            data.set_epoch(epoch)
+        if state is not None:
+            data.load_state_dict(state)
+        elif samples and skipping is not None:
+            skipping()
+        found = iter(data() if callable(data) and not hasattr(data, "__iter__") else data)
+        if state is None and samples:
+            next(islice(found, samples - 1, samples), None)
+        self.position = batches
+        while chunk := list(islice(found, self._size)):
+            if self._drop and len(chunk) < self._size:
+                return
+            self.position += 1
+            yield self._finish(self._collate(chunk))
+
+    def state(self) -> Any:
+        has_both = all(callable(getattr(self._samples, name, None)) for name in ("state_dict", "load_state_dict"))
+        return self._samples.state_dict() if has_both else None
+
+
+class TFDataSource(Source):
+    """A tf.data pipeline; an unbatched one is shuffled by seed and epoch, and batched."""
+
+    STATE = "tf_data"
+
+    def __init__(
+        self, dataset: Any, *, size: int, drop_last: bool, finish: Finish, shuffle_seed: int | None, batched: bool
+    ) -> None:
+        super().__init__()
+        self._dataset, self._size, self._drop, self._finish = dataset, size, drop_last, finish
+        self._seed, self._batched = shuffle_seed, batched
+        self._iterator: Any = None
+        self.cannot_save: str | None = None
+        """Why TensorFlow could not save the iterator, once it was asked to."""
+        known = int(dataset.cardinality())
+        if known >= 0:
+            self.batches = known if batched else (known // size if drop_last else -(-known // size))
+            self.examples = None if batched else known
+
+    def _pipeline(self, epoch: int) -> Any:
+        dataset = self._dataset
+        if self._batched:
+            return dataset
+        if self._seed is not None:
+            known = int(dataset.cardinality())
+            buffer = min(known if known > 0 else 10_000, LARGEST_BUFFER)
+            dataset = dataset.shuffle(buffer, seed=self._seed + epoch, reshuffle_each_iteration=False)
+        if _is_ragged(dataset):
+            return dataset.padded_batch(
+                self._size, drop_remainder=self._drop, padding_values=_padding(dataset.element_spec)
+            )
+        return dataset.batch(self._size, drop_remainder=self._drop)
+
+    def open(
+        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
+    ) -> Iterator[HostBatch]:
+        pipeline = self._pipeline(epoch)
+        self._iterator = iter(pipeline.prefetch(2))
+        if batches and not self._put_back(state):
+            if skipping is not None:
+                skipping()
+            self._iterator = iter(pipeline.skip(batches).prefetch(2))
+        self.position = batches
+        for element in self._iterator:
+            self.position += 1
+            yield self._finish(element)
+
+    def _put_back(self, state: Any) -> bool:
+        """Load the iterator's own state; returns whether it could be."""
+        if state is None:
+            return False
+        try:
+            tf.train.Checkpoint(iterator=self._iterator).read(str(Path(state) / self.STATE)).assert_consumed()
+        except (tf.errors.OpError, AssertionError):
+            return False
+        return True
+
+    def files(self) -> Path | None:
+        if self._iterator is None or self.cannot_save:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="loopwright-tf-data-"))
+        try:
+            tf.train.Checkpoint(iterator=self._iterator).write(str(folder / self.STATE))
+        except tf.errors.OpError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.cannot_save = str(error.message).splitlines()[0][:200]
+            return None
+        return folder
+
+
+# ---- from a dataset to a source --------------------------------------------------------------------------------------
+
+
+def is_tf_data(dataset: Any) -> bool:
+    return isinstance(dataset, tf.data.Dataset)
+
+
+def is_columns(dataset: Any) -> bool:
+    """A dict or tuple of arrays of one length: columns, one row per sample."""
+    parts = list(leaves(dataset)) if isinstance(dataset, (Mapping, tuple)) else []
+    arrays = [part for part in parts if isinstance(part, np.ndarray) or (tf.is_tensor(part) and part.shape.rank)]
+    return bool(arrays) and len(arrays) == len(parts) and len({len(array) for array in arrays}) == 1
+
+
+class Columns:
+    """A dict or tuple of arrays as one dataset: a dict of datasets would be several named sets."""
+
+    def __init__(self, columns: Any) -> None:
+        self.columns = mapped(as_array, columns)
+
+    def __len__(self) -> int:
+        return rows_of(self.columns)
+
+    def __getitem__(self, index: Any) -> Any:
+        return mapped(lambda column: column[index], self.columns)
+
+
+def is_map_style(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def picker(dataset: Any, collate: Callable[[list[Any]], Any], *, own_collator: bool) -> tuple[Any, int]:
+    """How samples at some indices become a batch, and how many samples there are."""
+    if isinstance(dataset, (np.ndarray, Columns)) or is_columns(dataset):
+        rows = dataset if isinstance(dataset, Columns) else Columns(dataset)
+        if not own_collator:
+            return rows.__getitem__, len(rows)
+        return (lambda chosen: collate([rows[i] for i in chosen])), len(rows)
+    if callable(getattr(dataset, "__getitems__", None)):
+        return (lambda chosen: collate(dataset.__getitems__(chosen.tolist()))), len(dataset)
+    return (lambda chosen: collate([dataset[int(i)] for i in chosen])), len(dataset)
+
+
+def check_data(dataset: Any, what: str) -> None:
+    """Refuse what is no dataset, or has no samples."""
+    if isinstance(dataset, Iterator) and not is_tf_data(dataset):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__}, which can be read once only; give the function that "
+            "makes it, or an object whose iter() starts anew"
+        )
+    known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
+    if not known:
+        raise DataError(f"the {what} dataset is a {type(dataset).__name__}; give tf.data, arrays, samples or a stream")
+    empty = int(dataset.cardinality()) == 0 if is_tf_data(dataset) else is_map_style(dataset) and len(dataset) == 0
+    if empty:
+        raise DataError(f"the {what} dataset is empty: there is nothing to go through")
+
+
+def is_batched(dataset: Any) -> bool:
+    """Whether a pipeline already gives batches: the last operation that changes it is a `batch`."""
+    passing = ("Prefetch", "Options", "Take", "Skip", "Cache", "Map", "Repeat", "Shuffle", "Assert", "Filter")
+    while dataset is not None:
+        name = type(dataset).__name__
+        if "Batch" in name and "Unbatch" not in name:
+            return True
+        if not any(part in name for part in passing):
+            return False
+        dataset = getattr(dataset, "_input_dataset", None)
+    return False
+
+
+def _is_ragged(dataset: Any) -> bool:
+    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
+    return any(shape.rank is None or None in shape.as_list() for shape in shapes)
+
+
+def _padding(spec: Any) -> Any:
+    """0 for features; -100, which no loss counts, for integer labels."""
+
+    def zero(each: Any) -> Any:
+        return tf.constant("" if each.dtype == tf.string else 0, each.dtype)
+
+    if not isinstance(spec, tuple) or len(spec) != 2:
+        return tf.nest.map_structure(zero, spec)
+    labels = tf.nest.map_structure(
+        lambda each: tf.constant(-100, each.dtype) if each.dtype.is_integer and each.shape.rank else zero(each), spec[1]
+    )
+    return tf.nest.map_structure(zero, spec[0]), labels

@@ -1,0 +1,247 @@
+"""TFTrainer: the override points of training with TensorFlow and Keras."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+from keras import ops
+
+from ..args.places import working_folder
+from ..callbacks.defaults import default_callbacks
+from ..core.meter import Meter
+from ..core.outputs import TrainOutput
+from ..core.spikes import SpikeWatch
+from ..core.state import Progress, TrainerState
+from ..errors import ModelError
+from .arguments import POLICIES, TFTrainingArguments
+from .batches import HostBatch, mapped
+from .checkpoint import old_checkpoint
+from .construction import SummaryWriterCallback, check_constructor, old_names, takes_trial
+from .evaluating import EvaluationMethods
+from .incident import write_incident
+from .keras_callbacks import adapted
+from .keras_loss import find_keras_loss
+from .losses import LossNote
+from .models import check_policy, in_scope, is_built, look_at, rebuilt
+from .optimizing import OptimizerMethods
+from .saving import SavingMethods
+from .seeding import set_seed, untouched_rng
+from .sources import Columns, is_columns
+from .strategy import TFStrategy, UpdateRules
+from .work import MemoryMeter, WorkCounter
+
+
+class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
+    """Trains, evaluates and saves any Keras model with TensorFlow, and the TensorFlow models transformers had."""
+
+    args: Any
+    strategy: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TFTrainingArguments | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        tb_writer: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        *,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        callbacks: list[Any] | None = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
+        args = TFTrainingArguments("tmp_trainer") if args is None else args
+        processing_class, loss_only = old_names(processing_class, others)
+        check_constructor(model, model_init, optimizers, args, (train_dataset, eval_dataset), compute_metrics)
+        if loss_only is not None:
+            args = dataclasses.replace(args, prediction_loss_only=loss_only)
+        set_seed(args.seed, deterministic=args.full_determinism)
+        if args.tf32 is not None:
+            tf.config.experimental.enable_tensor_float_32_execution(args.tf32)
+        self.model_init, self.compute_loss_func = model_init, compute_loss_func
+        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
+        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one set, not several named ones
+        self.train_dataset, self.eval_dataset = train_dataset, Columns(eval_dataset) if columns else eval_dataset
+        self.data_collator, self.processing_class, self.tb_writer = data_collator, processing_class, tb_writer
+        self.label_names = args.label_names
+        self.optimizer, self.lr_scheduler = optimizers
+        self.train_loss, self.eval_loss, self.memory = LossNote(), LossNote(), MemoryMeter()
+        self.strategy = self._make_strategy(args)
+        writers = [SummaryWriterCallback(tb_writer)] if tb_writer is not None else []
+        given = [*default_callbacks(args), *writers, *map(adapted, callbacks or [])]
+        self._set_up(args, given, processing_class=processing_class)
+        if args.should_save:
+            self._check_output_dir()
+        self._adopt_model(self.call_model_init() if model is None else model)
+        self.setup_wandb()
+        self.setup_comet()
+        self.callback_handler.fire("on_init_end")
+
+    def _make_strategy(self, args: Any) -> Any:
+        return TFStrategy(args.strategy, rank=args.process_index, world_size=args.world_size, xla=args.xla)
+
+    def _adopt_model(self, model: Any) -> None:
+        """Find out what the model takes, and see that its variables belong to the strategy."""
+        info = look_at(model)
+        check_policy(model, POLICIES[self.args.mixed_precision])
+        self.keras_loss = find_keras_loss(model, info.family)
+        if self.strategy.spreads and is_built(model) and not in_scope(model, self.args.strategy):
+            model = rebuilt(model, self.args.strategy, info.family)
+            self.notices.tell_once(
+                "the model was built outside args.strategy.scope(): trainer.model is a copy of it, built inside"
+            )
+        if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
+            model.config.use_cache = self.args.use_cache
+        self.model, self.info = model, info
+        self.model_wrapped = self.strategy.setup_model(model)
+        self._predict = None
+        self.callback_handler.context["model"] = model
+        self._bind_overrides()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A fresh model from `model_init`, built in the strategy's scope."""
+        assert self.model_init is not None
+        with self.strategy.scope():
+            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        if model is None:
+            raise ModelError("model_init() returned None; it must return the model")
+        return model
+
+    @property
+    def global_step(self) -> int:
+        """Updates done; `trainer.state` has the rest."""
+        return self.state.global_step
+
+    @property
+    def epoch_logging(self) -> float:
+        """The fractional epoch."""
+        return float(self.state.epoch or 0.0)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What `processing_class` was called before."""
+        return self.processing_class
+
+    def setup_wandb(self) -> None:
+        """Called when the trainer is made. Numbers go where `report_to` says; override it to start a run yourself."""
+
+    def setup_comet(self) -> None:
+        """Called when the trainer is made. Numbers go where `report_to` says; override it to start a run yourself."""
+
+    # ---- getting ready ----------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **old: Any,
+    ) -> TrainOutput:
+        """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
+        asked = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
+        self._old_checkpoint = old_checkpoint(asked)
+        if self._old_checkpoint is not None:
+            resume_from_checkpoint = False
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old)
+
+    def prepare_training(self, checkpoint: str | None) -> None:
+        args = self.args
+        if not args.skip_memory_metrics:
+            self.memory.start()
+        if self.model_init is not None:
+            set_seed(args.seed)
+            self._adopt_model(self.call_model_init())
+            self.optimizer = self.lr_scheduler = None
+        self.source = self._training_source()
+        self._build_model()
+        if checkpoint is not None:
+            self._load_from_checkpoint(checkpoint)
+        self.plan = self._make_plan(self.source)
+        if checkpoint is not None:
+            self.plan = self.plan_to_go_on(checkpoint)
+        self._start_state()
+        self._prepare_optimizer()
+        self._bind_overrides()
+        self.strategy.full_rows = self.plan.batch_size
+        self.strategy.prepare(
+            self._micro_gradients, self._apply, UpdateRules(args.max_grad_norm, str(args.on_nonfinite))
+        )
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        elif self._old_checkpoint is not None:
+            self._resume_old(self._old_checkpoint)
+        self.check_saving()
+        self.check_metric_name()
+        self._tell_late_events()
+
+    def _build_model(self) -> None:
+        """Call a model that makes its variables when it first sees data, so that there is something to load into."""
+        if is_built(self.model):
+            return
+        with untouched_rng():
+            first = self.source.first()
+        if first is None:
+            return
+        with self.strategy.scope():
+            self.run_model(mapped(ops.convert_to_tensor, first.features), None, False)
+
+    def _start_state(self) -> None:
+        """A fresh state, progress and meter in the objects callbacks already hold."""
+        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
+            for each in dataclasses.fields(fresh):
+                if not each.name.startswith("is_"):
+                    setattr(mine, each.name, getattr(fresh, each.name))
+        plan = self.plan
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
+        self.state.train_batch_size = self.args.train_batch_size
+        self.state.compute_steps(self.args, plan.max_steps)
+        self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
+        self.spikes = SpikeWatch()
+        self._places = {}
+        self.learning_rate = 0.0
+        self._resume_rng = self._stream = self._epoch_rng = None
+        self.work = WorkCounter(self.model, tokens=self.args.include_num_input_tokens_seen)
+
+    def _tell_late_events(self) -> None:
+        late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
+        if late:
+            self.notices.tell_once(f"an update is one compiled call: {' and '.join(late)} come after it, not inside it")
+
+    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        if not self.args.skip_memory_metrics:
+            metrics.update(self.memory.figures(split))
+
+    # ---- updates that were not finite -------------------------------------------------------------------------------
+
+    def write_incident(self, step: int) -> str:
+        place = self._places.get(step)
+        found = self.samples_at(place) if place is not None else None
+        folder = write_incident(
+            working_folder(self.args.output_dir),
+            step=step,
+            sample_ids=found[0] if found else None,
+            batches=found[1] if found else None,
+            model=self.model,
+            run=self._run_again,
+        )
+        return str(folder)
+
+    def _run_again(self, batch: HostBatch) -> tuple[list[Any], Any]:
+        items = tf.constant(float(max(self._compute_nb_instances((batch.features, batch.labels)), 1)))
+        found = tf.function(self._micro_gradients)(_tensors(batch.features), _tensors(batch.labels), None, items)
+        return found[0], found[1]
+
+
+def _tensors(value: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), value)
+
+
+__all__ = ["TFTrainer"]

@@ -1,0 +1,64 @@
+"""Keras on JAX: the losses of PyTorch, the same on one and two devices, and exact resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.frameworks import FRAMEWORKS, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+MISSING = [name for name in ("jax", "keras", "tensorflow") if find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+
+
+def start(folder: Path, devices: int, resume: str = "", dropout: float = 0.0) -> Any:
+    environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+                   "PYTHONPATH": f"{ROOT}/src:{ROOT}", "JAX_PLATFORMS": "cpu"}  # fmt: skip
+    words = [str(folder / "run"), str(folder / f"{bool(resume)}.json"), resume, str(dropout)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.keras_on_jax.run", *words], env=environment, cwd=ROOT, stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+def finished(process: Any, folder: Path, resume: bool = False) -> dict[str, Any]:
+    try:
+        _, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads((folder / f"{resume}.json").read_text())
+
+
+def test_jax_takes_the_steps_of_torch_on_one_and_two_devices_and_resumes_exactly(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two", "dropout")]
+    for folder in folders:
+        folder.mkdir()
+    started = [start(folders[0], 1), start(folders[1], 2), start(folders[2], 2, dropout=0.3)]
+    one, two, dropped = (finished(each, folder) for each, folder in zip(started, folders, strict=True))
+    resumed = start(folders[2], 2, str(folders[2] / "run" / "checkpoint-3"), 0.3)
+    torch = FRAMEWORKS["torch"]
+    trainer = torch.trainer(
+        tmp_path / "torch", torch.net(), rows(26), evaluation=rows(7), per_device_train_batch_size=6,
+        gradient_accumulation_steps=2, num_train_epochs=2, weight_decay=0.1, warmup_steps=2, save_strategy="no",
+        eval_strategy="steps", eval_steps=4, seed=42,
+    )  # fmt: skip
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert (one["devices"], two["devices"], len(losses)) == (1, 2, 6)
+    for found in (one, two):
+        assert found["loss"] == pytest.approx(losses, rel=1e-4)
+        assert [row[0] for row in found["eval"]] == pytest.approx(evaluated, rel=1e-3)
+        assert all(row[1] == 7 for row in found["eval"])
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    again = finished(resumed, folders[2], resume=True)
+    assert again["weights"] == dropped["weights"] and again["loss"] == dropped["loss"]

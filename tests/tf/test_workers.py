@@ -1,0 +1,73 @@
+"""Two worker processes on this machine train as one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .tools import MARKS
+
+pytestmark = MARKS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_ports(number: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(number)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def start(folder: Path, rank: int | None, workers: list[str], size: int, **more: str) -> Any:
+    environment = {**os.environ, "SIZE": str(size), "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": f"{ROOT}/src:{ROOT}",
+                   "TF_CPP_MIN_LOG_LEVEL": "3", **more}  # fmt: skip
+    if rank is not None:
+        cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
+        environment["TF_CONFIG"] = json.dumps(cluster)
+    log = open(folder.parent / f"{folder.name}-{rank}.log", "wb")
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.tf.worker", str(folder), f"{folder}-{rank}.json"],
+        env=environment, stdout=log, stderr=log, cwd=ROOT,
+    )  # fmt: skip
+
+
+def finish(processes: list[Any], folder: Path) -> list[dict[str, Any]]:
+    try:
+        codes = [each.wait(timeout=240) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.parent.glob("*.log")))
+    assert codes == [0] * len(codes), logs
+    return [json.loads(path.read_text()) for path in sorted(folder.parent.glob(f"{folder.name}-*.json"))]
+
+
+def test_two_workers_equal_one_process(tmp_path: Path) -> None:
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    alone = start(tmp_path / "one" / "run", None, [], 4)
+    both = [start(tmp_path / "two" / "run", rank, workers, 2) for rank in range(2)]
+    (one,) = finish([alone], tmp_path / "one" / "run")
+    first, second = finish(both, tmp_path / "two" / "run")
+    assert (first["world"], second["world"], first["replicas"]) == ([0, 2], [1, 2], 2)
+    for each in (first, second):
+        assert each["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert each["norm"] == pytest.approx(one["norm"], rel=1e-4)
+        assert each["weights"] == pytest.approx(one["weights"], rel=1e-4)
+        assert each["eval"][0] == pytest.approx(one["eval"][0], rel=1e-4) and each["eval"][0][1] == 7
+        assert each["predictions"][0] == pytest.approx(one["predictions"][0], rel=1e-3, abs=1e-5)
+        assert len(each["predictions"]) == 5
+    checkpoints = sorted(path.name for path in (tmp_path / "two" / "run").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-5"]
