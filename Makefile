@@ -14,7 +14,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
-BENCHMARKS ?= overhead checkpoint layouts
+BENCHMARKS ?= overhead checkpoint layouts scaling
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -24,7 +24,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
 PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
-         tensorflow-cpu==2.21.0 jax
+         tensorflow-cpu==2.21.0 jax ray
 # Without what they ask for: tf-keras would bring a second, larger TensorFlow.
 ALONE := tf-keras==2.21.0
 

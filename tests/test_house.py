@@ -26,6 +26,7 @@ ALLOWED = {"core": {"numpy"}, "args": {"yaml"}}
 BELOW = {
     "args": {"args", "errors", "notices"},
     "core": {"core", "args", "errors", "notices"},
+    "launch": {"launch", "core", "args", "errors", "notices"},
     "speed": {"speed", "core", "args", "errors", "notices"},
     "callbacks": {"callbacks", "reporters", "core", "args", "errors", "notices"},
     "reporters": {"reporters", "callbacks", "core", "args", "errors", "notices"},

@@ -93,6 +93,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "NotAvailable",
         "OutputError",
         "OverrideError",
+        "PeerError",
         "UnknownArgument",
     ),
 }
@@ -283,6 +284,7 @@ if TYPE_CHECKING:
         NotAvailable as NotAvailable,
         OutputError as OutputError,
         OverrideError as OverrideError,
+        PeerError as PeerError,
         UnknownArgument as UnknownArgument,
     )
     from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments

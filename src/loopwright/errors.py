@@ -11,6 +11,7 @@ LoopwrightError
  ├─ MetricError (KeyError)             a metric was asked for that evaluation does not produce
  ├─ NonFiniteError (ArithmeticError)   loss or gradients became NaN or infinite and the run was asked to stop
  ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not fit the model
+ ├─ PeerError (RuntimeError)           another process of the run failed, with its error
  └─ OutputError (OSError)              the output folder cannot be written
 """
 
@@ -83,3 +84,7 @@ class CheckpointError(LoopwrightError, OSError):
 
 class OutputError(LoopwrightError, OSError):
     """The output folder cannot be created or written."""
+
+
+class PeerError(LoopwrightError, RuntimeError):
+    """Another process of this run stopped with an error, so this one cannot go on."""

@@ -95,10 +95,10 @@ def test_all_problems_are_reported_together():
             bf16=True,
             learning_rate="fast",
             past_index=3,
-            fsdp="full_shard",
+            fsdp="full_shart",
         )
     assert len(caught.value.problems) == 6
-    words = ("per_device_train_batch_size=0", "'stps'", "fp16 and bf16", "'fast'", "past_index=3", "fsdp='full_shard'")
+    words = ("per_device_train_batch_size=0", "'stps'", "fp16 and bf16", "'fast'", "past_index=3", "'full_shart'")
     assert [word for word in words if word not in str(caught.value)] == []
 
 

@@ -43,14 +43,13 @@ BECOMES = [
     ({"use_mps_device": True}, {}),
     ({"use_ipex": True}, {}),
     ({"use_legacy_prediction_loop": True}, {}),
+    ({"fsdp_min_num_params": 100}, {"fsdp_config": {"min_num_params": 100}}),
+    ({"fsdp_transformer_layer_cls_to_wrap": "Block"}, {"fsdp_config": {"transformer_layer_cls_to_wrap": "Block"}}),
 ]
 NOT_AVAILABLE = {
     "tpu_metrics_debug": (True, "debug=['tpu_metrics_debug']"),
-    "fsdp_min_num_params": (100, "fsdp_config={'min_num_params': 100}"),
-    "fsdp_transformer_layer_cls_to_wrap": ("Block", "fsdp_config={'transformer_layer_cls_to_wrap': 'Block'}"),
-    "dispatch_batches": (True, "accelerator_config={'dispatch_batches': True}"),
-    "split_batches": (True, "accelerator_config={'split_batches': True}"),
 }
+UNSUITED = ("dispatch_batches", "split_batches")
 REFUSED = {
     "jit_mode_eval": True,
     "past_index": 0,
@@ -98,7 +97,7 @@ OLD_DEFAULTS = {
 
 
 def test_the_cases_below_cover_the_whole_table():
-    tried = {name for given, _ in BECOMES for name in given} | set(NOT_AVAILABLE) | set(REFUSED)
+    tried = {name for given, _ in BECOMES for name in given} | set(NOT_AVAILABLE) | set(REFUSED) | set(UNSUITED)
     assert set(OLD) - tried == set() and set(OLD) == set(OLD_DEFAULTS)
 
 
@@ -118,6 +117,12 @@ def test_an_old_name_for_something_missing_says_so_under_its_new_name(name):
     with pytest.raises(NotAvailable) as caught:
         BaseArguments(**{name: value})
     assert str(caught.value) == f"{shown}: not available yet, see docs/availability.md"
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_an_old_name_for_something_that_does_not_fit_says_so_under_its_new_name(name):
+    with pytest.raises(ArgumentsError, match=f"accelerator_config: {name}=True"):
+        BaseArguments(**{name: True})
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -36,20 +36,11 @@ BROKEN = {
     },
     "low_rank_optimizers_need_targets": {"optim": "apollo_adamw"},
     "trackers_exist": {"report_to": ["tensorbord"]},
+    "sharding_makes_sense": {"fsdp": "full_shart"},
+    "parallel_sizes_make_sense": {"parallelism_config": {"tp": 2}},
+    "batches_are_spread_one_way": {"accelerator_config": {"split_batches": True}},
 }
 UNAVAILABLE = [
-    ("fsdp", True),
-    ("fsdp", "full_shard auto_wrap"),
-    ("fsdp_config", {"version": 2}),
-    ("fsdp_config", '{"version": 2}'),
-    ("deepspeed", {"zero_optimization": {"stage": 2}}),
-    ("parallelism_config", {"tp_size": 2}),
-    ("accelerator_config", {"split_batches": True}),
-    ("accelerator_config", {"dispatch_batches": False}),
-    ("accelerator_config", {"use_seedable_sampler": False}),
-    ("accelerator_config", {"use_configured_state": True}),
-    ("accelerator_config", {"gradient_accumulation_kwargs": {"num_steps": 2}}),
-    ("eval_use_gather_object", True),
     ("push_to_hub", True),
     *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
     ("use_liger_kernel", True),
@@ -76,6 +67,11 @@ AVAILABLE = [
     {"speed": "max", "per_device_train_batch_tokens": 4096},
     {"packing": "across_updates", "per_device_train_batch_tokens": 4096},
     {"fsdp": "", "fsdp_config": {}},
+    {"fsdp": True},
+    {"fsdp": "full_shard auto_wrap", "fsdp_config": '{"version": 2}'},
+    {"deepspeed": {"zero_optimization": {"stage": 2}}},
+    {"parallelism_config": {"tp_size": 2}},
+    {"eval_use_gather_object": True},
     {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "epoch"},
     {"num_train_epochs": 0, "max_steps": 5},
     {"logging_strategy": "no", "logging_steps": 0},
@@ -126,13 +122,13 @@ def test_what_is_there_is_accepted(given):
 
 
 def test_several_missing_things_are_listed_together():
-    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*fsdp=True(.|\n)*report_to="):
-        BaseArguments("out", fsdp=True, report_to=["wandb", "tensorboard"])
+    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*push_to_hub=True(.|\n)*report_to="):
+        BaseArguments("out", push_to_hub=True, report_to=["wandb", "tensorboard"])
 
 
 def test_missing_things_come_with_other_problems():
     with pytest.raises(ArgumentsError) as caught:
-        BaseArguments("out", fsdp=True, seed=-1)
+        BaseArguments("out", push_to_hub=True, seed=-1)
     assert len(caught.value.problems) == 2
 
 
@@ -173,6 +169,9 @@ IDLE_CASES = [
     ),
     ({"dataloader_in_order": False}, ["dataloader_in_order"]),
     ({"accelerator_config": {"even_batches": False}}, ["accelerator_config.even_batches"]),
+    ({"accelerator_config": {"dispatch_batches": False}}, ["accelerator_config.dispatch_batches"]),
+    ({"fsdp_config": {"version": 2}}, ["fsdp_config"]),
+    ({"eval_use_gather_object": True}, ["eval_use_gather_object"]),
     ({"generation_num_beams": 2}, ["generation_num_beams"]),
     ({"generation_num_beams": 2, "predict_with_generate": True}, []),
     ({}, []),
@@ -192,3 +191,18 @@ def test_plain_arguments_know_no_generation():
 def test_with_several_processes_their_options_count(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert BaseArguments("out", ddp_timeout=10, save_on_each_node=True).without_effect() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"split_batches": True}, "divide it yourself"),
+        ({"dispatch_batches": True}, "loads its own batches"),
+        ({"use_seedable_sampler": False}, "function of the seed"),
+        ({"use_configured_state": True}, "no accelerator state"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "gradient_accumulation_steps says how many"),
+    ],
+)
+def test_ways_of_spreading_batches_that_do_not_fit_say_why(given, words):
+    with pytest.raises(ArgumentsError, match=words):
+        BaseArguments("out", accelerator_config=given)

@@ -86,3 +86,10 @@ def test_the_command_itself_imports_no_framework():
     code = "import sys; from loopwright.cli.main import main; main(['version']); print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_the_readme_lists_every_command():
+    from pathlib import Path
+
+    table = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    assert not [name for name in cli.COMMANDS if f"`loopwright {name}`" not in table]

@@ -50,7 +50,7 @@ def test_a_stream_lasts_as_long_as_its_steps() -> None:
 
 
 def test_more_processes_make_larger_updates() -> None:
-    plan = make_plan(batch_size=2, accumulation=3, batches_per_epoch=6, examples=36, max_steps=-1, num_train_epochs=1,
+    plan = make_plan(batch_size=2, accumulation=3, batches_per_epoch=18, examples=36, max_steps=-1, num_train_epochs=1,
                      world_size=3)  # fmt: skip
     assert (plan.total_batch_size, plan.max_steps, plan.train_samples) == (18, 2, 36)
 

@@ -81,6 +81,10 @@ ELSEWHERE = {
     "save_total_limit": "tests/pt/test_resume_basic.py::test_save_total_limit_keeps_the_newest",
     "save_only_model": "tests/pt/test_resume_basic.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
     "use_cache": "tests/pt/test_constructor.py::test_the_cache_of_a_model_is_switched_as_asked",
+    "fsdp": "tests/distributed/test_contract.py::test_fsdp_ends_with_the_weights_of_one_process",
+    "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
+    "parallelism_config": "tests/distributed/test_contract.py::test_models_that_carry_a_plan_need_no_other",
+    "deepspeed": "tests/distributed/test_contract.py::test_deepspeed_ends_with_the_weights_of_one_process",
     "logging_dir": "tests/reporters/test_tensorboard.py::test_a_resumed_run_has_each_step_once",
 }
 """Arguments whose effect another file shows."""
@@ -91,6 +95,7 @@ STORED = {"do_train", "do_eval", "do_predict", "local_rank"}
 ONE_PROCESS = {
     "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend",
     "ddp_timeout", "average_tokens_across_devices", "log_on_each_node", "log_level_replica", "save_on_each_node",
+    "eval_use_gather_object",
 }  # fmt: skip
 """About several processes: kept, and listed as having no effect on one."""
 
@@ -112,7 +117,7 @@ def test_every_argument_is_accounted_for_once() -> None:
     nowhere = [name for name, where in found.items() if not where]
     assert not nowhere, f"accepted, and nothing shows an effect: {', '.join(nowhere)}"
     # What raises only for some of its values has an effect for the others.
-    partly = {"report_to", "accelerator_config", "train_sampling_strategy"}
+    partly = {"report_to", "train_sampling_strategy"}
     twice = {name: where for name, where in found.items() if len(where) > 1 and name not in partly}
     assert not twice
     assert partly <= {name for name, where in found.items() if len(where) > 1 and "not available" in where}
@@ -138,7 +143,8 @@ OTHER_VALUES: dict[str, Any] = {
     "do_train": True, "do_eval": True, "do_predict": True, "local_rank": 0, "ddp_find_unused_parameters": True,
     "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": True, "ddp_static_graph": True, "ddp_backend": "gloo",
     "ddp_timeout": 5, "average_tokens_across_devices": False, "log_on_each_node": False, "log_level_replica": "error",
-    "save_on_each_node": True, "hub_token": "secret", "hub_private_repo": True, "hub_model_id": "me/mine",
+    "save_on_each_node": True, "eval_use_gather_object": True, "hub_token": "secret", "hub_private_repo": True,
+    "hub_model_id": "me/mine",
     "hub_strategy": "end", "hub_always_push": True, "hub_revision": "branch", "project": "mine",
     "trackio_space_id": "me/space", "trackio_bucket_id": "bucket", "trackio_static_space_id": "me/static",
 }  # fmt: skip
@@ -154,8 +160,6 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 
 ASKS: dict[str, Any] = {
-    "fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "deepspeed": {"zero": 1},
-    "parallelism_config": {"tp": 2}, "accelerator_config": {"split_batches": True}, "eval_use_gather_object": True,
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
     "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
     "checkpoint_format": "transformers",

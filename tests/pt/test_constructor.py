@@ -327,8 +327,12 @@ def test_named_evaluation_sets() -> None:
     assert "eval_loss" in trainer.evaluate("small")
 
 
-def test_one_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_of_several_processes_that_cannot_find_the_others_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(loopwright.NotAvailable, match="one of 2"):
-        loopwright.Trainer(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path)))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(loopwright.ArgumentsError, match="MASTER_ADDR, MASTER_PORT is not set"):
+        loopwright.Trainer(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path), use_cpu=True))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .distributed import AcceleratorConfig
 from .problems import Problems, shown
 from .tracking import SERVED, TRACKERS
 
@@ -25,39 +24,11 @@ class Missing:
     when: str = "set"
 
 
-def _other_than_default(*keys: str) -> Callable[[Any], Any]:
-    default = AcceleratorConfig()
-
-    def asked(config: Any) -> dict[str, Any]:
-        values = {key: getattr(config, key) for key in keys}
-        return {key: value for key, value in values.items() if value != getattr(default, key)}
-
-    return asked
-
-
 def _only(name: str) -> Callable[[Any], Any]:
     return lambda value: value if value == name else None
 
 
-ACCELERATOR_KEYS = (
-    "split_batches",
-    "dispatch_batches",
-    "use_seedable_sampler",
-    "use_configured_state",
-    "gradient_accumulation_kwargs",
-)
-
 MISSING: dict[str, Missing] = {
-    "fsdp": Missing("sharding with FSDP"),
-    "fsdp_config": Missing("sharding with FSDP"),
-    "deepspeed": Missing("DeepSpeed"),
-    "parallelism_config": Missing("parallelism over several devices"),
-    "accelerator_config": Missing(
-        "spreading batches over processes",
-        _other_than_default(*ACCELERATOR_KEYS),
-        "one of " + ", ".join(ACCELERATOR_KEYS),
-    ),
-    "eval_use_gather_object": Missing("gathering objects from several processes"),
     "push_to_hub": Missing("pushing to the Hub"),
     "report_to": Missing(
         "sending numbers to this tracker",

@@ -65,3 +65,20 @@ def read_accelerator_config(given: Any) -> AcceleratorConfig:
     if unknown:
         raise ValueError(f"has no key {unknown[0]!r}{nearest(unknown[0], known)} (keys: {', '.join(known)})")
     return AcceleratorConfig(**values)
+
+
+UNSUITED: dict[str, tuple[Any, str]] = {
+    "split_batches": (True, "per_device_train_batch_size is always that of one process; divide it yourself"),
+    "dispatch_batches": (True, "every process loads its own batches; leave it at None"),
+    "use_seedable_sampler": (False, "the order of samples is always a function of the seed; leave it at True"),
+    "use_configured_state": (True, "there is no accelerator state here to be configured; leave it at False"),
+}
+"""Keys with a value that cannot be honoured, and why."""
+
+
+def unsuited(config: AcceleratorConfig) -> list[str]:
+    """What a configuration asks for that does not fit."""
+    found = [f"{key}={value!r}: {why}" for key, (value, why) in UNSUITED.items() if getattr(config, key) == value]
+    if config.gradient_accumulation_kwargs:
+        found.append("gradient_accumulation_kwargs: gradient_accumulation_steps says how many; leave it out")
+    return found

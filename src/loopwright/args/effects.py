@@ -48,9 +48,11 @@ IDLE = (
             "log_on_each_node",
             "log_level_replica",
             "save_on_each_node",
+            "eval_use_gather_object",
         ),
         _one_process,
     ),
+    Idle(("fsdp_config",), lambda args: not args.fsdp),
     Idle(
         ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
         lambda args: not args.push_to_hub,
@@ -96,4 +98,6 @@ def without_effect(args: Any) -> list[str]:
     changed = [name for name in idle if name in known and getattr(args, name) != known[name].default]
     if _one_process(args) and not args.accelerator_config.even_batches:
         changed.append("accelerator_config.even_batches")
+    if args.accelerator_config.dispatch_batches is False:
+        changed.append("accelerator_config.dispatch_batches")
     return changed

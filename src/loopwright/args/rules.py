@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from .derive import METRIC_SCHEDULES
+from .distributed import read_accelerator_config, unsuited
 from .field import nearest
 from .names import IntervalStrategy, SaveStrategy
 from .problems import Problems, shown
+from .sharding import read_fsdp, read_parallelism, wants_fsdp
 from .tracking import SERVED, TRACKERS, third_party
 
 Rule = Callable[[Any], "str | None"]
@@ -181,3 +183,32 @@ def trackers_exist(args: Any) -> str | None:
         names = ", ".join(sorted(known))
         return f"report_to: {unknown[0]!r} is not a tracker{nearest(unknown[0], known)} (known: {names})"
     return None
+
+
+@rule("fsdp", "fsdp_config")
+def sharding_makes_sense(args: Any) -> str | None:
+    """FSDP's options are known ones."""
+    if args.fsdp_config is None and not wants_fsdp(args):
+        return None
+    try:
+        read_fsdp(args.fsdp, args.fsdp_config)
+    except (TypeError, ValueError) as error:
+        return f"fsdp, fsdp_config: {error}"
+    return None
+
+
+@rule("parallelism_config")
+def parallel_sizes_make_sense(args: Any) -> str | None:
+    """Parallel dimensions are known ones, with whole sizes."""
+    try:
+        read_parallelism(args.parallelism_config)
+    except (TypeError, ValueError) as error:
+        return f"parallelism_config: {error}"
+    return None
+
+
+@rule("accelerator_config")
+def batches_are_spread_one_way(args: Any) -> str | None:
+    """Some ways of spreading batches have no counterpart here."""
+    found = unsuited(read_accelerator_config(args.accelerator_config))
+    return f"accelerator_config: {'; '.join(found)}" if found else None

@@ -19,6 +19,7 @@ from .metrics import better, full_name, readable, table, write_results
 from .outputs import speed_metrics
 from .overrides import adapt
 from .pace import Pace
+from .record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
@@ -184,6 +185,7 @@ class Acting:
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
         logger.warning(f"stopped by {self.signals.received} after saving step {step}; start again to go on")
+        note_stop()
         self.signals.chained()
         raise SystemExit(STOPPED_AFTER_SAVING)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..args.places import working_folder
-from ..errors import DataError, NotAvailable
+from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
 from .batches import Place, Update
@@ -21,7 +23,7 @@ from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .pace import Pace
 from .plan import Plan
-from .record import write_record
+from .record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
@@ -43,6 +45,9 @@ class BaseTrainer(Acting):
     _places: dict[int, Place]
     model_wrapped: Any = None
     is_in_train: bool = False
+    handler_class: type[CallbackHandler] = CallbackHandler
+    is_alone: bool = True
+    """Whether this process holds all the data of an update."""
     _undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
@@ -58,7 +63,7 @@ class BaseTrainer(Acting):
         self._places = {}
         self.progress = Progress()
         self.pace = Pace()
-        self.callback_handler = CallbackHandler(
+        self.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
@@ -89,9 +94,9 @@ class BaseTrainer(Acting):
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self)
         self._check_output_dir()
+        checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        checkpoint = self.checkpoints.find(resume_from_checkpoint)
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
             self.notices.tell_once(
@@ -100,7 +105,7 @@ class BaseTrainer(Acting):
             )
         self.is_in_train = True
         try:
-            with self.signals:
+            with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self._start_clock()
                 run_training(self)
@@ -111,6 +116,28 @@ class BaseTrainer(Acting):
             self.release_data()
             self.callback_handler.leave_training()
             self.is_in_train = False
+
+    def watched(self) -> AbstractContextManager[Any]:
+        """While entered, several processes see where each of them stands; one alone needs no watching."""
+        return nullcontext()
+
+    def _find_checkpoint(self, request: str | bool | None) -> str | None:
+        """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
+        if self.is_alone:
+            return self.checkpoints.find(request)
+        found: str | None = None
+        problem: Exception | None = None
+        if self.strategy.rank == 0:
+            try:
+                found = self.checkpoints.find(request)
+            except LoopwrightError as error:
+                problem = error
+        found, problem = self.strategy.broadcast((found, problem))
+        if problem is not None:
+            raise problem
+        if self.strategy.agree(found is not None and not os.path.isdir(found)):
+            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+        return found
 
     def release_data(self) -> None:
         """Let go of whatever loads the training data."""
@@ -130,6 +157,10 @@ class BaseTrainer(Acting):
         """The update made of these micro-batches, its targets counted."""
         raise NotImplementedError
 
+    def share_update(self, batches: list[Any]) -> Update | None:
+        """This process's part of an update, or None when no process has any data left."""
+        raise NotImplementedError
+
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
         self._held, self._undone = None, False
@@ -143,16 +174,22 @@ class BaseTrainer(Acting):
             micro_batches = self._next_batches(batches)
             pace.last_wait = clock() - asked
             pace.waited += pace.last_wait
-            if not micro_batches:
+            if self.is_alone:
+                if not micro_batches:
+                    break
+                update = self.make_update(micro_batches)
+            elif (shared := self.share_update(micro_batches)) is None:
                 break
+            else:
+                update = shared
             found = True
-            yield self.make_update(micro_batches)
+            yield update
         if not found:
             self._no_batches(epoch)
 
     def _may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
-        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size)
+        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
@@ -292,6 +329,17 @@ class BaseTrainer(Acting):
             self._load_best_model()
         self.callback_handler.fire("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
+
+    def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
+        """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
+        restarted = is_restart(read_record(working_folder(self.args.output_dir)))
+        if request is not False and self.strategy.agree(restarted):
+            newest = self._find_checkpoint("auto")
+            if newest is not None:
+                if self.args.should_log:
+                    logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                return newest
+        return self._find_checkpoint(request)
 
     def _resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:

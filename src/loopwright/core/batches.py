@@ -36,13 +36,17 @@ class Update:
     """The sum of the samples' squared lengths, which attention's work goes by."""
     counted: bool = False
     """Whether the items are targets found in the labels; otherwise they are samples."""
+    shared: bool = False
+    """Whether other processes hold a part of this update: `total_items` is then the mean over all of them."""
+    real: int | None = None
+    """How many of the micro-batches are this process's data; those after them count for nothing. None: all."""
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def share(self, index: int) -> Any:
         """The part of the update's targets that this micro-batch holds."""
-        if len(self.batches) == 1:
+        if len(self.batches) == 1 and not self.shared:
             return 1
         return self.items[index] / self.total_items
 

@@ -28,8 +28,12 @@ class Reading:
 class Meter:
     """Collects one loss (and gradient norm) per update without waiting for the device."""
 
-    def __init__(self, read: Read, *, filter_nonfinite: bool) -> None:
+    def __init__(
+        self, read: Read, *, filter_nonfinite: bool, mean: Callable[[list[float]], list[float]] | None = None
+    ) -> None:
         self._read = read
+        self._mean = mean
+        """The mean of each number over all processes; None when there is one process."""
         self._filter = filter_nonfinite
         self._losses: list[Any] = []
         self._norms: list[Any] = []
@@ -58,6 +62,8 @@ class Meter:
         losses, norms = self._losses, self._norms
         self._losses, self._norms, self._waiting = [], [], 0
         values = self._read([*losses, *[norm for norm in norms if norm is not None]])  # a list: no call per update
+        if self._mean is not None:  # a loss is this process's part of it; a norm is the same everywhere
+            values[: len(losses)] = self._mean(values[: len(losses)])
         if len(values) == 2 * len(losses) and math.isfinite(sum(values)):
             self._take_finite(values, len(losses))
             return

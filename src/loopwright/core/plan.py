@@ -16,7 +16,7 @@ class Plan:
     accumulation: int
     world_size: int
     batches_per_epoch: int | None
-    """Micro-batches of one process in an epoch; None when the data has no length."""
+    """Micro-batches of all processes in an epoch; None when the data has no length."""
     examples: int | None
     updates_per_epoch: int
     max_steps: int
@@ -45,7 +45,7 @@ class Plan:
 
     def epoch_after(self, epoch: int, batches: int) -> float:
         """The fractional epoch once `batches` micro-batches of epoch `epoch` are done."""
-        return epoch + batches / (self.batches_per_epoch or self.max_steps * self.accumulation)
+        return epoch + batches / (self.batches_per_epoch or self.max_steps * self.accumulation * self.world_size)
 
 
 def make_plan(
@@ -63,7 +63,7 @@ def make_plan(
         updates, epochs = max_steps, sys.maxsize
     else:
         # The last window of an epoch may be short and still makes an update.
-        updates = max(math.ceil(batches_per_epoch / accumulation), 1)
+        updates = max(math.ceil(batches_per_epoch / (accumulation * world_size)), 1)
         max_steps = max_steps if max_steps > 0 else math.ceil(num_train_epochs * updates)
         epochs = math.ceil(max_steps / updates)
     return Plan(

@@ -72,16 +72,20 @@ class ResumingMethods(BaseTrainer):
         folder, plan, args = Path(checkpoint), self.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
-        before, sizes = read_json(folder / ARGUMENTS), self._sizes_of_updates()
-        if args.max_steps > 0 or all(before.get(name) == getattr(args, name) for name in sizes):
+        if args.max_steps > 0 or self._updates_are_as_large(folder):
             return plan
         progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
-        left = -(-self._batches_left(progress) // plan.accumulation)
+        left = -(-self._batches_left(progress) // (plan.accumulation * plan.world_size))
         done = plan.updates_before(progress.epoch + 1) - left
         self.notices.tell_once(
             f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
         )
         return dataclasses.replace(plan, max_steps=step + plan.max_steps - done)
+
+    def _updates_are_as_large(self, folder: Path) -> bool:
+        """Whether updates have the size of those of the run that saved a checkpoint."""
+        before = read_json(folder / ARGUMENTS)
+        return all(before.get(name) == getattr(self.args, name) for name in self._sizes_of_updates())
 
     def _batches_left(self, progress: Progress) -> int:
         """Micro-batches of this run's size in the rest of the epoch."""
@@ -99,7 +103,11 @@ class ResumingMethods(BaseTrainer):
             self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
-        self.load_part_states(document.get("parts", {}))
+        self.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
+
+    def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
+        """What this process itself had put aside, where each of several did."""
+        return {}
 
     def _adopt_state(self, saved: TrainerState) -> None:
         """Take over a saved state, but keep this run's own length and intervals."""

@@ -6,8 +6,10 @@ finish and then raises KeyboardInterrupt as usual. A second signal does at once 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -23,6 +25,30 @@ WATCHED = tuple(
 )
 
 
+ECHO = 5.0
+"""Seconds in which a second signal under a launcher is taken for the first one again."""
+
+LINGER = 60
+"""Seconds a loader worker lives on after a SIGTERM."""
+
+
+def outlive_signals(worker: int) -> None:
+    """In a loader worker: let a signal to all processes pass, since the update it loads for is finished and saved.
+
+    A launcher or scheduler signals whole process groups. The main process ends its workers when it leaves; one that
+    was told to stop and is not ended within a minute ends by itself.
+    """
+    for name in ("SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, _linger)
+
+
+def _linger(number: int, frame: FrameType | None) -> None:
+    signal.alarm(LINGER)
+
+
 class Interrupted(BaseException):
     """Leaves an evaluation or an unfinished update after a signal; never reaches the user."""
 
@@ -34,8 +60,13 @@ class SignalWatch:
         self.received: str | None = None
         self.chained: Callable[[], Any] = lambda: None
         """The handler that was there before ours, still to be called."""
+        self.shared = False
+        """Whether a signal counts only once all processes of the run have heard of it."""
+        self.noted: str | None = None
+        """The signal this process got, whether the others know of it or not."""
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
+        self._first = 0.0
 
     @property
     def wants_save(self) -> bool:
@@ -43,7 +74,7 @@ class SignalWatch:
         return self.received in SAVING
 
     def __enter__(self) -> SignalWatch:
-        self.received, self.chained = None, lambda: None
+        self.received, self.noted, self.chained = None, None, lambda: None
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
             for number in WATCHED:
@@ -59,12 +90,31 @@ class SignalWatch:
         self._earlier = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.noted is not None:
+            self._note_again(number)
+            return
         earlier = self._earlier.get(number)
-        self.received = signal.Signals(number).name
-        self._restore()
-        if self.received == "SIGINT":
+        self.noted = signal.Signals(number).name
+        if not self.shared:
+            self.received = self.noted
+        self._first = time.monotonic()
+        if not _is_launched():
+            self._restore()
+        if self.noted == "SIGINT":
             logger.warning("interrupted: this update is finished first; again to stop now")
             return
-        logger.warning(f"{self.received} received: the run saves its last finished update and stops; again to stop now")
+        logger.warning(f"{self.noted} received: the run saves its last finished update and stops; again to stop now")
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving: it may well leave
+
+    def _note_again(self, number: int) -> None:
+        """A scheduler signals every process of a job, and a launcher passes on what it got: that is one signal."""
+        if time.monotonic() - self._first < ECHO:
+            return
+        self._restore()
+        os.kill(os.getpid(), number)
+
+
+def _is_launched() -> bool:
+    """Whether an agent above this process passes signals on to it."""
+    return "TORCHELASTIC_RUN_ID" in os.environ

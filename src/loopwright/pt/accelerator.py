@@ -45,9 +45,11 @@ class AcceleratorFace:
         return self._strategy.forward_context()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return nullcontext()
+        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        if self._strategy.is_sharded:
+            return self._strategy.clip_gradients(max_norm, want_norm=True)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def gather(self, values: Any) -> Any:

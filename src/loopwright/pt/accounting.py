@@ -28,6 +28,7 @@ class LossAccounting:
         self._guessed_shift = guessed_shift
         self._shift: bool | None = None
         self._share: Any = None
+        self._idle = False
         self.summed: Any = None
         """The counts of (sum, count) losses, which the update's gradients are to be divided by."""
 
@@ -37,6 +38,11 @@ class LossAccounting:
     def shifts(self) -> bool:
         """Whether the loss leaves out the first target of each row."""
         return self._guessed_shift if self._shift is None else self._shift
+
+    @property
+    def undecided_shift(self) -> bool:
+        """Whether it is still a guess which targets the loss counts."""
+        return self._shift is None
 
     def learn(self, inputs: Any, probe: LossProbe) -> None:
         """Compute the loss of one batch a few times to see which targets it counts and how it is scaled.
@@ -98,6 +104,7 @@ class LossAccounting:
         """Note the share of a micro-batch; returns the num_items_in_batch its loss is told."""
         if index == 0:
             self.summed = self._share = None
+        self._idle = update.real is not None and index >= update.real
         if not update.items:
             return None
         self._share = update.share(index) if self.kind in (LossKind.MEAN, LossKind.MIXED, None) else None
@@ -110,6 +117,7 @@ class LossAccounting:
         """The loss times the micro-batch's share of the update's targets; a (sum, count) pair is noted."""
         if type(loss) in (tuple, list):
             loss, count = loss
+            count = 0 * count if self._idle else count
             self.kind, self._share = LossKind.SUM, None
             self.summed = count if self.summed is None else self.summed + count
         if type(loss) is not Tensor or loss.ndim:
@@ -120,6 +128,7 @@ class LossAccounting:
         """The update's loss; gradients of summed losses are divided by all their counts, once."""
         if self.summed is None:
             return loss
+        self.summed = strategy.total(self.summed)
         strategy.scale_gradients(1 / self._all_counts(loss))
         return self.divided(loss)
 

@@ -5,6 +5,8 @@ torch is imported when a device is asked for, not before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,24 @@ class TrainingArguments(BaseArguments):
     def n_gpu(self) -> int:
         """Accelerators this process uses: one, or none on the CPU. There is no DataParallel."""
         return 0 if self.device.type == "cpu" else 1
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        """Let the main process (of each machine, or of all) do something before the others."""
+        if self.world_size == 1:
+            yield
+            return
+        from .strategies.group import open_processes
+
+        processes = open_processes(self.device, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
+        is_first = (self.local_process_index if local else self.process_index) == 0
+        if not is_first:
+            processes.host.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                processes.host.barrier()
 
     @property
     def place_model_on_device(self) -> bool | None:

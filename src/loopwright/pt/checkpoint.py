@@ -179,6 +179,11 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool
     return model
 
 
+def holds_whole_model(folder: Path) -> bool:
+    """Whether a folder has weights that are not in the shards of several processes."""
+    return any((folder / name).is_file() for name in (INDEX, MODEL, ADAPTER))
+
+
 def _read_model(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX).is_file():
         files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())

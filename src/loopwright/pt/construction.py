@@ -11,7 +11,7 @@ from torch import nn
 from ..args.base import BaseArguments
 from ..args.field import nearest
 from ..core.evaluation import needs_compute_result
-from ..errors import ArgumentsError, NotAvailable, UnknownArgument
+from ..errors import ArgumentsError, UnknownArgument
 from ..notices import logger
 from .collators import DataCollatorWithPadding, default_data_collator
 from .loaders import has_length
@@ -48,11 +48,6 @@ def check_constructor(
 ) -> None:
     """Everything that is wrong with the constructor's arguments, at once."""
     _check_kinds(args, optimizers)
-    if args.world_size > 1:
-        raise NotAvailable(
-            f"this process is one of {args.world_size} (WORLD_SIZE), and training on several processes is not "
-            "available yet, see docs/availability.md; start the script without a launcher"
-        )
     train, evaluation = datasets
     problems = []
     if (model is None) == (model_init is None):

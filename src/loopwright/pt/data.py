@@ -31,6 +31,7 @@ from .loaders import (
 from .loss import count_samples
 from .packing import packed_plan, packed_sampler, packed_samples
 from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from .shares import Share, batches_of_all, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 
 
@@ -49,6 +50,9 @@ class DataMethods(BaseTrainer):
     _ordered: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
     _batches_are_theirs: bool = False
+    _kept_accumulation: int | None = None
+    """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
+    strategy: Any
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
     _stream_before: Any = None
@@ -111,6 +115,8 @@ class DataMethods(BaseTrainer):
         drop_last: bool = False,
         **ignored: Any,
     ) -> DataLoader[Any]:
+        if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
+            dataset = share_stream(dataset, self._share(), batch_size)
         return build_loader(
             dataset,
             args=self.args,
@@ -126,7 +132,7 @@ class DataMethods(BaseTrainer):
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The samples behind a loader; an estimate when the dataset has no length."""
-        dataset: Any = getattr(dataloader, "dataset", None)
+        dataset: Any = whole_dataset(dataloader)
         return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
 
     # ---- order ------------------------------------------------------------------------------------------------------
@@ -137,7 +143,7 @@ class DataMethods(BaseTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """The sampler of the training data: seed, epoch and position decide the order."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        group_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
         if sampler is None or not self.args.packing:
             return sampler
@@ -203,7 +209,11 @@ class DataMethods(BaseTrainer):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of one update over all processes."""
-        return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data_world
+
+    def _accumulation(self) -> int:
+        """Micro-batches a process accumulates."""
+        return self.args.gradient_accumulation_steps if self._kept_accumulation is None else self._kept_accumulation
 
     def _make_plan(self, loader: Any) -> Plan:
         """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
@@ -230,13 +240,23 @@ class DataMethods(BaseTrainer):
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
         return make_plan(
             batch_size=self.args.train_batch_size,
-            accumulation=self.args.gradient_accumulation_steps,
-            batches_per_epoch=len(loader) if sized else None,
+            accumulation=self._accumulation(),
+            batches_per_epoch=self._batches_in(loader) if sized else None,
             examples=self.num_examples(loader) if sized else None,
             max_steps=self.args.max_steps,
             num_train_epochs=self.args.num_train_epochs,
-            world_size=self.strategy.world_size,
+            world_size=self.strategy.data_world,
         )
+
+    def _share(self) -> Share:
+        """The part of the data this process takes."""
+        return Share(self.strategy.data_rank, self.strategy.data_world)
+
+    def _batches_in(self, loader: Any) -> int:
+        """Batches all processes get from their loaders in an epoch."""
+        if self.strategy.data_world == 1:
+            return len(loader)
+        return batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
 
     def release_data(self) -> None:
         """Stop loading processes that would outlive the run, and then take seconds to be collected."""
@@ -265,7 +285,7 @@ class DataMethods(BaseTrainer):
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)
         else:
-            batches = self._stream_from(loader, done)
+            batches = self._stream_from(loader, done if self.is_alone else self._share().batches_of(done))
         self._put_back_rng()
         return batches
 
@@ -314,6 +334,8 @@ class DataMethods(BaseTrainer):
             return sum(map(count_samples, batches))
         if self._ordered.packing is not None:
             return packed_samples(self._ordered, len(batches), self.progress.samples_in_epoch)
+        if self._ordered.part is not None:
+            return self._ordered.samples_ahead(len(batches), self.progress.samples_in_epoch)
         whole = len(batches) * self.plan.batch_size
         left = self._ordered.order.n - self.progress.samples_in_epoch
         return whole if whole < left else left

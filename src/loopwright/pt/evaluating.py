@@ -25,6 +25,7 @@ from .loss import check_loss, count_samples
 from .memory import MemoryMeter
 from .precision import full_eval_dtype
 from .seeding import untouched_rng
+from .shares import whole_dataset
 
 
 class EvaluationMethods(AssessingMethods):
@@ -52,8 +53,8 @@ class EvaluationMethods(AssessingMethods):
         started = time.time()
         if not self.args.skip_memory_metrics:
             self.memory.start()
-        with untouched_rng():
-            loader = make_loader()
+        with self.strategy.alarm, untouched_rng():
+            loader = self.share_loader(make_loader())  # type: ignore[attr-defined]
             output: EvalLoopOutput = self.evaluation_loop(
                 loader,
                 description=description,
@@ -99,7 +100,7 @@ class EvaluationMethods(AssessingMethods):
         return output
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
-        dataset: Any = getattr(dataloader, "dataset", None)
+        dataset: Any = whole_dataset(dataloader)
         return EvalPlan(
             compute_metrics=self.compute_metrics,
             loss_only=loss_only,
@@ -115,13 +116,13 @@ class EvaluationMethods(AssessingMethods):
         )
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
-        predict = adapt(self.prediction_step, "ignore_keys")
+        predict, model = adapt(self.prediction_step, "ignore_keys"), self.strategy.unwrap(self.model_wrapped)
         for inputs in loader:
             items = self._eval_items(inputs, learn=True)
             if isinstance(self.compute_metrics, MetricObjects):
                 self.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
-            loss, logits, labels = predict(self.model_wrapped, inputs, loss_only, ignore_keys=ignore_keys)
+            loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")

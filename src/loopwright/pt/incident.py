@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..core.predictions import map_nested
 from .checkpoint import write_json, write_tensors
+from .whole import whole_of
 
 FOLDER = "incident-step-{step}"
 
@@ -46,7 +47,7 @@ def _examine(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) ->
         for batch in batches:
             losses.append(_number(run(batch)))
     norms = {
-        name: _number(parameter.grad.norm())
+        name: _number(whole_of(parameter.grad).norm())
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -89,7 +90,7 @@ def _finite(value: Any) -> bool:
 
 
 def _bad_weights(model: nn.Module) -> list[str]:
-    return [name for name, value in model.state_dict().items() if not _finite(value)]
+    return [name for name, value in model.state_dict().items() if not _finite(whole_of(value))]
 
 
 def _number(value: Any) -> float | str:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Sequ
 
 from ..core.order import Order
 from ..core.packing import Packing
+from ..core.signals import outlive_signals
 from ..errors import ArgumentsError, DataError
 from .seeding import restore_rng
 from .streams import Start, StreamLoader, become_worker, has_exact_state
@@ -41,6 +42,8 @@ class OrderedSampler(Sampler[Any]):
         self.order = order
         self.epoch = self.start = 0
         self.with_position = with_position
+        self.part: tuple[int, int, int] | None = None
+        """Of several processes: which one this is, how many there are, and the size of their batches."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch, self.start = epoch, 0
@@ -50,13 +53,31 @@ class OrderedSampler(Sampler[Any]):
         self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
-        return self.order.n
+        if self.part is None:
+            return self.order.n
+        rank, world, size = self.part
+        rounds, rest = divmod(self.order.n, world * size)
+        return rounds * size + min(max(rest - rank * size, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
-        indices = self.order.epoch(self.epoch)[self.start :].tolist()
+        indices = self._own(self.order.epoch(self.epoch)[self.start :]).tolist()
         if not self.with_position:
             return iter(indices)
-        return iter([(index, self.epoch, self.start + k) for k, index in enumerate(indices)])
+        positions = self._own(np.arange(self.start, self.order.n)).tolist()
+        return iter([(index, self.epoch, position) for index, position in zip(indices, positions, strict=True)])
+
+    def _own(self, values: Any) -> Any:
+        """The values of this process: every world-th block of a batch's size."""
+        if self.part is None:
+            return values
+        rank, world, size = self.part
+        return values[np.arange(len(values)) // size % world == rank]
+
+    def samples_ahead(self, batches: int, done: int) -> int:
+        """The samples in this process's next batches, after `done` samples of all processes."""
+        rank, world, size = self.part or (0, 1, 1)
+        left = self.order.n - done
+        return sum(min(max(left - (k * world + rank) * size, 0), size) for k in range(batches))
 
 
 class SeededSamples(Dataset[Any]):
@@ -227,6 +248,7 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if workers:
+        options["worker_init_fn"] = outlive_signals
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["in_order"] = keep_order or args.dataloader_in_order

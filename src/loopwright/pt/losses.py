@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -152,7 +153,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
         if self.work.counts:
             self.work.measure(update)
-        if self.label_smoother is not None:
+        if self.label_smoother is not None and self.is_alone:
             self.accounting.learn_shift(batches[0], self._shift_probe())
         speed = None if self._speed is None or self._speed.is_idle else self._speed
         if speed is not None:
@@ -160,13 +161,13 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         if self.micro_split > 1:
             update.batches = split_all(update.batches, self.micro_split)
         needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
-        if needs_items or len(update.batches) > 1:
+        if needs_items or len(update.batches) > 1 or not self.is_alone:
             self._count(update)
         return update
 
     def _count(self, update: Update) -> None:
         # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
-        if self.accounting.is_open and (self._speed is None or not self._speed.is_active):
+        if self.is_alone and self.accounting.is_open and (self._speed is None or not self._speed.is_active):
             self._learn_loss(update.batches[0])
         self.accounting.count(update)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
@@ -190,7 +191,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         return self.accounting.total(batch_samples)
 
     def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        if learn and self._labels_in(inputs):
+        if learn and self.is_alone and self._labels_in(inputs):
             self.accounting.learn_shift(inputs, self._shift_probe())
         return self.accounting.items_in(inputs)
 
@@ -200,7 +201,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self.is_probing = True  # what an override logs here belongs to no update
             try:
                 with self.compute_loss_context_manager():
-                    return self._compute_loss(self.model_wrapped, inputs, num_items_in_batch=items)
+                    model = self.strategy.unwrap(self.model_wrapped)
+                    return self._compute_loss(model, inputs, num_items_in_batch=items)
             finally:
                 self.is_probing = False
 
@@ -214,7 +216,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self._prepare_inputs(inputs)
             with self.compute_loss_context_manager():
-                loss = find_loss(self.model_wrapped(**self._for_model(inputs)))
+                loss = find_loss(self.strategy.unwrap(self.model_wrapped)(**self._for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 
         return LossProbe(compute, self.model)
@@ -262,8 +264,10 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         place = self._places.get(step)
         found = self.samples_at(place) if place is not None else None
         self.strategy.zero_grad()
+        own = working_folder(self.args.output_dir)
         folder = write_incident(
-            working_folder(self.args.output_dir),
+            # All processes look into it, since a forward pass may need all of them; one writes it down.
+            own if self.strategy.rank == 0 else tempfile.mkdtemp(),
             step=step,
             sample_ids=found[0] if found else None,
             batches=found[1] if found else None,
@@ -275,7 +279,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _run_again(self, batch: Any) -> Tensor:
         with self.compute_loss_context_manager():
-            loss = self._compute_loss(self.model_wrapped, self._prepare_inputs(batch), num_items_in_batch=None)
+            model = self.strategy.unwrap(self.model_wrapped)
+            loss = self._compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=None)
         loss = self.accounting.weigh(loss)
         loss.backward()
         return loss.detach()

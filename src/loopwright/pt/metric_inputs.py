@@ -20,6 +20,9 @@ def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
     for metric in compute_metrics.values():
         if callable(getattr(metric, "to", None)):
             metric.to(device)
+        for part in metric.modules() if hasattr(metric, "modules") else [metric]:
+            if hasattr(part, "sync_on_compute"):
+                part.sync_on_compute = False  # every process is fed the batches of all of them
     return MetricObjects(compute_metrics, scores=scores, choices=choices)
 
 

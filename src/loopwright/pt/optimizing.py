@@ -30,6 +30,7 @@ class OptimizerMethods(BaseTrainer):
         self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
         check_fp16_weights(self.model, self.strategy.precision)
         self.optimizer = self.strategy.setup_optimizer(self.optimizer)
+        self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
         if self.args.speed != "off":
             self.strategy.fold_clipping(lambda: not self.callback_handler.listens("on_pre_optimizer_step"))
         self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)

@@ -1,4 +1,4 @@
-"""The trainer's methods that write checkpoints and models, and read them back."""
+"""The trainer's methods that write checkpoints and models."""
 
 from __future__ import annotations
 
@@ -6,50 +6,46 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..args.places import is_url, working_folder
-from ..core.checkpoint.documents import read_json
-from ..core.checkpoint.layout import ARGUMENTS, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ..core.checkpoint.crew import Part
+from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
-from ..core.packing import PackedPlan
-from ..core.resuming import ResumingMethods
-from ..core.state import TrainerState
-from ..errors import CheckpointError
+from .boxes import own_boxes, save_config, write_boxes
 from .checkpoint import (
     HostCopies,
     copied,
-    decode_optimizer,
-    decode_schedule,
     encode_optimizer,
     encode_schedule,
-    load_model,
     model_writer,
     plain_module,
-    read_optimizer,
     rehearsed,
+    write_json,
     write_optimizer,
 )
-from .foreign import foreign_progress, is_foreign, read_foreign, write_foreign
-from .loaders import ordered_sampler
+from .foreign import write_foreign
 from .memory import free_memory
-from .packing import sizes_of_updates
-from .seeding import rng_from_json, rng_to_json
+from .records import SavingCrew, is_visible_to_all, keep_records
+from .resuming import ResumingMethods
+from .seeding import rng_to_json
+from .whole import stream_tensors, whole_tensors
 
 
 class SavingMethods(ResumingMethods):
-    """Saving and resuming."""
+    """Saving."""
 
     args: Any
     strategy: Any
     processing_class: Any
     data_collator: Any
-    _resume_rng: dict[str, Any] | None
     _copies: HostCopies
     """What a save in the background writes while training goes on."""
     device: Any
@@ -58,16 +54,35 @@ class SavingMethods(ResumingMethods):
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, its processor and the arguments, ready to be loaded again."""
-        if self.args.should_save:
+        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights."""
+        if self.strategy.is_sharded:
+            self._save_gathered(output_dir or self.args.output_dir)
+        elif self.args.should_save:
             with folder_for(output_dir or self.args.output_dir) as folder:
                 self._save(folder)
+
+    def _save_gathered(self, place: str) -> None:
+        """Whole weights from the parts of all processes, which all have to call this."""
+        module, leads = plain_module(self.model), self.args.should_save
+        with folder_for(place) if leads else nullcontext("") as name:
+            folder = Path(name)
+            if leads:
+                folder.mkdir(parents=True, exist_ok=True)
+            if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
+                state = whole_tensors(self.strategy.model_state(module), keep=leads)
+                if leads:
+                    self._save(str(folder), state_dict=state)
+            else:
+                stream_tensors(folder / MODEL if leads else None, self.strategy.model_state(module))
+                if leads:
+                    self._save_companions(folder)
+        self.strategy.barrier()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = Path(output_dir or working_folder(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         module = plain_module(self.model)
-        model_writer(module, module.state_dict() if state_dict is None else state_dict)(folder)
+        model_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
     def _save_companions(self, folder: Path) -> None:
@@ -81,12 +96,14 @@ class SavingMethods(ResumingMethods):
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         """Publish a checkpoint of the last finished update."""
-        if not self.args.should_save:
+        if self.is_alone and not self.args.should_save:
             return
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        background = self.args.async_save and not self._saves_models_itself() and self._fits_in_memory()
+        theirs = self._saves_models_itself() or self.strategy.saves_itself
+        background = self.args.async_save and not theirs and self._fits_in_memory()
+        background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
             step,
@@ -95,6 +112,8 @@ class SavingMethods(ResumingMethods):
             keep=self.args.save_total_limit,
             protect=[self.state.best_global_step],
             background=background,
+            crew=self.crew,
+            records=keep_records,
         )
         self._keep_compiled()
 
@@ -103,39 +122,98 @@ class SavingMethods(ResumingMethods):
         if self.compiled is not None and self.args.should_save:
             self.compiled.keep(self.args.output_dir, self.device)
 
+    @cached_property
+    def crew(self) -> SavingCrew | None:
+        """The processes that write checkpoints together; None when there is one."""
+        if self.is_alone and not self.strategy.is_sharded:
+            return None
+        strategy, leader = self.strategy, 0
+        if self.args.save_on_each_node:
+            shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, strategy.saving.gather)
+            if shared:
+                self.notices.tell_once("save_on_each_node: all machines share the output folder, so one of them saves")
+            leader = 0 if shared else strategy.rank - self.args.local_process_index
+        return SavingCrew(strategy.rank, leader, strategy.saving.gather)
+
+    @property
+    def leads_saving(self) -> bool:
+        """Whether this process publishes checkpoints and models."""
+        return self.args.should_save if self.crew is None else self.crew.rank == self.crew.leader
+
     def _saves_models_itself(self) -> bool:
         return is_overridden(self, "save_model") or is_overridden(self, "_save")
 
-    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], None]:
+    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
-        keep = self._copies if copy else dict
-        writers: list[Callable[[Path], None]] = []
+        keep, leads = self._copies if copy else dict, self.leads_saving
+        writers: list[Callable[[Path], Any]] = []
         if self._saves_models_itself():
             save_model = adapt(self.save_model, "_internal_call")
             writers.append(lambda folder: save_model(str(folder), _internal_call=True))
+        elif self.strategy.is_sharded and not self._saves_whole():
+            writers += self._shard_writers(keep, leads=leads)
         else:
-            module = plain_module(self.model)
-            writers += [model_writer(module, keep(module.state_dict())), self._save_companions]
+            writers += self._whole_writers(keep, leads=leads)
         documents: dict[str, Any] = {STATE: self._state_document()}
         if self.args.save_only_model:
             pass
         elif self.args.checkpoint_format == "transformers":
-            writers.append(self._foreign_writer(copy=copy))
+            writers += [self._foreign_writer(copy=copy)] if leads else []
             documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
         else:
-            described, tensors = encode_optimizer(self.optimizer, plain_module(self.model))
-            tensors = keep(tensors)
-            writers.append(lambda folder: write_optimizer(folder, described, tensors))
+            if self.strategy.saves_itself:
+                writers.append(self.strategy.write_state)
+            elif (leads and not self.strategy.is_sharded) or self._saves_whole():
+                described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
+                tensors = keep(self._gathered_tensors(tensors, leads=leads))
+                writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
+        record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.part_states()}
         texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
 
-        def write(folder: Path) -> None:
-            for each in writers:
-                each(folder)
-            for name, text in texts.items():
+        def write(folder: Path) -> Part:
+            written = [part for each in writers if isinstance(part := each(folder), Part)]
+            for name, text in texts.items() if leads else ():
                 (folder / name).write_text(text, encoding="utf-8")
+            files = [name for part in written for name in part.files]
+            return Part(files, {name: each for part in written for name, each in part.tensors.items()}, record)
 
         return write
+
+    def _saves_whole(self) -> bool:
+        """Whether the parts of all processes are gathered for a checkpoint: asked for, or a disk per machine."""
+        if not self.strategy.is_sharded:
+            return False
+        apart = self.args.save_on_each_node and self.strategy.agree(self.crew is not None and self.crew.leader != 0)
+        return apart or self.strategy.saves_whole
+
+    def _gathered_tensors(self, tensors: Any, *, leads: bool) -> Any:
+        return whole_tensors(tensors, keep=leads) if self.strategy.is_sharded else tensors
+
+    def _whole_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """One process writes everything."""
+        if not leads and not self.strategy.is_sharded:
+            return []
+        module = plain_module(self.model)
+        tensors = keep(self._gathered_tensors(self.strategy.model_state(module), leads=leads))
+        return [model_writer(module, tensors), self._save_companions] if leads else []
+
+    def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """Each process writes the parts of weights and optimizer it holds."""
+        module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
+        described, slots = {}, {}
+        if not self.args.save_only_model:
+            described, slots = self.strategy.optimizer_state(self.optimizer, module)
+        writers: list[Callable[[Path], Any]] = []
+        for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
+            boxes = own_boxes(tensors, rank)
+            values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
+            kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
+            writers.append(partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world))
+        if leads:
+            writers.append(lambda folder: write_json(folder / f"{OPTIMIZER}.json", described) if described else None)
+            writers += [lambda folder: save_config(module, folder), self._save_companions]
+        return writers
 
     def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
         parts = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict(),
@@ -177,82 +255,23 @@ class SavingMethods(ResumingMethods):
         )
         if warning:
             self.notices.tell_once(warning)
-        if not args.save_only_model:
+        if not args.save_only_model and not self.strategy.saves_itself:
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
             encode_schedule(self.lr_scheduler.state_dict())
 
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
+        strategy = self.strategy
+        size = {"world_size": strategy.data_world, "copies": strategy.copies, "accumulation": self.plan.accumulation}
         documents = {
-            PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
+            PROGRESS: {
+                "progress": dataclasses.asdict(self.progress),
+                "meter": meter,
+                "parts": self.part_states(),
+                **size,
+            },
             SCHEDULER: encode_schedule(self.lr_scheduler.state_dict()),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
         scaler = self.strategy.precision.state_dict()
         return {**documents, **({SCALER: scaler} if scaler is not None else {})}
-
-    # ---- resuming ---------------------------------------------------------------------------------------------------
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of a checkpoint."""
-        load_model(plain_module(model or self.model), resume_from_checkpoint)
-
-    def _resume(self, checkpoint: str) -> None:
-        """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
-        folder = Path(checkpoint)
-        saved = TrainerState.from_dict(read_json(folder / STATE))
-        foreign = is_foreign(folder)
-        if not foreign and not (folder / PROGRESS).is_file():
-            raise CheckpointError(
-                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
-                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
-            )
-        self._adopt_state(saved)
-        self._tell_changes(folder)
-        if (folder / PROGRESS).is_file():
-            self._resume_progress(read_json(folder / PROGRESS))
-        else:
-            self._guess_progress()
-        if foreign:
-            self._resume_foreign(folder)
-            return
-        decode_optimizer(*read_optimizer(folder), self.optimizer, plain_module(self.model))
-        self.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
-        if (folder / SCALER).is_file():
-            self.strategy.precision.load_state_dict(read_json(folder / SCALER))
-        self._resume_rng = rng_from_json(read_json(folder / RNG))
-        # Now, for an evaluation that a signal put off; and once more where training goes on.
-        self.strategy.load_rng_state(self._resume_rng)
-
-    def _ordered_data(self) -> bool:
-        return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]
-
-    def _sizes_of_updates(self) -> tuple[str, ...]:
-        return tuple(sizes_of_updates(self.args))
-
-    def _guess_progress(self) -> None:
-        """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
-        plan, step = self.plan, self.state.global_step
-        if isinstance(plan, PackedPlan):
-            raise CheckpointError(
-                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
-                "these do not say which samples are done; resume without packing, or load its weights and start anew"
-            )
-        place = foreign_progress(
-            step, batches_per_epoch=plan.batches_per_epoch, accumulation=plan.accumulation, batch_size=plan.batch_size
-        )
-        for name, value in place.items():
-            setattr(self.progress, name, value)
-        self.progress.last_logged_step = step
-        self.notices.tell_once(f"resuming a checkpoint of transformers at step {step}: epoch {place['epoch']}")
-
-    def _resume_foreign(self, folder: Path) -> None:
-        found = read_foreign(folder)
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.lr_scheduler.load_state_dict(found["scheduler"])
-        if found["scaler"] is not None:
-            self.strategy.precision.load_state_dict(found["scaler"])
-        self._resume_rng = found["rng"]
-
-    def _load_weights_of(self, folder: str) -> None:
-        load_model(plain_module(self.model), folder)

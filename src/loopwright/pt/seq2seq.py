@@ -86,6 +86,8 @@ class Seq2SeqTrainer(Trainer):
         beams = getattr(self.args, "generation_num_beams", None)
         if beams is not None and options.get("num_beams") is None:
             options["num_beams"] = beams
+        if self.strategy.forward_is_collective and options.get("synced_gpus") is None:
+            options["synced_gpus"] = True  # who has finished early goes on until all have
         return options
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:

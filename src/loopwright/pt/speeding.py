@@ -90,6 +90,8 @@ class SpeedMethods:
             return "a callback listens to on_substep_end, which comes after each micro-batch"
         if self.strategy.world_size > 1:
             return "several processes share an update, and nothing is proved there yet"
+        if self.strategy.is_sharded:
+            return "parameters are in shards, and nothing is proved there yet"
         return None
 
     def _situation(self) -> Situation:

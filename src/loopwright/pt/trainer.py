@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from .checkpoint import HostCopies
 from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
-from .losses import LossMethods
 from .memory import MemoryMeter
 from .metric_inputs import metrics_function
 from .neftune import add_embedding_noise
@@ -35,14 +35,17 @@ from .preparing import (
     convert_to_fp8,
     set_use_cache,
 )
+from .records import own_random_states
 from .rehearsal import RehearsalMethods
 from .saving import SavingMethods
 from .seeding import enable_full_determinism, set_seed
-from .strategies.single import SingleDevice
+from .sharing import SharingMethods, agreeing
+from .strategies.choose import asked_for, choose_strategy, told
+from .watch import Watch, patience_for
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, PacingMethods):
+class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, PacingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -99,15 +102,19 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator or default_collator(processing_class)
-        self.strategy = SingleDevice(
-            self.device,
-            choose_precision(args, self.device),
-            non_blocking=bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory,
-        )
+        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
+        self.is_alone = self.strategy.world_size == 1
         self.accelerator = AcceleratorFace(self.strategy)
         self.memory = MemoryMeter(self.device)
         self._copies = HostCopies()
+        if not self.is_alone:
+            self.handler_class = agreeing(self.strategy.host.rows)
         self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.signals.shared = not self.is_alone
+        asked = asked_for(args)
+        self.is_fsdp_enabled, self.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
+        for text in told(args):
+            self.notices.tell_once(text)
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.call_model_init() if model is None else model)
@@ -145,7 +152,8 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A fresh model from `model_init`."""
         assert self.model_init is not None
-        model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
+        with torch.device("meta") if self.strategy.makes_empty else nullcontext():
+            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
         if model is None:
             raise ModelError("model_init() returned None; it must return the model")
         return model
@@ -153,6 +161,8 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
     @property
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to the device."""
+        if self.strategy.is_sharded:  # each process takes its part only
+            return False
         return self.args.place_model_on_device is not False and not self.is_model_parallel
 
     @property
@@ -177,7 +187,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
 
     def get_tp_size(self) -> int:
         """Devices one tensor is split over."""
-        return 1
+        return int(self.strategy.copies)
 
     def get_cp_size(self) -> int:
         """Devices one sequence is split over."""
@@ -197,10 +207,12 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
             set_seed(args.seed)
             self._adopt_model(self.call_model_init())
             self.optimizer = self.lr_scheduler = None
+        self._kept_accumulation = None
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
+            self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
         self._switch_on_model_options()
-        self.train_dataloader = self.get_train_dataloader()
+        self.train_dataloader = self.share_loader(self.get_train_dataloader())
         self.plan = self._make_plan(self.train_dataloader)
         if checkpoint is not None:
             self.plan = self.plan_to_go_on(checkpoint)
@@ -211,10 +223,24 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
         self._speed = self._start_speed()
         if checkpoint is not None:
             self._resume(checkpoint)
+        elif self.strategy.data_rank:  # the first process draws what one process would
+            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
         self.check_saving()
         self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        if self.is_alone:
+            return nullcontext()
+        return Watch(
+            rank=self.strategy.rank,
+            world=self.strategy.world_size,
+            step=lambda: self.state.global_step,
+            patience=patience_for(self.args.ddp_timeout),
+            connect=self.strategy.processes.store.clone,
+            heard=lambda: self.strategy.alarm.heard,
+        )
 
     def _switch_on_model_options(self) -> None:
         args = self.args
@@ -244,7 +270,7 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The model as the loop calls it; on one device it is the model itself."""
-        return model
+        return self.strategy.wrap(model) if training else model
 
     def _start_state(self) -> None:
         """A fresh state, progress and meter in the objects callbacks already hold."""
@@ -256,7 +282,11 @@ class Trainer(OptimizerMethods, LossMethods, RehearsalMethods, SavingMethods, Pa
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
-        self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
+        self.meter = Meter(
+            self.strategy.read,
+            filter_nonfinite=self.args.logging_nan_inf_filter,
+            mean=None if self.is_alone else self.strategy.reduce,
+        )
         self.spikes = SpikeWatch()
         self._places = {}
         self.micro_split = 1

@@ -15,6 +15,8 @@ SCHEDULER = "scheduler.json"
 SCALER = "scaler.json"
 RNG = "rng.json"
 MODEL = "model.safetensors"
+RANKS = "ranks"
+"""The folder with what only one process knows: one file per process, of runs with several."""
 PINNED = "pinned"
 """A user who puts a file of this name into a checkpoint keeps it from being removed."""
 

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
+from .crew import Crew, Keep, publish_together
 from .layout import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
 from .rotation import to_delete
@@ -18,7 +20,7 @@ from .storage import Place, Storage, open_storage, split_place
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-Write = Callable[[Path], None]
+Write = Callable[[Path], Any]
 """Writes the files of a checkpoint into the folder it is given."""
 
 
@@ -118,16 +120,25 @@ class CheckpointManager:
         keep: int | None = None,
         protect: Iterable[int | None] = (),
         background: bool = False,
+        crew: Crew | None = None,
+        records: Keep | None = None,
     ) -> Place:
-        """Publish a checkpoint, then remove what the limit says; at most one save is in flight."""
+        """Publish a checkpoint, then remove what the limit says; at most one save is in flight.
+
+        With a crew, every process of it calls this and writes its part.
+        """
         self.wait()
         self.raise_if_failed()
 
         def publish() -> None:
             started = time.monotonic()
-            if self._published(step, write, format):
+            publish_it = (
+                self._alone(step, write, format) if crew is None else self._with(crew, step, write, format, records)
+            )
+            if self._published(step, publish_it):
                 self.last_seconds = time.monotonic() - started
-                self._rotate(keep, [step, *protect])  # a folder of an older run may hold higher steps
+                if crew is None or crew.rank == crew.leader:
+                    self._rotate(keep, [step, *protect])  # a folder of an older run may hold higher steps
 
         if background:
             self._thread = threading.Thread(target=self._guarded(publish), name=f"save-{step}")
@@ -157,10 +168,10 @@ class CheckpointManager:
 
         return run
 
-    def _published(self, step: int, write: Write, format: str) -> bool:
+    def _published(self, step: int, publish: Callable[[], None]) -> bool:
         """Publish; a full disk costs this checkpoint, not the run."""
         try:
-            self._publish(step, write, format)
+            self._publish(step, publish)
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
@@ -168,12 +179,22 @@ class CheckpointManager:
             return False
         return True
 
-    def _publish(self, step: int, write: Write, format: str) -> None:
-        try:
+    def _alone(self, step: int, write: Write, format: str) -> Callable[[], None]:
+        def publish() -> None:
             with self.storage.staging(step) as folder:
                 write(folder)
                 describe(folder, step, format=format).write(folder)
                 self.storage.publish(folder, step)
+
+        return publish
+
+    def _with(self, crew: Crew, step: int, write: Write, format: str, records: Keep | None) -> Callable[[], None]:
+        keep = records or (lambda folder, found: None)
+        return lambda: publish_together(self.storage, step, write, format=format, crew=crew, keep=keep)
+
+    def _publish(self, step: int, publish: Callable[[], None]) -> None:
+        try:
+            publish()
         except OSError as error:
             raise CheckpointError(
                 f"{self.storage.place(folder_name(step))} could not be written ({error}); earlier checkpoints are "

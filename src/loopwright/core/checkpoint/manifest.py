@@ -15,6 +15,9 @@ from .layout import MANIFEST
 VERSION = 1
 CHUNK = 1 << 20
 
+Entry = dict[str, Any]
+"""What a manifest says about a file or a tensor."""
+
 
 @dataclass
 class Manifest:
@@ -38,15 +41,25 @@ class Manifest:
             os.fsync(file.fileno())
 
 
-def describe(folder: Path, step: int, *, format: str) -> Manifest:
-    """The manifest of the files now in the folder, each of them flushed to the disk."""
-    files, tensors = {}, {}
+def describe(folder: Path, step: int, *, format: str, known: dict[str, Entry] | None = None) -> Manifest:
+    """The manifest of the files now in the folder, each of them flushed to the disk.
+
+    Files that are `known` were described, with their tensors, by the process that wrote them.
+    """
+    files, tensors = dict(known or {}), {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
         name = path.relative_to(folder).as_posix()
-        files[name] = {"size": path.stat().st_size, "sha256": _hash(path, sync=True)}
+        if name in files:
+            continue
+        files[name] = file_entry(path)
         if path.suffix == ".safetensors":
             tensors.update(_boxes(path, name))
     return Manifest(step, files, tensors, format=format)
+
+
+def file_entry(path: Path) -> Entry:
+    """Size and hash of a file, which is flushed to the disk."""
+    return {"size": path.stat().st_size, "sha256": _hash(path, sync=True)}
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...speed.clipping import FoldedClip, cannot_fold
 from ...speed.prefetch import prefetch_for
+from ..boxes import load_weights
+from ..checkpoint import decode_optimizer, encode_optimizer
 from ..devices import empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
@@ -23,8 +27,18 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 class SingleDevice:
     """Carries out an update on one device."""
 
-    rank = 0
-    world_size = 1
+    alarm: AbstractContextManager[Any] = nullcontext()
+    """Entered while processes depend on each other: an error of one stops all."""
+    saves_itself = False
+    """Whether the optimizer's state is written in files of another engine, by all processes."""
+    makes_empty = False
+    """Whether models are made without weights here, because another process has them."""
+    forward_is_collective = False
+    """Whether a forward pass waits for those of the other processes: then all run equally many."""
+    is_sharded = False
+    """Whether processes hold parts of tensors."""
+    rank = data_rank = 0
+    world_size = data_world = copies = 1
 
     def __init__(
         self,
@@ -63,6 +77,18 @@ class SingleDevice:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it: here the model itself."""
+        return model
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model as evaluation and probes call it."""
+        return model
+
+    def rewrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it, once the optimizer is known."""
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -216,6 +242,10 @@ class SingleDevice:
             alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
             return list(torch.stack(alike).tolist())
 
+    def total(self, count: Any) -> Any:
+        """The mean of a count over all parts of the data."""
+        return count
+
     def reduce(self, values: list[float]) -> list[float]:
         return values
 
@@ -230,6 +260,24 @@ class SingleDevice:
 
     def barrier(self) -> None:
         """One process is always where it is."""
+
+    # ---- state to save and load -------------------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
+        """Weights and buffers by name, or what this process holds of them."""
+        return module.state_dict()
+
+    def load_weights(self, module: nn.Module, folder: str | Path) -> None:
+        """The weights of a checkpoint, into the model."""
+        load_weights(module, folder)
+
+    def optimizer_state(self, optimizer: Any, module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The optimizer's state by parameter name: a description, and the tensors it mentions."""
+        return encode_optimizer(optimizer, module)
+
+    def load_optimizer(self, described: dict[str, Any], tensors: Any, optimizer: Any, module: nn.Module) -> None:
+        """The counterpart of `optimizer_state`."""
+        decode_optimizer(described, tensors, optimizer, module)
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 

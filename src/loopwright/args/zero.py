@@ -1,0 +1,127 @@
+"""DeepSpeed's configuration: `auto` values filled in from the arguments, and everything that contradicts them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+AUTO = "auto"
+
+Value = Callable[[Any, int], Any]
+"""A value that follows from the arguments and the number of processes."""
+
+FILLED: dict[str, tuple[str, Value]] = {
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", lambda a, w: a.per_device_train_batch_size),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", lambda a, w: a.gradient_accumulation_steps),
+    "train_batch_size": (
+        "processes x per_device_train_batch_size x gradient_accumulation_steps",
+        lambda a, w: w * a.per_device_train_batch_size * a.gradient_accumulation_steps,
+    ),
+    "gradient_clipping": ("max_grad_norm", lambda a, w: a.max_grad_norm or 0.0),
+    "optimizer.params.lr": ("learning_rate", lambda a, w: a.learning_rate),
+    "optimizer.params.betas": ("adam_beta1, adam_beta2", lambda a, w: [a.adam_beta1, a.adam_beta2]),
+    "optimizer.params.eps": ("adam_epsilon", lambda a, w: a.adam_epsilon),
+    "optimizer.params.weight_decay": ("weight_decay", lambda a, w: a.weight_decay),
+    "scheduler.params.warmup_max_lr": ("learning_rate", lambda a, w: a.learning_rate),
+    "fp16.enabled": ("fp16", lambda a, w: bool(a.fp16)),
+    "bf16.enabled": ("bf16", lambda a, w: bool(a.bf16)),
+    "checkpoint.use_node_local_storage": ("save_on_each_node", lambda a, w: bool(a.save_on_each_node)),
+}
+"""Keys that say again what an argument says: which one, and its value."""
+
+FREE: dict[str, Value] = {"scheduler.params.warmup_min_lr": lambda a, w: 0.0}
+"""Keys that no argument speaks of, and what `auto` means there."""
+
+OF_MODEL: dict[str, Callable[[int], int]] = {
+    "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+"""Keys whose `auto` follows from the width of the model."""
+
+OF_PLAN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
+"""Keys whose `auto` follows from the length of the run, which the trainer's own schedule knows."""
+
+OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}
+SECTIONS_OF_OURS = ("optimizer", "scheduler")
+"""Sections that say again what optim and lr_scheduler_type say: checked, and left to the trainer."""
+
+
+def get(config: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, or None."""
+    value: Any = config
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def put(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set the value at a dotted path that exists."""
+    *parents, last = path.split(".")
+    for key in parents:
+        config = config[key]
+    config[last] = value
+
+
+def filled_config(given: Mapping[str, Any], args: Any, world: int, hidden_size: int | None) -> dict[str, Any]:
+    """The configuration without any `auto`; raises ValueError with all contradictions together."""
+    problems = contradictions(given, args, world)
+    config = copy.deepcopy(dict(given))
+    for path, (_, value) in FILLED.items():
+        if get(config, path) == AUTO:
+            put(config, path, value(args, world))
+    for path, free in FREE.items():
+        if get(config, path) == AUTO:
+            put(config, path, free(args, world))
+    for path, of_width in OF_MODEL.items():
+        if get(config, path) == AUTO and hidden_size is not None:
+            put(config, path, of_width(hidden_size))
+    for section in SECTIONS_OF_OURS:
+        config.pop(section, None)
+    problems += [f"{path}: 'auto' cannot be filled in from the arguments; give a value" for path in autos(config)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    config.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
+    config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    config.setdefault("gradient_clipping", args.max_grad_norm or 0.0)
+    return {**config, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def contradictions(given: Mapping[str, Any], args: Any, world: int) -> list[str]:
+    """Every value of a configuration that says something else than the arguments do."""
+    problems = []
+    for path, (argument, value) in FILLED.items():
+        found, expected = get(given, path), value(args, world)
+        if found in (None, AUTO) or found == expected or _alike(found, expected):
+            continue
+        problems.append(f"{path} is {found!r}, and {argument} is {expected!r}; make them equal, or write 'auto'")
+    name = get(given, "optimizer.type")
+    if name is not None and OPTIMIZERS.get(str(name).lower()) is None:
+        problems.append(f"optimizer.type {name!r} is not offered through DeepSpeed; leave it out and set optim")
+    elif name is not None and not args.optim.startswith("adamw_torch"):
+        problems.append(f"optimizer.type is {name!r}, and optim is {args.optim!r}; make them agree, or leave it out")
+    if get(given, "fp16.enabled") is True and get(given, "bf16.enabled") is True:
+        problems.append("fp16.enabled and bf16.enabled are both true; keep one of them")
+    return problems
+
+
+def _alike(found: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return isinstance(found, (list, tuple)) and list(found) == expected
+    numbers = isinstance(found, (int, float)) and isinstance(expected, (int, float))
+    return numbers and abs(found - expected) <= 1e-12 * max(abs(found), abs(expected))
+
+
+def autos(config: Any, path: str = "") -> list[str]:
+    """Paths that still say `auto`."""
+    if isinstance(config, Mapping):
+        return [found for key, value in config.items() for found in autos(value, f"{path}.{key}".lstrip("."))]
+    return [path] if config == AUTO else []
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage a configuration asks for."""
+    return int(get(config, "zero_optimization.stage") or 0)

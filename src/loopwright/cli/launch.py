@@ -1,0 +1,153 @@
+"""`loopwright launch`: a script on many processes, through torchrun or on Ray; or as a job for Slurm or Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from ..errors import ArgumentsError
+from ..launch import kubernetes, slurm, torchrun
+from ..launch.machine import this_machine
+from ..launch.request import Request, read
+
+DESCRIPTION = """\
+Run a script on many processes: `loopwright launch --processes 8 train.py --lr 1e-4`.
+
+What torchrun accepts is accepted too and passed on (`torchrun --help` lists it). What is left open gets a default: one
+process per accelerator, threads shared out, a free port, log files per rank. Exit codes are those of the script: 75
+means that every process saved and stopped, and that the same command goes on from there.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Our own options; torchrun's are read by its own parser."""
+    own = argparse.ArgumentParser(
+        "loopwright launch",
+        usage="loopwright launch [options] [torchrun's options] train.py [the script's options]",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = own.add_argument
+    add("--processes", "-n", type=int, help="processes on each machine (default: one per accelerator, or 1)")
+    add("--threads", type=int, help="threads of each process (default: cores shared out; OMP_NUM_THREADS is honoured)")
+    add("--host", help="ADDRESS[:PORT] of the machine where all meet; the same words on every machine")
+    add("--interface", help="network interface between machines (default: the one that leads to --host)")
+    add("--rejoin", type=float, help="seconds to look for machines that were lost (default: 600, or 0 on one machine)")
+    add("--no-log-files", action="store_true", help="write no log files per rank")
+    add("--dry-run", action="store_true", help="print the command and its environment, run nothing")
+    _add_slurm(own.add_argument_group("a Slurm script"))
+    _add_kubernetes(own.add_argument_group("a Kubernetes manifest"))
+    _add_ray(own.add_argument_group("on Ray"))
+    return own
+
+
+def _add_slurm(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--slurm", metavar="FILE", help="write an sbatch script that requeues itself ('-': to the screen)")
+    add("--time", default="24:00:00", help="time limit (default: %(default)s)")
+    add("--signal-before", type=int, default=300, help="seconds before the limit to save and requeue (default: 300)")
+    add("--gpus", type=int, help="accelerators of each machine (default: --processes)")
+    add("--cpus", type=int, help="processors of each machine")
+    add("--sbatch", action="append", default=[], metavar="OPTION=VALUE", help="more #SBATCH lines; may be repeated")
+    add("--before", action="append", default=[], metavar="COMMAND", help="lines before the run; may be repeated")
+
+
+def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--kubernetes", metavar="FILE", help="write a manifest ('-': to the screen)")
+    add("--kind", choices=tuple(kubernetes.KINDS), default="PyTorchJob", help="which one (default: %(default)s)")
+    add("--image", help="container image; needed for --kubernetes")
+    add("--name", help="name of the job (default: the script's)")
+    add("--namespace", help="namespace of the job")
+    add("--memory", help="memory of each machine, such as 64Gi")
+    add("--claim", action="append", default=[], metavar="CLAIM:PATH", help="mount a volume claim; may be repeated")
+    add("--variable", action="append", default=[], metavar="NAME=VALUE", help="environment; may be repeated")
+
+
+def _add_ray(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--ray", metavar="WORKERS", help="run on Ray Train workers: a number, or MIN:MAX for an elastic run")
+    add("--ray-address", help="cluster to join (default: RAY_ADDRESS, or a new one on this machine)")
+    add("--ray-storage", help="folder all workers can write (default: Ray's own)")
+
+
+def run(words: list[str]) -> int:
+    """Do what the words ask for; returns the exit code."""
+    from torch.distributed.run import get_args_parser
+
+    own, theirs = parser(), get_args_parser()
+    if not words or {"-h", "--help"} & {*words[:1]}:
+        own.print_help()
+        return 0 if words else 2
+    request = read(words, own, theirs, os.environ)
+    _check(request)
+    knows = frozenset(action.dest for action in theirs._actions)
+    for option, act in (("slurm", _write_slurm), ("kubernetes", _write_kubernetes), ("ray", _run_on_ray)):
+        if getattr(request.own, option):
+            return act(request)
+    return _run_here(request, knows)
+
+
+def _check(request: Request) -> None:
+    problems = [
+        f"--{name} {value}: give a number above 0"
+        for name in ("processes", "threads")
+        if (value := getattr(request.own, name)) is not None and value < 1
+    ]
+    chosen = [name for name in ("slurm", "kubernetes", "ray") if getattr(request.own, name)]
+    if len(chosen) > 1:
+        problems.append(f"--{' and --'.join(chosen)} exclude each other")
+    if request.own.processes is not None and "nproc_per_node" in request.given:
+        problems.append("--processes and --nproc-per-node are the same; give one of them")
+    if request.own.host and "rdzv_endpoint" in request.given:
+        problems.append("--host and --rdzv-endpoint are the same; give one of them")
+    if problems:
+        raise ArgumentsError(problems)
+
+
+def _run_here(request: Request, knows: frozenset[str]) -> int:
+    machine = this_machine()
+
+    def words() -> list[str]:
+        return torchrun.words(request, machine, torchrun.find_way(request), knows=knows)
+
+    added = torchrun.environment(request, machine, torchrun.find_way(request), os.environ)
+    if request.own.dry_run:
+        shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
+        print(" ".join([*shown, "torchrun", *map(shlex.quote, words())]))
+        return 0
+    from ..launch import agent
+
+    os.environ.update(added)
+    patience = request.own.rejoin
+    if patience is None:
+        patience = 600.0 if request.nodes[1] > 1 and not request.is_static else 0.0
+    return agent.run(words, elastic=request.is_elastic, patience=patience)
+
+
+def _write_slurm(request: Request) -> int:
+    return _write(slurm.script(request), request.own.slurm, "submit it with: sbatch {}")
+
+
+def _write_kubernetes(request: Request) -> int:
+    return _write(kubernetes.manifest(request), request.own.kubernetes, "start it with: kubectl create -f {}")
+
+
+def _write(text: str, place: str, advice: str) -> int:
+    if place == "-":
+        print(text, end="")
+        return 0
+    Path(place).parent.mkdir(parents=True, exist_ok=True)
+    Path(place).write_text(text, encoding="utf-8")
+    print(f"{place} is written; {advice.format(shlex.quote(place))}", file=sys.stderr)
+    return 0
+
+
+def _run_on_ray(request: Request) -> int:
+    from ..launch.on_ray import run_on_ray
+
+    return run_on_ray(request, this_machine())

@@ -1,0 +1,143 @@
+"""Where each process of a run stands: its update, its phase, and which of them the others are waiting for.
+
+The phase is read off the main thread's stack by a thread that looks now and then, so training itself does nothing for
+it. Positions can be compared: whoever is behind the furthest process is late.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+PACKAGE = str(Path(__file__).resolve().parents[1])
+
+# Functions of loopwright that a phase can be told by, from the inside of the stack outwards.
+PHASES = {
+    "backward": "backward",
+    "training_step": "forward",
+    "micro_step": "forward",
+    "run_update": "forward",
+    "clip_gradients": "clipping",
+    "optimizer_step": "optimizer step",
+    "epoch_batches": "data",
+    "_next_batches": "data",
+    "make_update": "data",
+    "share_update": "data",
+    "log_now": "logging",
+    "evaluate": "evaluation",
+    "evaluate_now": "evaluation",
+    "predict": "evaluation",
+    "save_now": "saving",
+    "leave": "saving",
+    "save_model": "saving",
+    "prepare_training": "getting ready",
+    "fire": "callbacks",
+    "updates": "data",
+    "update_step": "forward",
+    "_finish_training": "ending",
+}
+# The update is counted before its callbacks run, so they and what they ask for come before the next one's data.
+ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data", "forward", "backward", "clipping",
+         "optimizer step", "ending")  # fmt: skip
+# Verbs of a strategy that wait for the other processes.
+WAITING = frozenset({"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "rows", "total"})
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What one process last said about itself."""
+
+    rank: int
+    host: str
+    process: int
+    step: int
+    phase: str
+    waits: str = ""
+    """The verb in which it waits for the others, if it does."""
+    still: float = 0.0
+    """Seconds it has not moved."""
+    beat: int = 0
+    stack: str = ""
+    """Its Python stack, once it has not moved for a while."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far it is."""
+        return self.step, ORDER.index(self.phase) if self.phase in ORDER else 0
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.process})"
+
+    @property
+    def where(self) -> str:
+        waiting = f", waiting in {self.waits}" if self.waits else ""
+        return f"step {self.step}, in {self.phase}{waiting}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def phase_of(frame: FrameType | None) -> tuple[str, str]:
+    """The phase that a stack shows, and the verb in which it waits for others (or nothing)."""
+    waits = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(PACKAGE):
+            if code.co_name in WAITING:
+                waits = waits or code.co_name
+            elif code.co_name in PHASES:
+                return PHASES[code.co_name], waits
+        frame = frame.f_back
+    return "outside training", waits
+
+
+def stack_text(frame: FrameType | None, most: int = 12) -> str:
+    """The innermost calls of a stack."""
+    return "".join(traceback.format_stack(frame)[-most:]) if frame is not None else ""
+
+
+def late_ones(seen: Iterable[Sighting]) -> list[Sighting]:
+    """Those the others wait for: whoever is behind; in the same place, whoever is not waiting while others are."""
+    seen = list(seen)
+    furthest = max((each.position for each in seen), default=None)
+    behind = [each for each in seen if each.position != furthest]
+    if behind:
+        least = min(each.position for each in behind)
+        return [each for each in behind if each.position == least]
+    busy = [each for each in seen if not each.waits]
+    return busy if len(busy) < len(seen) else []
+
+
+def describe(seen: Mapping[int, Sighting], silent: Mapping[int, float], world: int, waited: float) -> str:
+    """What a process that waits can say about the others: who is gone, who is late, where, and what it is doing."""
+    lines = [f"no progress for {waited:.0f} s"]
+    unseen = [rank for rank in range(world) if rank not in seen]
+    lines += [f"rank {rank} has never been seen: it was not started, or cannot reach the others" for rank in unseen]
+    for rank in sorted(silent):
+        last = seen[rank]
+        lines.append(
+            f"missing: {last.name} has given no sign of life for {silent[rank]:.0f} s (last: {last.where}); "
+            "its process has ended, or its machine is cut off"
+        )
+    if not silent and not unseen:
+        lines += _late_lines(seen)
+    return "\n  ".join(lines)
+
+
+def _late_lines(seen: Mapping[int, Sighting]) -> list[str]:
+    late = late_ones(seen.values())
+    if not late:
+        lines = ["no rank is behind the others:"]
+        return [*lines, *(line for each in seen.values() for line in _lines(each, "standing"))]
+    others = [each for each in seen.values() if each not in late]
+    return [*(line for each in late for line in _lines(each, "late")), f"the others are at {others[0].where}"]
+
+
+def _lines(each: Sighting, word: str) -> list[str]:
+    lines = [f"{word}: {each.name} is at {each.where}, for {each.still:.0f} s"]
+    return [*lines, *(f"    {line}" for line in each.stack.splitlines())]

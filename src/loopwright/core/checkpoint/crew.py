@@ -1,0 +1,119 @@
+"""One checkpoint written by many processes: each writes its part, one of them publishes when all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...errors import CheckpointError
+from .manifest import Entry, describe, file_entry
+from .storage import Storage
+
+
+@dataclass
+class Part:
+    """What one process has written: its files, and the tensors in them as boxes of larger ones."""
+
+    files: list[str] = field(default_factory=list)
+    tensors: dict[str, Entry] = field(default_factory=dict)
+    record: dict[str, Any] | None = None
+    """What only this process knows (random states, streams), kept by whoever publishes."""
+
+
+class Crew(Protocol):
+    """The processes that write a checkpoint together, seen from one of them."""
+
+    rank: int
+    leader: int
+    """The process that stages and publishes for this one."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank."""
+
+
+Write = Callable[[Path], Any]
+Keep = Callable[[Path, dict[int, dict[str, Any]]], None]
+"""Writes the records of processes, by rank, into a folder."""
+
+
+@dataclass
+class Trouble:
+    """An error of one process, as the others hear of it."""
+
+    rank: int
+    text: str
+    errno: int | None = None
+
+
+def publish_together(storage: Storage, step: int, write: Write, *, format: str, crew: Crew, keep: Keep) -> None:
+    """Write a checkpoint with all processes of the crew; raises on every one of them when one fails."""
+    leads = crew.rank == crew.leader
+    with ExitStack() as stack:
+        staged = _attempt(crew, lambda: str(stack.enter_context(storage.staging(step))) if leads else None)
+        folder = Path(staged[crew.leader])
+        parts = _attempt(crew, lambda: _written(write, folder))
+        if leads:
+            own = {rank: part for rank, (leader, part) in enumerate(_with_leaders(crew, parts)) if leader == crew.rank}
+        else:
+            _with_leaders(crew, parts)
+            own = {}
+        _attempt(crew, lambda: _publish(storage, step, folder, own, format, keep) if leads else None)
+
+
+def _with_leaders(crew: Crew, parts: list[Any]) -> list[tuple[int, Any]]:
+    return list(zip(crew.gather(crew.leader), parts, strict=True))
+
+
+def _written(write: Write, folder: Path) -> tuple[Part, dict[str, Entry]]:
+    """Write this process's part; its files are hashed by the process that has just written them."""
+    part = write(folder)
+    part = part if isinstance(part, Part) else Part()
+    if part.files and not folder.is_dir():
+        raise CheckpointError(f"{folder} is not there")
+    return part, {name: file_entry(folder / name) for name in part.files}
+
+
+def _publish(
+    storage: Storage, step: int, folder: Path, parts: dict[int, tuple[Part, dict[str, Entry]]], format: str, keep: Keep
+) -> None:
+    records = {rank: part.record for rank, (part, _) in parts.items() if part.record is not None}
+    keep(folder, records)
+    known = {name: entry for _, entries in parts.values() for name, entry in entries.items()}
+    manifest = describe(folder, step, format=format, known=known)
+    manifest.tensors.update(joined([part.tensors for part, _ in parts.values()]))
+    manifest.write(folder)
+    storage.publish(folder, step)
+
+
+def joined(parts: list[dict[str, Entry]]) -> dict[str, Entry]:
+    """Tensors with the boxes of all processes."""
+    tensors: dict[str, Entry] = {}
+    for part in parts:
+        for name, entry in part.items():
+            known = tensors.setdefault(name, {**entry, "boxes": []})
+            known["boxes"] = [*known["boxes"], *entry["boxes"]]
+    return tensors
+
+
+def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
+    """Do something on every process; returns all results, or raises on all of them what went wrong first."""
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    told = (
+        None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))
+    )
+    found = crew.gather((told, result))
+    troubles = [trouble for trouble, _ in found if trouble is not None]
+    if error is not None:
+        raise error
+    if troubles:
+        first = troubles[0]
+        text = f"process {first.rank} could not write its part: {first.text}"
+        raise OSError(first.errno, text) if first.errno is not None else CheckpointError(text)
+    return [value for _, value in found]

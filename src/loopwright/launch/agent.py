@@ -1,0 +1,172 @@
+"""Running torchrun's elastic agent in this process, and saying how it ended with the documented exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.launcher import api as launcher
+
+from ..core.record import RESUME, STOPPED
+from ..core.signals import STOPPED_AFTER_SAVING
+from ..notices import logger
+
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+PAUSE = 3.0
+"""Seconds between two attempts to meet the other machines again."""
+LAST_LINES = 20
+
+
+class Agent(LocalElasticAgent):
+    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and tells restarts apart."""
+
+    current: Agent | None = None
+    elastic = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        Agent.current = self
+        self.codes: list[int | None] = []
+        """How the workers ended that ended last."""
+
+    @property
+    def was_saved(self) -> bool:
+        """Whether the workers saved a checkpoint and left.
+
+        They leave together after all have saved. One that is slow to end may still be killed by then, or be aborted by
+        torch, whose gloo groups sometimes do that when they end (seen in 2.13): so they leave a mark as well.
+        """
+        return STOPPED_AFTER_SAVING in self.codes or os.path.exists(os.environ.get(STOPPED, ""))
+
+    def log_of(self, local_rank: int) -> Path | None:
+        """The file with the worker's error output, if there is one."""
+        path = getattr(self._pcontext, "stderrs", {}).get(local_rank)
+        return Path(path) if path and Path(path).is_file() else None
+
+    def _rendezvous(self, worker_group: Any) -> None:
+        # torch keeps the store of the first round and its address for later ones (seen in 2.13): processes that start
+        # again would read what the old ones wrote, and look for a first machine that may be gone.
+        handler = worker_group.spec.rdzv_handler
+        for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
+            if hasattr(handler, name):
+                setattr(handler, name, None)
+        super()._rendezvous(worker_group)
+
+    def _initialize_workers(self, worker_group: Any) -> None:
+        Path(os.environ[STOPPED]).unlink(missing_ok=True)
+        super()._initialize_workers(worker_group)
+        # From now on workers are started again: whatever this run has saved is theirs.
+        os.environ[RESUME] = "auto"
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        result = super()._monitor_workers(worker_group)
+        self.codes = [failure.exitcode for failure in result.failures.values()]
+        if self.codes and self.was_saved:
+            # Another machine leaves: an elastic job goes on without it. Otherwise the whole job was told to stop.
+            self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
+        return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        workers = getattr(self._pcontext, "subprocess_handlers", {})
+        super()._shutdown(*args, **kwargs)
+        if workers:
+            self.codes = [worker.proc.poll() for worker in workers.values()]
+
+
+def run(make_words: Callable[[], list[str]], *, elastic: bool, patience: float) -> int:
+    """Run the agent to its end and return the exit code; for `patience` seconds it looks for machines it lost."""
+    Agent.elastic = elastic
+    with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
+        os.environ[STOPPED] = os.path.join(folder, "stopped")
+        return _run(make_words, patience)
+
+
+def _run(make_words: Callable[[], list[str]], patience: float) -> int:
+    lost_at: float | None = None
+    while True:
+        started = time.monotonic()
+        try:
+            with _our_agent():
+                torchrun.run(torchrun.parse_args(make_words()))
+            return DONE
+        except ChildFailedError as error:
+            return _failed(error)
+        except SignalException as error:
+            return _signalled(error)
+        except (RendezvousConnectionError, RendezvousTimeoutError, ConnectionError) as error:
+            now = time.monotonic()
+            lost_at = now if lost_at is None or now - started > patience else lost_at
+            if now - lost_at >= patience:
+                logger.error(f"the other machines cannot be reached: {error}")
+                return FAILED
+            logger.warning(f"the meeting point is lost ({_short(error)}); this machine tries to come back")
+            os.environ[RESUME] = "auto"
+            time.sleep(PAUSE)
+
+
+@contextmanager
+def _our_agent() -> Iterator[None]:
+    theirs = launcher.LocalElasticAgent
+    launcher.LocalElasticAgent = Agent  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        launcher.LocalElasticAgent = theirs  # type: ignore[misc]
+
+
+def _signalled(error: SignalException) -> int:
+    if Agent.current is not None and Agent.current.was_saved:
+        return _saved()
+    return INTERRUPTED if error.sigval == signal.SIGINT else 128 + int(error.sigval)
+
+
+def _failed(error: ChildFailedError) -> int:
+    if Agent.current is not None and Agent.current.was_saved:
+        return _saved()
+    log = Agent.current.log_of(error.get_first_failure()[1].local_rank) if Agent.current is not None else None
+    print(failure_text(error, log), file=sys.stderr)
+    # A worker that found its arguments wrong says so with code 2, and so do we.
+    first = error.get_first_failure()[1].exitcode
+    return first if first in (2, INTERRUPTED) else FAILED
+
+
+def _saved() -> int:
+    logger.warning("every worker has saved and stopped; start again to go on")
+    return STOPPED_AFTER_SAVING
+
+
+def failure_text(error: ChildFailedError, log: Path | None) -> str:
+    """Which rank failed first, how, and the last lines it wrote."""
+    rank, failure = error.get_first_failure()
+    ended = f"signal {_signal_name(-failure.exitcode)}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    lines = [f"loopwright: rank {rank} failed first (process {failure.pid}, {ended})"]
+    others = sorted(set(error.failures) - {rank})
+    if others:
+        lines[0] += f"; after it: {', '.join(map(str, others))}"
+    if log is not None:
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        lines += [f"its last lines ({log}):", *(f"  {line}" for line in last)]
+    return "\n".join(lines)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _short(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

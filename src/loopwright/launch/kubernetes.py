@@ -1,0 +1,144 @@
+"""Kubernetes manifests of a launch: Kubeflow's PyTorchJob (training operator v1) and TrainJob (trainer v2)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from ..errors import ArgumentsError
+from .request import Request
+from .torchrun import SHUTDOWN
+
+RESTARTS = 10
+"""How often a job may come back: pods are moved often, and each time it goes on from its last checkpoint."""
+
+
+def manifest(request: Request) -> str:
+    """The manifest as YAML."""
+    if not request.own.image:
+        raise ArgumentsError("--kubernetes needs --image: the container image with the script and loopwright in it")
+    return str(yaml.safe_dump(KINDS[request.own.kind](request), sort_keys=False))
+
+
+def pytorch_job(request: Request) -> dict[str, Any]:
+    """A PyTorchJob; the operator tells torchrun the number of machines and where they meet through PET_* variables."""
+    low, high = request.nodes
+    replica = {
+        "replicas": high,
+        # Not `ExitCode`: to the operator 75 (saved and stopped, start again) would be a failure for good.
+        "restartPolicy": "OnFailure",
+        "template": {"spec": _pod(request, container="pytorch")},
+    }
+    spec: dict[str, Any] = {
+        "elasticPolicy": {
+            "rdzvBackend": "c10d",
+            "minReplicas": low,
+            "maxReplicas": high,
+            "maxRestarts": RESTARTS,
+        },
+        "runPolicy": {"backoffLimit": RESTARTS, "cleanPodPolicy": "None"},
+        "pytorchReplicaSpecs": {"Worker": replica},
+    }
+    if request.own.processes:
+        spec["nprocPerNode"] = str(request.own.processes)
+    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(request), "spec": spec}
+
+
+def train_job(request: Request) -> dict[str, Any]:
+    """A TrainJob on the cluster's `torch-distributed` runtime."""
+    if request.is_elastic:
+        raise ArgumentsError(
+            f"--nnodes {request.values.nnodes}: a TrainJob has a fixed number of machines; use --kind PyTorchJob"
+        )
+    own = request.own
+    trainer: dict[str, Any] = {
+        "image": own.image,
+        "command": _command(request),
+        "env": _variables(request),
+        "numNodes": request.nodes[1],
+    }
+    if own.processes:
+        trainer["numProcPerNode"] = own.processes
+    if _resources(request):
+        trainer["resourcesPerNode"] = _resources(request)
+    volumes, mounts = _volumes(request)
+    pod = {"volumes": volumes, "containers": [{"name": "node", "volumeMounts": mounts}]}
+    jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+    patch = {"manager": "loopwright", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
+    spec = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]}
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": _metadata(request),
+        "spec": spec,
+    }
+
+
+KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {"PyTorchJob": pytorch_job, "TrainJob": train_job}
+
+
+def _pod(request: Request, *, container: str) -> dict[str, Any]:
+    volumes, mounts = _volumes(request)
+    body = {
+        "name": container,
+        "image": request.own.image,
+        "command": _command(request),
+        "env": _variables(request),
+        "volumeMounts": mounts,
+    }
+    if _resources(request):
+        body["resources"] = _resources(request)
+    # The time to save in must cover what the agent gives its processes.
+    return {"terminationGracePeriodSeconds": SHUTDOWN + 30, "containers": [body], "volumes": volumes}
+
+
+def _command(request: Request) -> list[str]:
+    """Machines and meeting point come from the operator, so they are not said here."""
+    words = ["loopwright", "launch"]
+    if request.own.threads:
+        words += ["--threads", str(request.own.threads)]
+    return [*words, *request.passed_on, *request.script]
+
+
+def _variables(request: Request) -> list[dict[str, str]]:
+    variables = {"LOOPWRIGHT_RESUME": "auto"}  # a pod that comes back cannot know that it has been here before
+    for given in request.own.variable:
+        name, equals, value = given.partition("=")
+        if not equals or not name:
+            raise ArgumentsError(f"--variable {given!r}: say it as NAME=VALUE")
+        variables[name] = value
+    return [{"name": name, "value": value} for name, value in variables.items()]
+
+
+def _resources(request: Request) -> dict[str, Any]:
+    own = request.own
+    gpus = own.processes if own.gpus is None else own.gpus
+    limits = {
+        "nvidia.com/gpu": gpus or None,
+        "cpu": str(own.cpus) if own.cpus else None,
+        "memory": own.memory,
+    }
+    kept = {name: value for name, value in limits.items() if value}
+    return {"limits": kept, "requests": dict(kept)} if kept else {}
+
+
+def _volumes(request: Request) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    # Loader workers hand batches over in shared memory; a container's 64 MiB of it are soon full.
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    for number, given in enumerate(request.own.claim):
+        claim, colon, path = given.partition(":")
+        if not colon or not path.startswith("/"):
+            raise ArgumentsError(f"--claim {given!r}: say it as CLAIM:/path/in/the/container")
+        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"claim-{number}", "mountPath": path})
+    return volumes, mounts
+
+
+def _metadata(request: Request) -> dict[str, str]:
+    name = re.sub(r"[^a-z0-9-]+", "-", request.name.lower()).strip("-")[:63] or "train"
+    name = name if name[0].isalpha() else f"job-{name}"[:63]
+    return {"name": name, **({"namespace": request.own.namespace} if request.own.namespace else {})}

@@ -1,0 +1,27 @@
+"""What this machine has to run processes on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Accelerators and processors that this process may use."""
+
+    devices: int
+    """Accelerators; 0 where there is only a processor."""
+    cores: int
+    kind: str = "cpu"
+
+
+def this_machine() -> Machine:
+    """What torch and the system say about this machine."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not torch.accelerator.is_available():
+        return Machine(0, cores)
+    kind = torch.accelerator.current_accelerator()
+    return Machine(torch.accelerator.device_count(), cores, kind.type if kind is not None else "cpu")

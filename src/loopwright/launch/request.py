@@ -1,0 +1,113 @@
+"""What was asked of `loopwright launch`: its own options, torchrun's options, and the script with its words."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from ..errors import ArgumentsError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A launch as the user said it."""
+
+    own: argparse.Namespace
+    passed: tuple[str, ...]
+    """Options of torchrun, in the user's words."""
+    values: argparse.Namespace
+    """The same options as torchrun reads them, its defaults and PET_* variables included."""
+    given: frozenset[str] = field(default_factory=frozenset)
+    """Names of torchrun's options that the user or the environment has set."""
+    script: tuple[str, ...] = ()
+    """The script (or module) and its words."""
+
+    @property
+    def nodes(self) -> tuple[int, int]:
+        """The fewest and the most machines."""
+        low, _, high = str(self.values.nnodes).partition(":")
+        try:
+            nodes = int(low), int(high or low)
+        except ValueError:
+            nodes = (0, 0)
+        if not 1 <= nodes[0] <= nodes[1]:
+            raise ArgumentsError(f"--nnodes {self.values.nnodes}: give a number of machines, or MIN:MAX such as 1:4")
+        return nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of machines may change while the job runs."""
+        return self.nodes[0] < self.nodes[1]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether ranks are fixed by --node-rank and --master-addr instead of being agreed on."""
+        named = {"node_rank", "master_addr"} & self.given
+        return bool(named) and "rdzv_endpoint" not in self.given and not self.own.host
+
+    @property
+    def name(self) -> str:
+        """The given name of the job, or the script's."""
+        return str(self.own.name or Path(self.script[0]).stem)
+
+    @property
+    def passed_on(self) -> list[str]:
+        """The options of torchrun without the number of machines, which a cluster sets itself."""
+        kept, rest = [], list(self.passed)
+        while rest:
+            word = rest.pop(0)
+            if word.partition("=")[0] != "--nnodes":
+                kept.append(word)
+            elif "=" not in word:
+                rest.pop(0)
+        return kept
+
+
+def read(
+    words: Sequence[str],
+    own: argparse.ArgumentParser,
+    torchrun: argparse.ArgumentParser,
+    environment: Mapping[str, str],
+) -> Request:
+    """Sort the words before the script into ours and torchrun's; what follows the script is the script's."""
+    mine, theirs, script = split(words, own, torchrun)
+    options = own.parse_args(mine)
+    if not script:
+        raise ArgumentsError("no script was named: loopwright launch [options] train.py [the script's own options]")
+    values = torchrun.parse_args([*theirs, *script])
+    named = {action.dest for word in theirs if (action := _action(word, torchrun)) is not None}
+    preset = {name.removeprefix("PET_").lower() for name in environment if name.startswith("PET_")}
+    return Request(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
+
+
+def split(
+    words: Sequence[str], own: argparse.ArgumentParser, torchrun: argparse.ArgumentParser
+) -> tuple[list[str], list[str], list[str]]:
+    """Our words, torchrun's words and the script's words."""
+    rest = list(words)
+    mine: list[str] = []
+    theirs: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        mine_too = _action(rest[0], own)
+        action = mine_too or _action(rest[0], torchrun)
+        if action is None:
+            raise ArgumentsError(_unknown(rest[0], own, torchrun))
+        count = 1 if "=" in rest[0] or action.nargs == 0 else 2
+        (mine if mine_too else theirs).extend(rest[:count])
+        del rest[:count]
+    return mine, theirs, rest[1:] if rest[:1] == ["--"] else rest
+
+
+def _action(word: str, parser: argparse.ArgumentParser) -> argparse.Action | None:
+    return parser._option_string_actions.get(word.partition("=")[0])
+
+
+def _unknown(word: str, *parsers: argparse.ArgumentParser) -> str:
+    name = word.partition("=")[0]
+    known = [option for parser in parsers for option in parser._option_string_actions]
+    close = get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else "see loopwright launch --help and torchrun --help."
+    return f"{name} is no option of loopwright launch or torchrun: {advice} Options of the script come after the script"

@@ -1,0 +1,86 @@
+"""An sbatch script that runs the launch on every machine of a job and puts itself back into the queue."""
+
+from __future__ import annotations
+
+import shlex
+
+from ..core.signals import STOPPED_AFTER_SAVING
+from ..errors import ArgumentsError
+from .request import Request
+
+TEMPLATE = """\
+#!/bin/bash
+{directives}
+
+# Written by `loopwright launch --slurm`. {before_limit} seconds before the time limit, and when the job is preempted,
+# every process saves one checkpoint and exits with {saved}; the job goes back into the queue and goes on from there.
+set -uo pipefail
+{before}
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 20000))
+if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then export LOOPWRIGHT_RESUME=auto; fi
+
+srun --kill-on-bad-exit=0 {command} &
+step=$!
+# The batch shell gets the signal; srun hands it to the agents, and they to their processes.
+trap 'kill -TERM "$step" 2> /dev/null' TERM USR1
+
+wait "$step"; code=$?
+while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done  # a trap ends `wait` early
+
+if [ "$code" -eq {saved} ]; then
+    echo "saved and stopped: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def script(request: Request) -> str:
+    """The text of the sbatch script."""
+    most = request.nodes[1]
+    directives = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in _directives(request)]
+    return TEMPLATE.format(
+        directives="\n".join(directives),
+        before_limit=request.own.signal_before,
+        before="".join(f"{line}\n" for line in request.own.before),
+        saved=STOPPED_AFTER_SAVING,
+        command=_command(request, most),
+    )
+
+
+def _directives(request: Request) -> list[tuple[str, str]]:
+    own = request.own
+    gpus = own.processes if own.gpus is None else own.gpus
+    table = {
+        "job-name": request.name,
+        "nodes": str(request.nodes[1]) if not request.is_elastic else "{}-{}".format(*request.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(gpus) if gpus else None,
+        "cpus-per-task": str(own.cpus) if own.cpus else None,
+        "time": own.time,
+        "output": "%x-%j.out",
+        "open-mode": "append",  # a requeued job writes on
+        "requeue": "",
+        "signal": f"B:TERM@{own.signal_before}",
+    }
+    for given in own.sbatch:
+        name, _, value = given.removeprefix("--").partition("=")
+        if not name:
+            raise ArgumentsError(f"--sbatch {given!r}: say it as option=value, such as partition=gpu")
+        table[name] = value
+    return [(name, value) for name, value in table.items() if value is not None]
+
+
+def _command(request: Request, nodes: int) -> str:
+    words = ["loopwright", "launch", "--nnodes", '"$SLURM_JOB_NUM_NODES"']
+    if request.is_elastic:
+        words[3] = f"{request.nodes[0]}:{nodes}"
+    for name in ("processes", "threads", "interface", "rejoin"):
+        value = getattr(request.own, name)
+        if value is not None:
+            words += [f"--{name}", shlex.quote(str(value))]
+    if request.own.no_log_files:
+        words.append("--no-log-files")
+    words += ["--host", '"$head:$port"', "--rdzv-id", '"$SLURM_JOB_ID"']
+    return " ".join([*words, *map(shlex.quote, request.passed_on), *map(shlex.quote, request.script)])

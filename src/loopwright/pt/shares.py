@@ -1,0 +1,252 @@
+"""Which part of the data this process takes: batch k x world + rank of the global order is its k-th."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data._utils import worker as worker_module
+
+from .loaders import SeededStream, announce_epoch, ordered_sampler
+from .streams import has_exact_state
+
+Broadcast = Callable[[Any], Any]
+"""The first process's value, for everybody."""
+
+
+class Share(NamedTuple):
+    """One part of the data out of several."""
+
+    rank: int
+    world: int
+
+    def batches_of(self, whole: int) -> int:
+        """How many of this many batches are in this part."""
+        return max(0, -(-(whole - self.rank) // self.world))
+
+
+# ---- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable[[str], None]) -> Any:
+    """A loader of this process's part; one that is already shared out is left alone."""
+    sampler = ordered_sampler(loader)
+    if sampler is not None:
+        sampler.part = (share.rank, share.world, loader.batch_size)
+        return loader
+    if is_shared(loader):
+        return loader
+    if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
+        return _rebuilt(loader, SharedBatches(loader.batch_sampler, share, broadcast))
+    tell(
+        f"{type(loader).__name__} gives the same batches to every process, which reads all of them and keeps its part; "
+        "a DistributedSampler, or a loader made by get_train_dataloader, would save the reading"
+    )
+    return EveryNth(loader, share)
+
+
+def is_shared(loader: Any) -> bool:
+    """Whether somebody has already given each process a part of its own."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    if any(_knows_ranks(part) for part in parts if part is not None):
+        return True
+    dataset = getattr(loader, "dataset", None)
+    return _is_shared_stream(dataset)
+
+
+def _knows_ranks(part: Any) -> bool:
+    """DistributedSampler and its relatives (num_replicas), accelerate's shards (num_processes)."""
+    if isinstance(part, (EveryNth, SharedBatches)) or type(part).__name__ in (
+        "DataLoaderShard",
+        "DataLoaderDispatcher",
+    ):
+        return True
+    return (hasattr(part, "num_replicas") and hasattr(part, "rank")) or (
+        hasattr(part, "num_processes") and hasattr(part, "process_index")
+    )
+
+
+def _is_shared_stream(dataset: Any) -> bool:
+    dataset = dataset.dataset if isinstance(dataset, SeededStream) else dataset
+    return (
+        isinstance(dataset, RankStream)
+        or getattr(dataset, "_distributed", None) is not None
+        or (isinstance(dataset, IterableDataset) and _knows_ranks(dataset))
+    )
+
+
+def _rebuilt(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+             "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
+    options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    return DataLoader(loader.dataset, batch_sampler=batch_sampler, **options)
+
+
+class SharedBatches:
+    """Every world-th batch of a batch sampler, in the order the first process finds."""
+
+    def __init__(self, batches: Any, share: Share, broadcast: Broadcast) -> None:
+        self.batches, self.share, self._broadcast = batches, share, broadcast
+        self.batch_size = getattr(batches, "batch_size", None)
+        self.drop_last = getattr(batches, "drop_last", False)
+        self.sampler = getattr(batches, "sampler", None)
+        # Whoever goes through the data in its own order needs no telling.
+        self._same_everywhere = type(batches) is BatchSampler and type(self.sampler) is SequentialSampler
+
+    def set_epoch(self, epoch: int) -> None:
+        parts: tuple[Any, ...] = (self.batches, self.sampler)
+        for part in parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return self.share.batches_of(len(self.batches))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._same_everywhere:
+            return islice(iter(self.batches), self.share.rank, None, self.share.world)
+        # A sampler may draw from a stream of random numbers of its process: only one of them can be the order.
+        found = self._broadcast(list(self.batches) if self.share.rank == 0 else None)
+        return iter(found[self.share.rank :: self.share.world])
+
+
+class EveryNth:
+    """Every world-th batch of whatever gives batches."""
+
+    def __init__(self, loader: Any, share: Share) -> None:
+        self.loader, self.share = loader, share
+        self.dataset = getattr(loader, "dataset", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        announce_epoch(self.loader, epoch)
+
+    def __len__(self) -> int:
+        return self.share.batches_of(len(self.loader))
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.share.rank, None, self.share.world)
+
+
+def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
+    """The batches all processes together get from a loader; `total` adds up what is known only to each of them."""
+    sampler = ordered_sampler(loader)
+    if sampler is not None:
+        size = loader.batch_size
+        return sampler.order.n // size if loader.drop_last else -(-sampler.order.n // size)
+    if isinstance(loader, EveryNth):
+        return len(loader.loader)
+    if isinstance(getattr(loader, "batch_sampler", None), SharedBatches):
+        return len(loader.batch_sampler.batches)
+    stream = rank_stream(loader)
+    if stream is not None:
+        whole, size = len(stream.dataset), loader.batch_size
+        return whole // size if loader.drop_last else -(-whole // size)
+    return int(total(len(loader)))
+
+
+def rank_stream(loader: Any) -> RankStream | None:
+    """Our own stream of this process's part inside a loader, if there is one."""
+    dataset = getattr(loader, "dataset", None)
+    dataset = dataset.dataset if isinstance(dataset, SeededStream) else dataset
+    return dataset if isinstance(dataset, RankStream) else None
+
+
+def whole_dataset(loader: Any) -> Any:
+    """The dataset behind a loader, all parts of it."""
+    stream = rank_stream(loader)
+    return getattr(loader, "dataset", None) if stream is None else stream.dataset
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------------
+
+
+def share_stream(dataset: Any, share: Share, batch_size: int) -> Any:
+    """The part of a stream this process takes; a stream that is already shared out is left alone."""
+    if _is_shared_stream(dataset):
+        return dataset
+    kind = StatefulRankStream if has_exact_state(dataset) else RankStream
+    return kind(dataset, share, batch_size)
+
+
+class RankStream(IterableDataset[Any]):
+    """Every world-th batch's samples of a stream.
+
+    Each process reads the stream from its beginning, so the order is that of one process. Worker processes of a
+    stream that shares itself out among them are left to it; otherwise they take turns.
+    """
+
+    def __init__(self, dataset: Any, share: Share, batch_size: int) -> None:
+        self.dataset, self.share, self.batch_size = dataset, share, batch_size
+        self._at = 0
+
+    def __len__(self) -> int:
+        whole, turn = len(self.dataset), self.batch_size * self.share.world
+        rounds, rest = divmod(whole, turn)
+        left = min(max(rest - self.share.rank * self.batch_size, 0), self.batch_size)
+        return rounds * self.batch_size + left
+
+    def set_epoch(self, epoch: int) -> None:
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._at = self._at, 0
+        size, (rank, world) = self.batch_size, self.share
+        info = WorkerLook() if get_worker_info() is not None else None
+        for at, sample in enumerate(iter(self.dataset), first):
+            if info is not None:
+                # Known as soon as there is a sample: does the stream share itself out among workers?
+                rank, world = info.turn(rank, world)
+                info = None
+            self._at = at + 1
+            if at // size % world == rank:
+                yield sample
+        self._at = 0
+
+
+class StatefulRankStream(RankStream):
+    """A stream that can say where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at, "stream": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+        self.dataset.load_state_dict(state["stream"])
+
+
+class WorkerLook:
+    """Finds out whether a stream asks which worker it is in."""
+
+    def __init__(self) -> None:
+        real = get_worker_info()
+        assert real is not None
+        self._real, self._asked = real, False
+        worker_module._worker_info = self  # type: ignore[assignment]
+
+    @property
+    def id(self) -> int:
+        self._asked = True
+        return self._real.id
+
+    @property
+    def num_workers(self) -> int:
+        return self._real.num_workers
+
+    @property
+    def seed(self) -> int:
+        return self._real.seed
+
+    @property
+    def dataset(self) -> Any:
+        return self._real.dataset
+
+    def turn(self, rank: int, world: int) -> tuple[int, int]:
+        """Whose turn this worker of this process has, and out of how many."""
+        worker_module._worker_info = self._real
+        if self._asked:
+            return rank, world
+        return self._real.id * world + rank, self._real.num_workers * world

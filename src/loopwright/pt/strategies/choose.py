@@ -1,0 +1,274 @@
+"""Which strategy carries out a run: one table of what can go together, and why the rest cannot.
+
+Everything here is decided from the arguments, before a model or data are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
+from ...args.zero import contradictions, stage_of
+from ...errors import ArgumentsError
+from ..precision import Precision
+from .group import open_processes
+from .single import SingleDevice
+
+Build = Callable[[Any, torch.device, Precision], Any]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A combination that is not legal, or not possible yet, and what to do instead."""
+
+    reason: str
+
+
+# ---- builders: a strategy is imported only when it is chosen ---------------------------------------------------------
+
+
+def _single(args: Any, device: torch.device, precision: Precision) -> Any:
+    return SingleDevice(device, precision, non_blocking=_non_blocking(args))
+
+
+def _ddp(args: Any, device: torch.device, precision: Precision) -> Any:
+    from .ddp import DataParallel
+
+    names = {
+        "ddp_find_unused_parameters": "find_unused_parameters",
+        "ddp_bucket_cap_mb": "bucket_cap_mb",
+        "ddp_broadcast_buffers": "broadcast_buffers",
+        "ddp_static_graph": "static_graph",
+    }
+    given = {theirs: getattr(args, ours) for ours, theirs in names.items() if getattr(args, ours) is not None}
+    return DataParallel(device, precision, _processes(args, device), options=given, non_blocking=_non_blocking(args))
+
+
+def _fsdp(args: Any, device: torch.device, precision: Precision) -> Any:
+    from .fsdp import FullySharded
+
+    options, sizes = read_fsdp(args.fsdp or True, args.fsdp_config), read_parallelism(args.parallelism_config)
+    replicas = sizes.dp_replicate_size
+    if options.hybrid and replicas == 1:  # one whole model per machine
+        replicas = max(args.world_size // _on_this_machine(args), 1)
+    return FullySharded(
+        device,
+        precision,
+        _processes(args, device),
+        options=options,
+        replicas=replicas,
+        compute_dtype=torch.bfloat16 if args.bf16 else None,
+        non_blocking=_non_blocking(args),
+    )
+
+
+def _tensor(args: Any, device: torch.device, precision: Precision) -> Any:
+    from .tensor import TensorParallel
+
+    sizes = read_parallelism(args.parallelism_config)
+    sharding = read_fsdp(args.fsdp or True, args.fsdp_config) if "fsdp" in asked_for(args) else None
+    return TensorParallel(
+        device,
+        precision,
+        _processes(args, device),
+        size=sizes.tp_size,
+        plan=sizes.tp_plan,
+        sharding=sharding,
+        compute_dtype=torch.bfloat16 if args.bf16 else None,
+        non_blocking=_non_blocking(args),
+    )
+
+
+def _deepspeed(args: Any, device: torch.device, precision: Precision) -> Any:
+    from .deepspeed import DeepSpeed
+
+    return DeepSpeed(device, precision, _processes(args, device), args=args, non_blocking=_non_blocking(args))
+
+
+def _processes(args: Any, device: torch.device) -> Any:
+    return open_processes(device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
+
+
+def _on_this_machine(args: Any) -> int:
+
+    return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+
+
+def _non_blocking(args: Any) -> bool:
+    return bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+TABLE: dict[frozenset[str], Build | Refused] = {
+    frozenset(): _single,
+    frozenset({"processes"}): _ddp,
+    frozenset({"processes", "replicas"}): _ddp,
+    frozenset({"fsdp"}): _fsdp,
+    frozenset({"processes", "fsdp"}): _fsdp,
+    frozenset({"processes", "fsdp", "replicas"}): _fsdp,
+    frozenset({"processes", "tensor"}): _tensor,
+    frozenset({"processes", "tensor", "fsdp"}): _tensor,
+    frozenset({"processes", "tensor", "replicas"}): Refused(
+        "parallelism_config: dp_replicate_size with tp_size has no engine in torch (DDP does not take tensor-parallel "
+        "parameters); shard the data-parallel dimension instead: dp_shard_size, with fsdp=True"
+    ),
+    frozenset({"processes", "tensor", "fsdp", "replicas"}): Refused(
+        "parallelism_config: dp_replicate_size, dp_shard_size and tp_size together are not available; use two of them"
+    ),
+    frozenset({"deepspeed"}): _deepspeed,
+    frozenset({"processes", "deepspeed"}): _deepspeed,
+    frozenset({"processes", "deepspeed", "fsdp"}): Refused(
+        "deepspeed and fsdp both shard the model; keep one of them"
+    ),
+    frozenset({"deepspeed", "fsdp"}): Refused("deepspeed and fsdp both shard the model; keep one of them"),
+    frozenset({"processes", "deepspeed", "tensor"}): Refused(
+        "parallelism_config: tp_size does not go with deepspeed; use fsdp=True with it, or deepspeed alone"
+    ),
+}  # fmt: skip
+"""What was asked for -> who does it."""
+
+NOWHERE = {
+    "context": "parallelism_config: cp_size splits sequences with torch's context parallelism, which has no CPU path: "
+    "it cannot be tested, so it is refused until it can be; leave cp_size out",
+    "sequence": "parallelism_config: sp_size is DeepSpeed's sequence parallelism, which is not available; leave it out",
+    "pipeline": "parallelism_config: pp_size cuts the model into stages, which is not available; leave it out",
+    "expert": "parallelism_config: ep_size spreads experts, which is not available; leave it out",
+}
+"""What is refused whatever it is combined with."""
+
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "schedule_free_adamw",
+               "schedule_free_sgd", "schedule_free_radam", "lion_32bit")  # fmt: skip
+"""Optimizers that treat every number of a parameter on its own, so that a part of a parameter is enough."""
+
+LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+    (
+        ("processes",),
+        lambda args: bool(args.auto_find_batch_size),
+        (
+            "auto_find_batch_size=True with several processes: one that runs out of memory alone would leave the "
+            "others waiting; find a batch size that fits on one process first"
+        ),
+    ),
+    (
+        ("processes",),
+        lambda args: args.optim.endswith("_layerwise"),
+        (
+            "a layer-wise optimizer steps inside the backward pass, before gradients of other processes have arrived; "
+            "use the same optimizer without _layerwise"
+        ),
+    ),
+    (
+        ("fsdp", "tensor"),
+        lambda args: bool(args.fp16),
+        "fp16=True needs loss scaling that knows only whole gradients; use bf16=True with fsdp and tp_size",
+    ),
+    (
+        ("fsdp", "tensor"),
+        lambda args: bool(args.fp16_full_eval or args.bf16_full_eval),
+        "fp16_full_eval and bf16_full_eval turn whole models to another format; use bf16=True with fsdp and tp_size",
+    ),
+    (
+        ("fsdp", "tensor"),
+        lambda args: args.optim not in ELEMENTWISE,
+        "this optim looks at whole parameters, and with fsdp or tp_size each process holds a part of them; use one of "
+        + ", ".join(ELEMENTWISE),
+    ),
+    (
+        ("fsdp", "tensor", "deepspeed"),
+        lambda args: args.checkpoint_format == "transformers" and args.save_strategy != "no",
+        (
+            "checkpoint_format='transformers' has no place for the shards of fsdp, tp_size and deepspeed; use "
+            "'native', and save_model for whole weights"
+        ),
+    ),
+    (
+        ("deepspeed",),
+        lambda args: args.on_nonfinite != "continue",
+        "on_nonfinite: DeepSpeed decides itself whether a step is applied; leave it at 'continue'",
+    ),
+    (
+        ("deepspeed",),
+        lambda args: not isinstance(args.deepspeed, dict) or stage_of(args.deepspeed) not in (1, 2, 3),
+        "deepspeed: zero_optimization.stage must be 1, 2 or 3",
+    ),
+    (
+        ("deepspeed",),
+        lambda args: not args.optim.startswith(("adamw_torch", "sgd")),
+        "optim with deepspeed is one of adamw_torch, adamw_torch_fused, sgd: ZeRO keeps parameters in flat pieces",
+    ),
+]
+"""Arguments that some strategies cannot honour: for which, when, and why."""
+
+
+def asked_for(args: Any) -> frozenset[str]:
+    """What of the table these arguments ask for."""
+    sizes = read_parallelism(args.parallelism_config)
+    sharded = wants_fsdp(args) or sizes.dp_shard_size > 1
+    hybrid = wants_fsdp(args) and read_fsdp(args.fsdp, args.fsdp_config).hybrid
+    wanted = {
+        "processes": args.world_size > 1,
+        "fsdp": sharded,
+        "replicas": sizes.dp_replicate_size > 1 or (hybrid and args.world_size > 1),
+        "tensor": sizes.tp_size > 1,
+        "context": sizes.cp_size > 1,
+        "sequence": sizes.sp_size > 1,
+        "pipeline": sizes.pp_size > 1,
+        "expert": sizes.ep_size > 1,
+        "deepspeed": args.deepspeed is not None,
+    }
+    return frozenset(name for name, asked in wanted.items() if asked)
+
+
+def choose_strategy(args: Any, device: torch.device, precision: Precision) -> Any:
+    """The strategy for these arguments, or an error that says why there is none."""
+    return chosen_row(args)(args, device, precision)
+
+
+def chosen_row(args: Any) -> Build:
+    """The builder in the table; raises with all reasons when the arguments cannot be honoured."""
+    asked = asked_for(args)
+    row = TABLE.get(asked - set(NOWHERE), Refused(f"{' with '.join(sorted(asked))}: this combination is not offered"))
+    problems = [NOWHERE[name] for name in sorted(asked) if name in NOWHERE]
+    problems += [] if problems or not isinstance(row, Refused) else [row.reason]
+    problems += [] if problems else _wrong_sizes(read_parallelism(args.parallelism_config), asked, args.world_size)
+    problems += [reason for names, applies, reason in LIMITS if asked & set(names) and applies(args)]
+    if "deepspeed" in asked and isinstance(args.deepspeed, dict):
+        problems += [f"deepspeed: {problem}" for problem in contradictions(args.deepspeed, args, args.world_size)]
+    if problems:
+        raise ArgumentsError(problems)
+    assert not isinstance(row, Refused)
+    return row
+
+
+def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> list[str]:
+    """Sizes that do not multiply to the number of processes."""
+    given = sizes.dp_replicate_size * sizes.dp_shard_size * sizes.other_than_data()
+    if world % sizes.tp_size or (given > 1 and world % given):
+        return [
+            (
+                f"parallelism_config asks for {given} processes or a multiple, and there are {world}; change the "
+                "sizes, or start another number of processes"
+            )
+        ]
+    if "tensor" in asked and world > sizes.tp_size and "fsdp" not in asked:
+        return [
+            (
+                f"tp_size={sizes.tp_size} on {world} processes leaves {world // sizes.tp_size} copies of the model, "
+                f"which torch keeps together by sharding: set fsdp=True (or dp_shard_size={world // sizes.tp_size}) too"
+            )
+        ]
+    if sizes.dp_shard_size > 1 and given != world:
+        return [f"parallelism_config is for {given} processes, and there are {world}; change dp_shard_size"]
+    return []
+
+
+def told(args: Any) -> list[str]:
+    """What the user should hear about keys that have no effect."""
+    keys = unneeded_keys(args.fsdp_config) if wants_fsdp(args) else {}
+    return [f"fsdp_config[{key!r}] has no effect: {reason}" for key, reason in keys.items()]

@@ -1,0 +1,118 @@
+"""DistributedDataParallel: every process holds the whole model, gradients are averaged once per update."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...core.batches import Update
+from ...core.strategy import MicroStep
+from ...errors import ModelError
+from ..precision import Precision
+from .group import Processes
+from .many import ManyProcesses
+
+UNFINISHED = "Expected to have finished reduction in the prior iteration"
+
+
+class DataParallel(ManyProcesses):
+    """Carries out an update on several processes that each hold the whole model."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: Processes,
+        *,
+        options: dict[str, Any] | None = None,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(device, precision, processes, non_blocking=non_blocking)
+        self._options = dict(options or {})
+        # A static graph is recorded while gradients travel, so that all micro-batches of the first update share theirs.
+        self.forward_is_collective = bool(self._options.get("static_graph"))
+        self._recording = False
+        self._wrapped: Any = None
+        self._seen: set[nn.Parameter] | None = set()
+        """The parameters that got a gradient in the first update; None once that is known to be all of them."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it; an already wrapped one stays as it is."""
+        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+            self._wrapped = model
+            return model
+        places = {p.device for p in model.parameters()}
+        single = self.device.type != "cpu" and places == {self.device}
+        self._wrapped = DistributedDataParallel(
+            model, device_ids=[self.device.index] if single else None, gradient_as_bucket_view=True, **self._options
+        )
+        self._seen, self._recording = set(), self.forward_is_collective
+        return self._wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model without the wrapper, whose forward would talk to the other processes."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        total, last = None, len(update.batches) - 1
+        for index in range(last + 1):
+            self.begin_micro_batch(update, index)
+            with self._sharing(index == last):
+                total = self.add(total, self._step_or_name_unused(micro_step, update, index))
+        self._recording = False
+        return total
+
+    def _sharing(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Gradients travel in the backward pass of the last micro-batch of this process, once per update."""
+        if not is_last and not self._recording and isinstance(self._wrapped, DistributedDataParallel):
+            return self._wrapped.no_sync()
+        return self._watching() if is_last and self._seen is not None else nullcontext()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """See in the first update which parameters get a gradient: one without would leave the others unshared."""
+        seen: set[nn.Parameter] = set()
+        handles = [p.register_post_accumulate_grad_hook(seen.add) for p in self._parameters]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._seen = None
+        if not self._options.get("find_unused_parameters") and not self._options.get("static_graph"):
+            named = {p: name for name, p in self.model.named_parameters()}
+            unused = [named.get(p, "?") for p in self._parameters if p not in seen]
+            if unused:
+                raise ModelError(unused_parameters(unused))
+
+    def _step_or_name_unused(self, micro_step: MicroStep, update: Update, index: int) -> Any:
+        try:
+            return micro_step(update, index)
+        except RuntimeError as error:
+            if UNFINISHED not in str(error):
+                raise
+            raise ModelError(unused_parameters(self._named_in(str(error)))) from error
+
+    def _named_in(self, text: str) -> list[str]:
+        """The parameters whose numbers torch gives in its error."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        numbers = [int(each) for each in found.group(1).split()] if found else []
+        return [names[each] for each in numbers if each < len(names)]
+
+
+def unused_parameters(names: list[str]) -> str:
+    """What to do about parameters without a gradient."""
+    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"these parameters took no part in the loss, so their processes would wait for their gradients: {listed}. "
+        "Set requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"
+    )

@@ -1,0 +1,156 @@
+"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer's state is in files of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...args.zero import filled_config
+from ...core.batches import Update
+from ...core.strategy import MicroStep
+from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
+from ..boxes import BoxReader
+from ..precision import Precision
+from .group import Processes
+from .many import ManyProcesses
+
+FOLDER = "deepspeed"
+TAG = "state"
+
+
+class DeepSpeed(ManyProcesses):
+    """Hands forward, backward and step to DeepSpeed's engine."""
+
+    is_sharded = True
+    saves_whole = True
+    saves_itself = True
+    forward_is_collective = True
+
+    def __init__(
+        self, device: torch.device, precision: Precision, processes: Processes, *, args: Any, non_blocking: bool = False
+    ) -> None:
+        # The engine turns the model to half precision and scales losses itself.
+        super().__init__(device, Precision(), processes, non_blocking=non_blocking)
+        self._args = args
+        self.engine: Any = None
+        self._package = _imported()
+
+    # ---- setting up -------------------------------------------------------------------------------------------------
+
+    def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        self.engine = None
+        return super().setup_model(model, place=True)
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Make the engine; the optimizer's groups stay the ones a schedule has in its hands."""
+        width = getattr(getattr(self.model, "config", None), "hidden_size", None)
+        try:
+            config = filled_config(self._args.deepspeed, self._args, self.world_size, width)
+        except ValueError as error:
+            raise ArgumentsError([f"deepspeed: {problem}" for problem in str(error).split("; ")]) from error
+        self.engine, *_ = self._package.initialize(
+            model=self.model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        self.optimizer, self._broken = optimizer, None
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        return optimizer
+
+    def rewrap(self, model: nn.Module) -> nn.Module:
+        return model if self.engine is None else self.engine
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return self.model
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        total, last = None, len(update.batches) - 1
+        for index in range(last + 1):
+            self.begin_micro_batch(update, index)
+            self.engine.set_gradient_accumulation_boundary(index == last)
+            total = self.add(total, micro_step(update, index))
+            if index < last:
+                self.engine.step()  # counts the micro-batch; the weights move at the boundary only
+        return total
+
+    def _weighed_backward(self, loss: Tensor) -> None:
+        # The trainer has divided already.
+        self.engine.backward(loss * 0 if self._idle else loss, scale_wrt_gas=False)
+
+    def scale_gradients(self, factor: Any) -> None:
+        raise NotAvailable(
+            "a loss that returns (sum, count) needs gradients divided after the backward pass, which DeepSpeed keeps "
+            "to itself; return the mean, or divide by num_items_in_batch"
+        )
+
+    def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
+        """Step, because the engine clips in its step and tells the norm only afterwards."""
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else torch.as_tensor(norm)
+
+    def optimizer_step(self, veto: Tensor | None = None) -> bool:
+        """Whether the step that `clip_gradients` took was applied, or skipped by the engine's loss scaling."""
+        return bool(self.engine.was_step_applied())
+
+    def zero_grad(self) -> None:
+        if self.engine is not None:
+            self.engine.zero_grad()
+
+    # ---- whole tensors to save and load -----------------------------------------------------------------------------
+
+    def model_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """Weights (in full precision) and buffers, gathered from all processes."""
+        if self.engine is None:
+            return dict(module.state_dict())
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = dict(module.state_dict())
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            whole = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            found[name] = parameter.detach() if whole is None else whole.reshape(_shape(parameter))
+        return found
+
+    def load_weights(self, module: nn.Module, folder: str | Path) -> None:
+        if self.engine is None:
+            super().load_weights(module, folder)
+            return
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        with BoxReader(folder, "model").opened() as reader:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    safe_set_full_fp32_param(parameter, reader.whole(name).to(parameter.device))
+
+    # ---- the optimizer's state, in DeepSpeed's own files ------------------------------------------------------------
+
+    def write_state(self, folder: Path) -> None:
+        """Write the engine's state; every process writes its own files."""
+        self.engine.save_checkpoint(str(folder / FOLDER), tag=TAG, save_latest=False)
+
+    def read_state(self, folder: Path) -> None:
+        """The counterpart of `write_state`, for as many processes as had written it."""
+        if not (folder / FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder.name} holds no {FOLDER} folder: it was saved without DeepSpeed, whose optimizer state is in "
+                "files of its own. Go on without deepspeed=, or start anew from its weights"
+            )
+        found, _ = self.engine.load_checkpoint(str(folder / FOLDER), tag=TAG, load_lr_scheduler_states=False)
+        if found is None:
+            raise CheckpointError(f"DeepSpeed could not read {folder / FOLDER}")
+
+
+def _imported() -> Any:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise MissingPackage("deepspeed", needed_for="deepspeed=") from error
+    return deepspeed
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the whole parameter, also where a stage holds only a part of it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

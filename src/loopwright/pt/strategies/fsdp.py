@@ -1,0 +1,196 @@
+"""FSDP2: parameters, gradients and optimizer state in shards, gathered block by block (also HSDP, on a 2-d mesh)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
+
+from ...args.sharding import FsdpOptions
+from ...core.batches import Update
+from ...core.strategy import MicroStep
+from ...errors import ModelError
+from ..boxes import local_part
+from ..precision import Precision
+from ..preparing import checkpoint_activations, repeated_blocks
+from .group import Processes
+from .sharded import Sharded
+
+
+class FullySharded(Sharded):
+    """Carries out an update on several processes that each hold a shard of everything."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: Processes,
+        *,
+        options: FsdpOptions,
+        replicas: int = 1,
+        compute_dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(device, precision, processes, non_blocking=non_blocking)
+        self.options, self._compute_dtype = options, compute_dtype
+        self.saves_whole = options.whole_checkpoints
+        self.makes_empty = options.cpu_ram_efficient_loading and self.rank > 0
+        self.mesh = make_mesh(device, processes.world_size, replicas)
+
+    def shard(self, model: nn.Module) -> None:
+        shard_model(
+            model, self.mesh, self.options, compute_dtype=self._compute_dtype, device=self.device, strategy=self
+        )
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        return run_synchronized(self, self.model, micro_step, update)
+
+
+def run_synchronized(strategy: Any, model: Any, micro_step: MicroStep, update: Update) -> Any:
+    """Micro-batches one after the other; gradients travel with the last one."""
+    total, last = None, len(update.batches) - 1
+    for index in range(last + 1):
+        strategy.begin_micro_batch(update, index)
+        model.set_requires_gradient_sync(index == last)
+        model.set_is_last_backward(index == last)
+        total = strategy.add(total, micro_step(update, index))
+    return total
+
+
+def make_mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
+    """All processes in a row, or rows of processes that each hold a whole model between them."""
+    if replicas == 1:
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    options: FsdpOptions,
+    *,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+    strategy: Any,
+) -> None:
+    """Shard a model block by block and then the rest, in place."""
+    blocks = blocks_to_wrap(model, options)
+    if options.activation_checkpointing:
+        recompute(model, blocks)
+    empty = strategy.agree(any(p.is_meta for p in model.parameters()))
+    whole = _on_first(model, strategy.rank) if empty else {}
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype(options.param_dtype) or compute_dtype,
+        # Sums over many processes lose too much in half precision.
+        reduce_dtype=_dtype(options.reduce_dtype) or (torch.float32 if compute_dtype else None),
+        output_dtype=_dtype(options.output_dtype),
+    )
+    given: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": options.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
+    }
+    for block in blocks:
+        fully_shard(block, **given)
+    fully_shard(model, **given)
+    if callable(getattr(model, "generate", None)):  # it calls parts of the model without the whole
+        register_fsdp_forward_method(model, "generate")
+    if empty:
+        fill_from_first(model, whole, torch.device("cpu") if options.cpu_offload else device, strategy.rank)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+# ---- which modules ---------------------------------------------------------------------------------------------------
+
+
+def blocks_to_wrap(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:
+    """The modules that are gathered one at a time: inner ones first; none when the model is one piece."""
+    if options.wrap == "NO_WRAP":
+        return []
+    if options.wrap == "SIZE_BASED_WRAP":
+        return _by_size(model, options.min_num_params)
+    names = list(options.layer_classes) or list(getattr(model, "_no_split_modules", None) or [])
+    found = [module for module in model.modules() if type(module).__name__ in names and module is not model]
+    missing = [name for name in options.layer_classes if name not in {type(each).__name__ for each in found}]
+    if missing:
+        known = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
+        raise ModelError(
+            f"fsdp_config['transformer_layer_cls_to_wrap'] names {missing[0]!r}, and the model has no such module; "
+            f"it has {', '.join(known)}"
+        )
+    return found or repeated_blocks(model)
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """Modules with at least so many parameters that are not in one of them already, innermost first."""
+    if least < 1:
+        raise ModelError("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params above 0")
+    taken: set[nn.Parameter] = set()
+    found = []
+    for module in reversed(list(model.modules())):
+        own = [p for p in module.parameters() if p not in taken]
+        if module is not model and not isinstance(module, nn.ModuleList) and sum(p.numel() for p in own) >= least:
+            found.append(module)
+            taken.update(own)
+    return found
+
+
+def recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Recompute the activations of each block in the backward pass."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        checkpoint_activations(model, None)
+        return
+    if not blocks:
+        raise ModelError(
+            "fsdp_config['activation_checkpointing']=True, but the model has no repeated blocks; "
+            "name their class in transformer_layer_cls_to_wrap"
+        )
+    for block in blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+# ---- weights that only the first process has -------------------------------------------------------------------------
+
+
+def _on_first(model: nn.Module, rank: int) -> dict[str, Tensor]:
+    if rank:
+        return {}
+    if any(p.is_meta for p in model.parameters()):
+        raise ModelError("the weights of the first process are on the meta device too: nobody could fill them in")
+    return {name: tensor.detach().cpu() for name, tensor in _all_tensors(model).items()}
+
+
+def _all_tensors(model: nn.Module) -> dict[str, Any]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def fill_from_first(model: nn.Module, whole: dict[str, Tensor], device: torch.device, rank: int) -> None:
+    """Give every process its part of the first one's weights and buffers, one tensor at a time."""
+    if any(tensor.is_meta for tensor in _all_tensors(model).values()):
+        model.to_empty(device=device)
+    else:
+        model.to(device)
+    place = device if device.type != "cpu" or dist.get_backend() == "gloo" else torch.device("cpu")
+    with torch.no_grad():
+        for name, tensor in _all_tensors(model).items():
+            full = whole[name].to(place) if rank == 0 else torch.empty(tensor.shape, dtype=tensor.dtype, device=place)
+            dist.broadcast(full, src=0)
+            box = local_part(tensor)
+            at = tuple(slice(begin, begin + size) for begin, size in zip(box.offset, box.values.shape, strict=True))
+            box.values.copy_(full[at] if at else full)

@@ -1,0 +1,134 @@
+"""Strategies whose parameters are spread over processes as DTensors: global norms, and optimizers that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import ModelError
+from ..boxes import is_distributed
+from .many import ManyProcesses
+
+
+class Sharded(ManyProcesses):
+    """Processes that hold parts of the parameters."""
+
+    is_sharded = True
+    forward_is_collective = True
+    saves_whole = False
+    """Whether checkpoints hold whole tensors instead of one shard per process."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._successors: dict[nn.Parameter, nn.Parameter] = {}
+        """What became of each parameter when it was spread."""
+
+    def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
+        """Spread the model over the processes, in place."""
+        before = dict(model.named_parameters(remove_duplicate=False))
+        self._begin_alike(model)
+        self.shard(model)
+        after = dict(model.named_parameters(remove_duplicate=False))
+        self._successors = {old: after[name] for name, old in before.items() if after[name] is not old}
+        return super().setup_model(model, place=False)
+
+    def shard(self, model: nn.Module) -> None:
+        raise NotImplementedError
+
+    def _begin_alike(self, model: nn.Module) -> None:
+        """Parts of models that were initialized differently would make no model: then the first one's weights count."""
+        if any(tensor.is_meta or is_distributed(tensor) for tensor in model.state_dict().values()):
+            sums = []
+        else:
+            sums = [float(tensor.detach().double().sum()) for tensor in model.state_dict().values()]
+        everybody = self.host.gather(sums)
+        if not all(everybody) or all(each == everybody[0] for each in everybody):
+            return
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                sent = tensor.to(self.device)
+                dist.broadcast(sent, src=0)
+                tensor.copy_(sent)
+
+    def training(self) -> None:
+        # Parameters on different meshes, or on none, cannot be handed to the optimizer's kernels in one list.
+        meshes = {str(getattr(p, "device_mesh", None)) for p in self._parameters}
+        for group in getattr(self.optimizer, "param_groups", []) if len(meshes) > 1 else []:
+            group.update({name: False for name in ("foreach", "fused") if name in group})
+        super().training()
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Take the optimizer; one that was made for the whole parameters goes over to what became of them."""
+        self._move_to_successors(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def _move_to_successors(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", [])
+        old = [p for group in groups for p in group["params"] if p in self._successors]
+        if not old:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
+            raise ModelError(
+                f"the optimizer given to the trainer ({type(optimizer).__name__}) holds parameters as they were before "
+                "they were spread over processes, with state of its own; pass "
+                "optimizer_cls_and_kwargs=(class, options), or override create_optimizer"
+            )
+        for group in groups:
+            group["params"] = [self._successors.get(p, p) for p in group["params"]]
+
+    def fold_clipping(self, allowed: Any) -> None:
+        """The optimizer's kernel knows only the norm of what this process holds, so it does not clip."""
+
+    # ---- gradients --------------------------------------------------------------------------------------------------
+
+    def _gradients(self) -> list[Any]:
+        return [p.grad for p in self._clipped if p.grad is not None]
+
+    def scale_gradients(self, factor: Any) -> None:
+        parts = [_part(gradient) for gradient in self._gradients()]
+        if parts:
+            torch._foreach_mul_(parts, factor)
+
+    def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
+        if not max_norm and not want_norm:
+            return None
+        gradients = self._gradients()
+        norm = global_norm(gradients, self.device)
+        if max_norm:
+            factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            torch._foreach_mul_([_part(gradient) for gradient in gradients], factor)
+        return norm
+
+
+def _part(gradient: Any) -> Tensor:
+    """What this process holds of a gradient."""
+    return gradient._local_tensor if is_distributed(gradient) else gradient
+
+
+def global_norm(gradients: Iterable[Any], device: torch.device) -> Tensor:
+    """The norm of whole gradients: squares of the parts are added up over the processes that hold different ones."""
+    spread: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        spread.setdefault(_groups_of(gradient), []).append(_part(gradient))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    kind = torch.float32
+    for groups, parts in spread.items():
+        kind = torch.promote_types(kind, parts[0].dtype)
+        norms = torch._foreach_norm([part.to(device) for part in parts])
+        squares = torch.stack([norm.to(torch.float64) ** 2 for norm in norms]).sum()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total = total + squares
+    return total.sqrt().to(kind)
+
+
+def _groups_of(gradient: Any) -> tuple[Any, ...]:
+    """The groups of processes that each hold another part of a gradient."""
+    if not is_distributed(gradient):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(mesh.get_group(dim) for dim, kind in enumerate(gradient.placements) if not kind.is_replicate())

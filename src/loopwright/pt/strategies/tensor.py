@@ -1,0 +1,183 @@
+"""Tensor parallelism: layers split over neighbouring processes, by the model's own plan or one by name pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from ...args.sharding import FsdpOptions
+from ...core.batches import Update
+from ...core.strategy import MicroStep
+from ...errors import ModelError
+from ..boxes import is_distributed
+from ..precision import Precision
+from .fsdp import run_synchronized, shard_model
+from .group import Processes
+from .sharded import Sharded
+
+Make = Callable[[], ParallelStyle]
+
+STYLES: dict[str, tuple[Make, int]] = {
+    "colwise": (lambda: ColwiseParallel(), 0),
+    "colwise_rep": (lambda: ColwiseParallel(output_layouts=Replicate()), 0),
+    "colwise_gather_output": (lambda: ColwiseParallel(output_layouts=Replicate()), 0),
+    "rowwise": (lambda: RowwiseParallel(), 1),
+    "rowwise_rep": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
+    "embedding_rowwise": (lambda: RowwiseParallel(input_layouts=Replicate()), 0),
+}
+"""Names of styles -> how torch does it, and which dimension of the weight is split."""
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""Whole weights on parts of activations: each process sees a part of their gradient."""
+AS_IT_IS = ("replicate",)
+
+
+class TensorParallel(Sharded):
+    """Carries out an update on processes that split layers between them, each such group with a part of the data."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: Processes,
+        *,
+        size: int,
+        plan: Mapping[str, str] | None = None,
+        sharding: FsdpOptions | None = None,
+        compute_dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> None:
+        super().__init__(device, precision, processes, non_blocking=non_blocking)
+        self.size = size
+        self.share_out(copies=size)
+        self._plan, self._sharding, self._compute_dtype = plan, sharding, compute_dtype
+        self.saves_whole = sharding is not None and sharding.whole_checkpoints
+        # Neighbours split layers: they talk the most, and are most likely on one machine.
+        self.mesh = init_device_mesh(
+            device.type, (processes.world_size // size, size), mesh_dim_names=("data", "tensor")
+        )
+        self._partial: list[nn.Parameter] = []
+
+    def shard(self, model: nn.Module) -> None:
+        model.to(self.device)
+        partial = split_layers(model, self.mesh["tensor"], plan_of(model, self._plan), self.size)
+        if self._sharding is not None:
+            shard_model(
+                model,
+                self.mesh["data"],
+                self._sharding,
+                compute_dtype=self._compute_dtype,
+                device=self.device,
+                strategy=self,
+            )
+        named = dict(model.named_parameters())
+        self._partial = [named[name] for name in partial]
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        if self._sharding is not None:
+            total = run_synchronized(self, self.model, micro_step, update)
+        else:
+            total = None
+            for index in range(len(update.batches)):
+                self.begin_micro_batch(update, index)
+                total = self.add(total, micro_step(update, index))
+        for parameter in self._partial:
+            if parameter.grad is not None:
+                whole = parameter.grad._local_tensor if is_distributed(parameter.grad) else parameter.grad
+                dist.all_reduce(whole, group=self.mesh.get_group("tensor"))
+        return total
+
+
+def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    """The user's plan, or the one the model carries."""
+    plan = dict(given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+    if not plan:
+        raise ModelError(
+            f"{type(model).__name__} carries no plan for tensor parallelism; give one by name pattern: "
+            "parallelism_config={'tp_size': 2, 'tp_plan': {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}"
+        )
+    return plan
+
+
+def split_layers(model: nn.Module, mesh: Any, plan: dict[str, str], size: int) -> list[str]:
+    """Split the layers the plan names; returns parameters that stay whole but see only a part of their gradient."""
+    modules = dict(model.named_modules())
+    chosen = {pattern: [name for name in modules if fnmatch(name, pattern)] for pattern in plan}
+    _check_plan(model, plan, chosen, size)
+    tied = _tied(model)
+    partial = []
+    for pattern, names in chosen.items():
+        for name in names:
+            if plan[pattern] == PARTIAL:
+                partial += [f"{name}.{key}" for key, _ in modules[name].named_parameters()]
+            elif plan[pattern] not in AS_IT_IS:
+                parallelize_module(modules[name], mesh, STYLES[plan[pattern]][0]())
+    _tie_again(model, tied)
+    return partial
+
+
+def _check_plan(model: nn.Module, plan: dict[str, str], chosen: dict[str, list[str]], size: int) -> None:
+    """Refuse what the plan asks for and cannot be done, all of it at once."""
+    problems = []
+    for pattern, names in chosen.items():
+        style = plan[pattern]
+        if style not in (*STYLES, PARTIAL, *AS_IT_IS):
+            problems.append(f"{pattern}: the style {style!r} is not available (there are {', '.join(STYLES)})")
+        elif not names:
+            problems.append(f"{pattern}: no module of the model has a name like this")
+        elif style in STYLES:
+            problems += [p for name in names if (p := _does_not_divide(model.get_submodule(name), name, style, size))]
+    problems += _split_heads(model, chosen, size)
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems[:10])
+        raise ModelError(f"the plan for tensor parallelism cannot be carried out with tp_size={size}:{listed}")
+
+
+def _does_not_divide(module: nn.Module, name: str, style: str, size: int) -> str | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, (nn.Linear, nn.Embedding)) or weight is None:
+        return f"{name} is a {type(module).__name__}; only Linear and Embedding layers can be split"
+    length = weight.shape[STYLES[style][1]]
+    return f"{name}: {style} splits {length} into {size}, which does not divide" if length % size else None
+
+
+def _split_heads(model: nn.Module, chosen: dict[str, list[str]], size: int) -> list[str]:
+    """Attention of transformers' models splits by whole heads."""
+    config = getattr(model, "config", None)
+    if config is None or not any("attn" in name for names in chosen.values() for name in names):
+        return []
+    counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return [
+        f"config.{name} is {count}, which {size} processes cannot share out"
+        for name, count in counts.items()
+        if isinstance(count, int) and count % size
+    ]
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Names of parameters that are one and the same."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [same for same in names.values() if len(same) > 1]
+
+
+def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
+    """Parameters that were one before are one again."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for first, *others in tied:
+        for name in others:
+            one, other = parameters[first], parameters[name]
+            if getattr(one, "placements", None) != getattr(other, "placements", None):
+                raise ModelError(f"{first} and {name} are one parameter, and the plan splits them differently")
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, one)

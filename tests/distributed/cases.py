@@ -1,0 +1,476 @@
+"""What the processes of the pool run: each function is one case, called on every process with the same arguments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from pt.tiny import CPU, VOCAB, Tokens, llama, made, pad, samples, trainer_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import loopwright
+
+LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
+TIMES = ("runtime", "per_second")
+
+
+class Blocks(nn.Module):
+    """Two repeated blocks between embedding and head, with sizes that do not divide by 2, 3 or 4."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 10), nn.Tanh(), nn.Linear(10, width)) for _ in range(2)
+        )
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden)
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    logits = outputs["logits"]
+    total = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100, reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def divided_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    total, count = summed_loss(outputs, labels)
+    return total / (num_items_in_batch if num_items_in_batch is not None else count)
+
+
+LOSSES = {"model": None, "pair": summed_loss, "divided": divided_loss}
+
+
+def small_llama(**options: Any) -> nn.Module:
+    return llama(**{"vocab_size": 14, "num_key_value_heads": 2, **options})
+
+
+def small_qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(vocab_size=14, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2, head_dim=4, intermediate_size=16, max_position_embeddings=128,
+                         pad_token_id=0, initializer_range=0.3)  # fmt: skip
+    return made(Qwen3ForCausalLM, config)
+
+
+MODELS = {
+    "tokens": lambda: made(Tokens),
+    "blocks": lambda: made(Blocks),
+    "blocks-single": lambda: made(Blocks).float(),
+    "llama": small_llama,
+    "llama-tied": lambda: small_llama(tie_word_embeddings=True),
+    "qwen3": small_qwen,
+}
+
+
+def trained(
+    folder: str,
+    *,
+    n: int = 13,
+    model: str = "blocks",
+    loss: str = "model",
+    resume: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train as the arguments say; returns full weights, what was logged and where the run stands."""
+    data = samples(LENGTHS[:n])
+    given: dict[str, Any] = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0,
+             "lr_scheduler_type": "linear", "train_sampling_strategy": "random"}  # fmt: skip
+    if LOSSES[loss] is not None:
+        given["compute_loss_func"] = LOSSES[loss]
+    trainer = trainer_of(MODELS[model](), data, folder, **{**given, **options})
+    trainer.train(resume_from_checkpoint=resume)
+    return result_of(trainer)
+
+
+def result_of(trainer: Any) -> dict[str, Any]:
+    return {
+        "weights": full_weights(trainer.model),
+        "logs": [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in trainer.state.log_history],
+        "step": trainer.state.global_step,
+        "samples": trainer.progress.samples_seen,
+        "strategy": type(trainer.strategy).__name__,
+    }
+
+
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found[name] = whole.detach().clone()
+    return found
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+class At(loopwright.TrainerCallback):
+    """Does something at the end of an update, on one process."""
+
+    def __init__(self, step: int, rank: int, action: Any) -> None:
+        self.step, self.rank, self.action = step, rank, action
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step and args.process_index == self.rank:
+            self.action()
+
+
+def fail() -> None:
+    raise ValueError("the disk of this machine is upside down")
+
+
+def stopped(folder: str, *, how: str, rank: int, step: int = 3, **options: Any) -> dict[str, Any]:
+    """A run in which something happens to one process."""
+    actions = {"fail": fail, "term": lambda: os.kill(os.getpid(), signal.SIGTERM), "nothing": lambda: None}
+    return trained(folder, callbacks=[At(step, rank, actions[how])], **options)
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def sharded(folder: str, **options: Any) -> dict[str, Any]:
+    """A sharded model before any training: which modules are wrapped, and how much this process holds."""
+    from torch.distributed.fsdp import FSDPModule
+
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:4]), folder, optim="adamw_torch", fsdp=True, **options)
+    held = sum(p.to_local().numel() for p in trainer.model.parameters())
+    return {
+        "wrapped": [name for name, module in trainer.model.named_modules() if isinstance(module, FSDPModule)],
+        "held": held,
+        "whole": sum(p.numel() for p in trainer.model.parameters()),
+    }
+
+
+def saved_model(folder: str, *, model: str = "blocks", **options: Any) -> Any:
+    """What save_model writes, from whatever the processes hold."""
+    trainer = trainer_of(MODELS[model](), samples(LENGTHS[:4]), folder, optim="adamw_torch", **options)
+    before = full_weights(trainer.model)
+    trainer.save_model(f"{folder}/model")
+    return before
+
+
+def own_optimizer(folder: str, *, started: bool = False, **options: Any) -> Any:
+    """A run with an optimizer that was made before the model was sharded."""
+    model = made(Blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if started:
+        model(torch.zeros(1, 2, dtype=torch.long))["logits"].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    args = loopwright.TrainingArguments(folder, **{**CPU, "num_train_epochs": 1, **options})
+    trainer = loopwright.Trainer(
+        model, args, train_dataset=samples(LENGTHS[:8]), data_collator=pad, optimizers=(optimizer, None)
+    )
+    trainer.train()
+    return result_of(trainer)
+
+
+def different_weights(folder: str, **options: Any) -> Any:
+    """A run whose processes made models with other weights each."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Blocks().double()
+    first = full_weights(model)
+    trainer = trainer_of(
+        model, samples(LENGTHS[:8]), folder, **{"learning_rate": 0.0, "num_train_epochs": 1, **options}
+    )
+    trainer.train()
+    return first, full_weights(trainer.model)
+
+
+def made_on_meta(folder: str) -> Any:
+    """Only the first process makes weights; the others hold none until they get their part."""
+
+    seen = []
+
+    def make() -> nn.Module:
+        model = made(Blocks)
+        seen.append(model.head.weight.is_meta)
+        return model
+
+    trainer = trainer_of(
+        None, samples(LENGTHS[:8]), folder, model_init=make, fsdp=True, fsdp_config={"cpu_ram_efficient_loading": True},
+        optim="adamw_torch", num_train_epochs=1,
+    )  # fmt: skip
+    before = full_weights(trainer.model)
+    trainer.train()
+    return before, full_weights(made(Blocks)), trainer.state.global_step, seen[0]
+
+
+class WithUnused(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(3, 3)
+
+
+def with_unused(folder: str, **options: Any) -> Any:
+    trainer = trainer_of(made(WithUnused), samples(LENGTHS[:8]), folder, num_train_epochs=1, **options)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def clipped(folder: str, **options: Any) -> Any:
+    return trained(folder, n=8, max_grad_norm=0.05, num_train_epochs=1, **options)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+class Numbers(nn.Module):
+    """Remembers which samples it was shown in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.seen: list[list[int]] = []
+
+    def forward(self, number: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training and torch.is_grad_enabled():
+            self.seen.append(number.long().tolist())
+        logits = number.double() * self.weight + number.double()
+        return {"loss": (self.weight * number.double()).mean(), "logits": logits}
+
+
+def row(index: int) -> dict[str, Any]:
+    return {"number": index, "labels": float(index)}
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that knows nothing of workers, or shares itself out among them."""
+
+    def __init__(self, n: int, aware: bool) -> None:
+        self.n, self.aware = n, aware
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if self.aware and info is not None else (0, 1)
+        return (row(index) for index in range(first, self.n, step))
+
+
+class OwnSampler(loopwright.Trainer):
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.RandomSampler(self.train_dataset)  # drawn from this process's own stream
+
+
+class OwnLoader(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, shuffle=True)
+
+
+class Sharing(loopwright.Trainer):
+    def get_train_dataloader(self) -> Any:
+        sampler = torch.utils.data.DistributedSampler(self.train_dataset, shuffle=False)
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=2, sampler=sampler)
+
+
+KINDS = {"ours": loopwright.Trainer, "sampler": OwnSampler, "loader": OwnLoader, "sharing": Sharing}
+
+
+def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: int = 1, **options: Any) -> Any:
+    """The samples each forward pass of training was shown, epoch by epoch."""
+    data: Any = Stream(n, aware=stream == "aware") if stream else [row(index) for index in range(n)]
+    model = Numbers()
+    given = {**CPU, "num_train_epochs": epochs, "per_device_train_batch_size": 2, "train_sampling_strategy": "random"}
+    trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
+    trainer.train()
+    rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
+    progress, state = trainer.progress, trainer.state
+    return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
+
+
+def evaluated(folder: str, *, n: int, stream: bool = False, **options: Any) -> Any:
+    """Metrics and predictions of an evaluation."""
+    data: Any = Stream(n, aware=False) if stream else [row(index) for index in range(n)]
+    args = loopwright.TrainingArguments(folder, **{**CPU, "per_device_eval_batch_size": 5, **options})
+    trainer = loopwright.Trainer(
+        Numbers(), args, compute_metrics=lambda each: {"n": len(each.predictions), "sum": float(each.label_ids.sum())}
+    )
+    metrics = trainer.evaluate(data)
+    output = trainer.predict(data)
+    kept = {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
+    return {"metrics": kept, "predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
+
+
+def first_process_first(folder: str) -> Any:
+    """The main process writes a file before the others look for it."""
+    args = loopwright.TrainingArguments(folder, use_cpu=True)
+    path = os.path.join(folder, "made")
+    with args.main_process_first(local=False):
+        there = os.path.exists(path)
+        if args.process_index == 0:
+            time.sleep(0.2)
+            os.makedirs(folder, exist_ok=True)
+            open(path, "w").close()
+    return there
+
+
+def told(folder: str, *, rank: int, **options: Any) -> Any:
+    """A callback of one process asks for something; all of them do it."""
+
+    class Ask(loopwright.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and args.process_index == rank:
+                control.should_save = control.should_training_stop = True
+
+    result = trained(folder, n=12, callbacks=[Ask()], **options)
+    return result["step"], sorted(name for name in os.listdir(folder) if name.startswith("checkpoint"))
+
+
+# ---- elastic ---------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A collator that writes down which samples were loaded for which update."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.trainer: Any = None
+
+    def __call__(self, features: list[Any]) -> Any:
+        with open(self.path, "a") as file:
+            for each in features:
+                file.write(f"{self.trainer.state.global_step + 1} {each['id']}\n")
+        return pad([{name: value for name, value in each.items() if name != "id"} for each in features])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def elastic(folder: str, *, phase: int, stop_at: int, how: str = "fail", **options: Any) -> Any:
+    """One life of a run that is ended at some update, by an error everywhere or by killing one process."""
+    data = [{**each, "id": index} for index, each in enumerate(samples(LENGTHS))]
+    rank = int(os.environ["RANK"])
+    recorder = Recorder(f"{folder}-{phase}-{rank}.txt")
+    action = {"fail": fail, "kill": kill if rank == int(os.environ["WORLD_SIZE"]) - 1 else lambda: None}[how]
+    given = {"num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 0.01, "lr_scheduler_type": "linear",
+             "train_sampling_strategy": "random", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
+             "save_strategy": "steps", "save_steps": 1, "remove_unused_columns": False,
+             "async_save": how != "kill"}  # fmt: skip
+    trainer = trainer_of(
+        made(Blocks), data, folder, collator=recorder, callbacks=[At(stop_at, rank, action)], **{**given, **options}
+    )
+    recorder.trainer = trainer
+    trainer.train(resume_from_checkpoint="auto")
+    return result_of(trainer)
+
+
+def on_machines(folder: str, **options: Any) -> Any:
+    """A run on machines that see only folders of their own."""
+    return trained(os.path.join(folder, os.environ["MACHINE"]), **options)
+
+
+# ---- training, all of it ---------------------------------------------------------------------------------------------
+
+
+class Noisy(Blocks):
+    """Blocks with dropout and a batch norm: random streams and buffers of each process matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(7)
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.drop(self.norm(self.embed(input_ids).flatten(0, 1)).reshape(*input_ids.shape, -1))
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+MODELS["noisy"] = lambda: made(Noisy)
+
+
+def with_evaluation(folder: str, **options: Any) -> dict[str, Any]:
+    """A run that evaluates, keeps the best and loads it at the end."""
+    given = {"eval_dataset": samples(LENGTHS[3:14]), "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best",
+             "load_best_model_at_end": True, "per_device_eval_batch_size": 2, "learning_rate": 0.3}  # fmt: skip
+    return trained(folder, n=12, model="blocks", **{**given, **options})
+
+
+def synchronized(folder: str, **options: Any) -> Any:
+    """How often a run kept its gradients to itself, and how DDP was told to work."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    kept, before = [], DistributedDataParallel.no_sync
+    DistributedDataParallel.no_sync = lambda self: kept.append(1) or before(self)
+    try:
+        trainer = trainer_of(made(Blocks), samples(LENGTHS[:12]), folder, num_train_epochs=1, **options)
+        trainer.train()
+    finally:
+        DistributedDataParallel.no_sync = before
+    wrapped = trainer.model_wrapped
+    told = {name: getattr(wrapped, name) for name in ("find_unused_parameters", "broadcast_buffers", "static_graph")}
+    return len(kept), trainer.state.global_step, told, wrapped.bucket_bytes_cap
+
+
+class Poisoned(Blocks):
+    """Its loss is not a number for one sample."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Tensor | None = None) -> dict[str, Tensor]:
+        outputs = super().forward(input_ids, attention_mask, labels)
+        if input_ids.shape[1] == LENGTHS[4]:
+            outputs["loss"] = outputs["loss"] * float("nan")
+        return outputs
+
+
+MODELS["poisoned"] = lambda: made(Poisoned)
+
+
+def drawn(folder: str, **options: Any) -> Any:
+    """A run on samples that draw random numbers when they are loaded by workers."""
+
+    class Drawing(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 13
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"input_ids": torch.randint(1, VOCAB, (5,)), "labels": torch.randint(0, VOCAB, (5,))}
+
+    given = {"num_train_epochs": 1, "dataloader_num_workers": 1, "per_device_train_batch_size": 2}
+    trainer = trainer_of(made(Blocks), Drawing(), folder, **given, **options)
+    trainer.train()
+    return result_of(trainer)
+
+
+def streamed(folder: str, *, stop_at: int, **options: Any) -> Any:
+    """The samples of a stream that one life of a run trained on."""
+    model = Numbers()
+    given = {**CPU, "max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+             "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    rank = int(os.environ["RANK"])
+    trainer = loopwright.Trainer(
+        model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=Stream(24, aware=False),
+        callbacks=[At(stop_at, rank, fail)],
+    )  # fmt: skip
+    try:
+        trainer.train(resume_from_checkpoint="auto")
+    except ValueError:
+        pass
+    return model.seen
+
+
+def generated(folder: str, **options: Any) -> Any:
+    """What a sequence-to-sequence model generates for data that does not share out evenly."""
+    from pt.tiny import t5
+
+    args = loopwright.Seq2SeqTrainingArguments(
+        folder, predict_with_generate=True, generation_max_length=6, per_device_eval_batch_size=2, **{**CPU, **options}
+    )
+    trainer = loopwright.Seq2SeqTrainer(t5(), args, data_collator=pad)
+    output = trainer.predict(samples(LENGTHS[:5]))
+    return output.predictions.tolist(), output.metrics["test_loss"]
