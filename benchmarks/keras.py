@@ -12,6 +12,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -237,7 +238,8 @@ def failing(run: Callable[[], Any]) -> str | float:
     try:
         return run()
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        plain = re.sub(r"\x1b\[\d+m", "", str(error))  # Keras writes in bold
+        return f"{type(error).__name__}: {' '.join(plain.split())[:160]}"
 
 
 def on_replicas(folder: str) -> dict[str, Any]:

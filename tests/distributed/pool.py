@@ -113,9 +113,14 @@ class Pool:
                 self._said[process.pid] = said
                 started.append(process)
             by_id = {process.pid: process for process in started}
-            for _ in range(missing):
-                connection = listener.accept()
-                self._members.append((by_id[connection.recv()], connection))
+            try:
+                for _ in range(missing):
+                    connection = listener.accept()
+                    self._members.append((by_id[connection.recv()], connection))
+            except BaseException:
+                for process in started:
+                    process.kill()
+                raise
 
     def said(self, process: int) -> str:
         """What a process has written to its error stream."""

@@ -43,7 +43,8 @@ def test_an_error_on_one_rank_stops_all_with_that_error(tmp_path):
         failed = time.monotonic()
         assert started.wait(300) == 1
         assert time.monotonic() - failed < 60  # and not the 300 seconds of the timeout
-        assert "rank 1 failed first" in started.text() and "rank 1 cannot go on at step 3" in started.text()
+        # Which process is gone first is a matter of luck; each of them says why.
+        assert "failed first" in started.text() and "rank 1 cannot go on at step 3" in started.text()
 
 
 @pytest.mark.parametrize(

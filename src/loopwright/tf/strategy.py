@@ -7,7 +7,7 @@ clipping, the optimizer step. What BaseTrainer asks for afterwards (the norm, wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,11 @@ class UpdateRules:
 
 class TFStrategy:
     """Carries out updates with TensorFlow."""
+
+    # Every process goes through all batches and takes its rows of each: to the core they are all in the same place.
+    data_rank, data_world, copies = 0, 1, 1
+    is_sharded = forward_is_collective = False
+    alarm: AbstractContextManager[Any] = nullcontext()
 
     def __init__(self, distribution: Any, *, rank: int, world_size: int, xla: bool) -> None:
         self.distribution, self.rank, self.world_size, self.xla = distribution, rank, world_size, xla
