@@ -99,12 +99,11 @@ def test_on_neuron_the_runtime_rounds(wanted: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_several_processes_share_the_optimizer_and_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
-    monkeypatch.setattr(loopwright.TrainingArguments, "settle", lambda self: asked.update(vars(self)))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    args_of(tensor_parallel_size=2, tensor_parallel_plan={"a": "colwise"})
-    assert asked["fsdp"] == "shard_grad_op"
-    assert asked["parallelism_config"] == {"tp_size": 2, "tp_plan": {"a": "colwise"}}
+    args = args_of(tensor_parallel_size=2, tensor_parallel_plan={"a": "colwise"})
+    assert args.fsdp == "shard_grad_op"
+    assert dict(args.parallelism_config) == {"tp_size": 2, "tp_plan": {"a": "colwise"}}
+    assert args_of(zero_1=False).fsdp is None
 
 
 def test_the_call_styles_of_both_trainers(tmp_path: Any) -> None:
