@@ -240,6 +240,8 @@ class AttentionSwitch:
         except ImportError:
             return "transformers has no attention interface"
         VARLEN_TAKES.update(_varlen_options())
+        if torch.cuda.is_available():
+            use_newest_flash()
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, _no_mask)
         return None
