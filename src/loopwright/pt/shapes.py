@@ -28,9 +28,6 @@ FILLERS = {
 }  # fmt: skip
 """Inputs with one value per token, and what stands where there is no token."""
 
-MASKS = {"input_ids": "attention_mask"}
-"""The mask that says which entries of an input are real."""
-
 MASKABLE = ("labels", "label", "label_ids")
 """Labels that losses leave out where they are -100; other label columns have rules of their own."""
 

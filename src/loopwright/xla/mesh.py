@@ -14,7 +14,6 @@ from ..errors import ArgumentsError, ModelError
 from . import runtime
 
 DATA, MODEL = "data", "model"
-SPREADS = ("data", "fsdp")
 
 STYLES = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "embedding_rowwise": 0,
           "rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1}  # fmt: skip

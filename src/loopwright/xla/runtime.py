@@ -48,12 +48,6 @@ def use_spmd() -> int:
     return int(xr.global_runtime_device_count())
 
 
-def is_spmd() -> bool:
-    import torch_xla.runtime as xr
-
-    return bool(xr.is_spmd())
-
-
 def end_step() -> None:
     """Compute everything that was noted since the last call, in the background."""
     import torch_xla
