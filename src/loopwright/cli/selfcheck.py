@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..notices import logger
 
 STEPS = 10
 TOLERANCE = 1e-3
@@ -36,8 +37,12 @@ def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
     from .. import TrainingArguments
 
     device = TrainingArguments(folder).device
-    reference = _train(f"{folder}/cpu", use_cpu=True)
-    found = _attempt(lambda: _train(f"{folder}/device", use_cpu=False, torch_compile=compile_model))
+    level = logger.level  # the runs of the check are quiet; whoever asked for it is not made so
+    try:
+        reference = _train(f"{folder}/cpu", use_cpu=True)
+        found = _attempt(lambda: _train(f"{folder}/device", use_cpu=False, torch_compile=compile_model))
+    finally:
+        logger.setLevel(level)
     report: dict[str, Any] = {
         "loopwright": __version__,
         "python": sys.version.split()[0],
