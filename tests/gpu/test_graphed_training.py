@@ -11,7 +11,6 @@ import gc
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,14 +26,9 @@ import loopwright.speed.plan as plan
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.speed.conductor import GRAPHS
 from loopwright.speed.plan import GROUPED
+from tests.gpu.script import needs_gpu, run_tests
 
-HAS_GPU = torch.cuda.is_available()
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = needs_gpu()
 
 VOCABULARY, LENGTH = 2000, 128
 
@@ -365,26 +359,9 @@ def test_a_small_device_recomputes() -> None:
         say(f"llama 0.3B, {gib or 'all'} GiB: {budget_line(trainer, peak)}, {clock.milliseconds:.0f} ms; {reason}")
         curves.append(losses)
         del trainer
-        assert gib is not None or "16,384 tokens" in reason
+        assert gib is not None or f"{plan.ROW_TOKENS:,} tokens" in reason
     assert not failures and max(apart(each, curves[0]) for each in curves[1:]) < 1e-2
 
 
-def main() -> int:
-    print(torch.__version__, torch.cuda.get_device_name() if HAS_GPU else "no GPU")
-    failed = 0
-    for name, function in list(globals().items()):
-        if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:])):
-            start = time.time()
-            try:
-                function()
-                print(f"passed  {name}  {time.time() - start:.1f} s", flush=True)
-            except Exception:
-                failed += 1
-                print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tests(globals()))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,14 +23,9 @@ from loopwright.speed import linear_loss, loss_kernel
 from loopwright.speed.linear_loss import add_product, linear_cross_entropy
 from loopwright.speed.loss_kernel import LogitMap, plain_loss_and_gradient_, softmax_loss_and_gradient_
 from loopwright.speed.pending import PendingHead, PendingLogits
+from tests.gpu.script import HAS_GPU, needs_gpu, run_tests
 
-HAS_GPU = torch.cuda.is_available()
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA or ROCm device")
-except ImportError:
-    pass
+pytestmark = needs_gpu()
 
 MAPS = [LogitMap(), LogitMap.of(0.25), LogitMap.of(1.5, 30.0, 2.0)]
 # Relative to the largest number: what one rounding to the dtype may do.
@@ -255,16 +249,8 @@ def main() -> int:
         return 0
     import triton
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    failed = 0
-    for name, test in list(globals().items()):
-        if name.startswith("test_"):
-            try:
-                test()
-                print(f"passed  {name}", flush=True)
-            except Exception:
-                failed += 1
-                print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    print(f"triton {triton.__version__}")
+    failed = run_tests(globals())
     time_kernel()
     torch.cuda.empty_cache()
     time_loss()

@@ -7,7 +7,6 @@ import gc
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,10 @@ if __name__ == "__main__":
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.errors import NonFiniteError
+from tests.gpu.script import needs_gpu, run_tests
 from tests.side_by_side.tasks import TASKS, Regression, regression_data
 
-HAS_GPU = torch.cuda.is_available()
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA or ROCm device")
-except ImportError:
-    pass
+pytestmark = needs_gpu()
 
 
 def train(
@@ -307,17 +301,7 @@ def report_speed() -> None:
 
 
 def main() -> int:
-    print(torch.__version__, torch.cuda.get_device_name() if HAS_GPU else "no GPU")
-    failed = 0
-    for name, function in list(globals().items()):
-        if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:])):
-            start = time.time()
-            try:
-                function()
-                print(f"passed  {name}  {time.time() - start:.1f} s")
-            except Exception:
-                failed += 1
-                print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}")
+    failed = run_tests(globals())
     if len(sys.argv) < 2:
         report_speed()
     return failed

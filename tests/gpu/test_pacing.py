@@ -18,14 +18,9 @@ from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.callbacks.metrics_file import read_metrics
 from loopwright.speed.peaks import device_peak
 from loopwright.speed.split import FIRST
+from tests.gpu.script import needs_gpu, run_tests
 
-HAS_GPU = torch.cuda.is_available()
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA or ROCm device")
-except ImportError:
-    pass
+pytestmark = needs_gpu()
 
 WIDTH, VOCAB, LENGTH = 1024, 512, 256
 
@@ -106,6 +101,4 @@ def test_every_log_point_says_how_well_the_device_is_used() -> None:
 
 
 if __name__ == "__main__":
-    for test in (test_events_split_an_update_without_a_wait, test_every_log_point_says_how_well_the_device_is_used):
-        test()
-        print(f"{test.__name__}: passed")
+    sys.exit(run_tests(globals()))

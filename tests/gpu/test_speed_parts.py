@@ -11,7 +11,6 @@ import gc
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,14 +27,9 @@ from loopwright.speed import fp8
 from loopwright.speed.clipping import FoldedClip, cannot_fold
 from loopwright.speed.graphs import GraphedStep
 from loopwright.speed.prefetch import Prefetch
+from tests.gpu.script import needs_gpu, run_tests
 
-HAS_GPU = torch.cuda.is_available()
-try:
-    import pytest
-
-    pytestmark = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
-except ImportError:
-    pass
+pytestmark = needs_gpu()
 
 GPU = torch.device("cuda", 0)
 
@@ -583,22 +577,5 @@ def test_the_trainer_takes_fp8() -> None:
     assert len(rows) == 4 and not any("forward" in layer.__dict__ for layer in trainer.model.layers)
 
 
-def main() -> int:
-    print(torch.__version__, torch.cuda.get_device_name() if HAS_GPU else "no GPU")
-    failed = 0
-    for name, function in list(globals().items()):
-        if name.startswith("test_") and (len(sys.argv) < 2 or any(word in name for word in sys.argv[1:])):
-            start = time.time()
-            try:
-                function()
-                print(f"passed  {name}  {time.time() - start:.1f} s", flush=True)
-            except Exception:
-                failed += 1
-                print(f"FAILED  {name}\n{traceback.format_exc()[-1800:]}", flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-    return failed
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_tests(globals()))

@@ -169,7 +169,6 @@ class OwnInputs(Trainer):
     [
         ({"kind": OwnLoss}, "compute_loss is overridden"),
         ({"kind": OwnInputs}, "_prepare_inputs is overridden"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha is set"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing is on"),
         ({"given": {"compute_loss_func": own_loss}}, "compute_loss_func is given"),
     ],

@@ -145,6 +145,70 @@ def test_a_sum_and_count_loss_is_laid_out_too(tmp_path: Any) -> None:
     assert run.loss == pytest.approx(plain.loss, rel=1e-9)
 
 
+def test_a_hook_of_the_users_sees_batches_of_the_form_it_was_written_for(tmp_path: Any) -> None:
+    model, seen = fresh(), []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    run = train(model, DATA, tmp_path, speed="max")
+    assert run.plan.layout.startswith(GROUPED) and max(shape[0] for shape in seen) > 1, "samples stay apart"
+    assert any("a hook on model.layers.0" in choice.reason for choice in run.plan.choices)
+
+
+def test_noise_that_depends_on_the_length_of_rows_keeps_them(tmp_path: Any) -> None:
+    """It is added in training only, where the proof does not look."""
+    run = train(fresh(), DATA, tmp_path, speed="max", neftune_noise_alpha=5.0)
+    assert run.trainer._speed is None and "neftune" in str(run.trainer.speed_report())
+
+
+# ---- batches that differ ---------------------------------------------------------------------------------------------
+
+
+def test_batches_that_cannot_be_taken_apart_train_as_they_were_made(tmp_path: Any) -> None:
+    """An update with a hole in a mask, between updates that are laid out."""
+
+    def run(level: str) -> Run:
+        calls = []
+
+        def holey(rows: list[Any]) -> dict[str, torch.Tensor]:
+            batch = collate(rows)
+            calls.append(1)
+            batch["attention_mask"][0, 1] = int(len(calls) != 4)
+            return batch
+
+        return train(fresh(), DATA, tmp_path / level, speed=level, max_steps=3, data_collator=holey)
+
+    plain, laid = run("off"), run("max")
+    assert laid.plan.layout == FLAT and [len(update) for update in laid.shapes] == [2, 2, 2]
+    assert [update[0][0] for update in laid.shapes] == [1, 6, 1], "rows, the collator's own, rows again"
+    assert laid.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert any("attention_mask has holes" in text for text in laid.trainer.notices.told)
+
+
+def test_what_tokenizers_collate_is_laid_out_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding collators of transformers return a BatchEncoding, which is no dict."""
+    from transformers import BatchEncoding
+
+    import loopwright.speed.plan as plan
+
+    monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 1e-9)
+    run = train(fresh(), DATA, tmp_path, speed="auto", data_collator=lambda rows: BatchEncoding(collate(rows)))
+    assert run.plan.layout == FLAT, run.plan.lines()
+
+
+@pytest.mark.parametrize("kind", [None, "mean"])
+def test_long_prompts_without_targets_are_no_obstacle(kind: str | None, tmp_path: Any) -> None:
+    """The few samples of the proof are cut short, and must still have targets."""
+    generator, data = torch.Generator().manual_seed(0), []
+    for index in range(24):
+        ids = torch.randint(5, 64, ((1200, 700, 300, 40)[index % 4],), generator=generator)
+        data.append({"input_ids": ids, "labels": torch.where(torch.arange(len(ids)) < 0.8 * len(ids), -100, ids)})
+    model = fresh()
+    model.accepts_loss_kwargs = kind is None  # told nothing, the model returns the mean of a batch
+    options = {"per_device_train_batch_size": 4, "max_steps": 1}
+    run = train(model, data, tmp_path, speed="max", **options)
+    assert run.plan.layout == FLAT, run.plan.lines()
+    assert next(choice for choice in run.plan.choices if choice.name == FLAT).numbers["leak"] == 0.0
+
+
 # ---- models that do not allow it -------------------------------------------------------------------------------------
 
 
@@ -258,8 +322,26 @@ def test_memory_that_runs_out_makes_rows_shorter(tmp_path: Any) -> None:
     assert run.plan.budget and all(rows * width <= 120 for rows, width in run.shapes[-1])
 
 
+def test_unpadded_batches_are_laid_out_anew_and_never_cut_in_two(tmp_path: Any) -> None:
+    """Cutting one in two would cut its list of real tokens too."""
+
+    data, model = samples(24, "class"), build("bert", "class")
+    plain = train(build("bert", "class"), data, tmp_path, speed="off", max_steps=2)
+    forward = model.bert.encoder.layer[0].forward
+    model.bert.encoder.layer[0].forward = lambda hidden, *args, **kwargs: _fits(forward, hidden, *args, **kwargs)
+    run = train(model, data, tmp_path, speed="max", max_steps=2, auto_find_batch_size=True)
+    assert run.plan.layout == UNPADDED and run.plan.budget and run.trainer.micro_split == 1
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def _fits(forward: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if torch.is_grad_enabled() and hidden.requires_grad and hidden.shape[1] > 160:
+        raise torch.OutOfMemoryError("a small device")
+    return forward(hidden, *args, **kwargs)
+
+
 def test_the_plan_is_told_and_kept(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="loopwright"):
+    with caplog.at_level(logging.WARNING, logger="loopwright"):  # what everybody sees
         run = train(fresh(), DATA, tmp_path, speed="max", max_steps=2)
     assert "on   flat:" in caplog.text and "of the tokens were padding; same loss and gradient" in caplog.text
     kept = SpeedPlan.from_dict(json.loads((tmp_path / "speed_plan.json").read_text()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -19,6 +20,7 @@ from .batches import Place, Update
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
+from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .pace import Pace
@@ -148,6 +150,25 @@ class BaseTrainer(Acting):
     def prepare_training(self, checkpoint: str | None) -> None:
         """Build loader, plan, model, optimizer and schedule, in this order, and load the checkpoint into them."""
         raise NotImplementedError
+
+    def _start_state(self) -> None:
+        """A fresh state, progress and meter in the objects callbacks already hold."""
+        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
+            for each in dataclasses.fields(fresh):
+                if not each.name.startswith("is_"):
+                    setattr(mine, each.name, getattr(fresh, each.name))
+        plan = self.plan
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
+        self.state.train_batch_size = self.args.train_batch_size
+        self.state.compute_steps(self.args, plan.max_steps)
+        self.meter = Meter(
+            self.strategy.read,
+            filter_nonfinite=self.args.logging_nan_inf_filter,
+            mean=None if self.is_alone else self.strategy.reduce,
+        )
+        self.spikes = SpikeWatch()
+        self._places = {}
+        self.learning_rate = 0.0
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch from where progress stands."""

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..args.places import is_url
+from ..args.places import is_url, working_folder
 from .base import BaseTrainer
 from .checkpoint.documents import read_json
 from .checkpoint.layout import ARGUMENTS, PROGRESS, STATE
+from .checkpoint.space import check_space
 from .packing import PackedPlan
 from .plan import Plan
 from .state import Progress, TrainerState
@@ -50,6 +51,28 @@ class ResumingMethods(BaseTrainer):
     def _sizes_of_updates(self) -> tuple[str, ...]:
         """Arguments that decide how many samples an update has."""
         return ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is."""
+        raise NotImplementedError
+
+    # ---- before the first step --------------------------------------------------------------------------------------
+
+    def check_saving(self) -> None:
+        """Say if checkpoints will not fit."""
+        args = self.args
+        if args.save_strategy == "no" or not args.should_save:
+            return
+        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
+        held = saves.get(str(args.save_strategy), 1)
+        warning = check_space(
+            working_folder(args.output_dir),
+            size=self.checkpoint_bytes(),
+            keep=args.save_total_limit,
+            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
+        )
+        if warning:
+            self.notices.tell_once(warning)
 
     # ---- documents --------------------------------------------------------------------------------------------------
 

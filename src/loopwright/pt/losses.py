@@ -162,7 +162,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         speed = None if self._speed is None or self._speed.is_idle else self._speed
         if speed is not None:
             speed.arrange(update)
-        if self.micro_split > 1:
+        if self.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
             update.batches = split_all(update.batches, self.micro_split)
         needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
@@ -249,6 +249,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     def _halve(self, update: Update) -> bool:
         """Cut the update's micro-batches in two; returns whether there was anything to cut."""
         rearranged = self._speed is not None and self._speed.rearrange(update)
+        if not rearranged and self._speed is not None and self._speed.is_laid:
+            return False
         if not rearranged and max(map(count_samples, update.batches)) == 1:
             return False
         self.strategy.zero_grad()

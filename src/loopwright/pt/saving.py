@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..args.places import is_url, working_folder
+from ..args.places import working_folder
 from ..core.checkpoint.crew import Part
 from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
-from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
 from .boxes import own_boxes, save_config, write_boxes
@@ -242,19 +241,10 @@ class SavingMethods(ResumingMethods):
 
     def check_saving(self) -> None:
         """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
+        super().check_saving()
         args = self.args
         if args.save_strategy == "no" or not args.should_save:
             return
-        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
-        held = saves.get(str(args.save_strategy), 1)
-        warning = check_space(
-            working_folder(args.output_dir),
-            size=self.checkpoint_bytes(),
-            keep=args.save_total_limit,
-            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
-        )
-        if warning:
-            self.notices.tell_once(warning)
         if not args.save_only_model and not self.strategy.saves_itself:
             encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
             encode_schedule(self.lr_scheduler.state_dict())

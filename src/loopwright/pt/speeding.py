@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..args.places import working_folder
 from ..core.batches import Update
@@ -86,6 +86,8 @@ class SpeedMethods:
         for name, reason in BATCHES_ARE_THEIRS.items():
             if is_overridden(self, name):
                 return reason
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha is set, and the size of its noise depends on the length of rows"
         if self.callback_handler.listens("on_substep_end"):
             return "a callback listens to on_substep_end, which comes after each micro-batch"
         if self.wants_static_shapes():  # type: ignore[attr-defined]
@@ -111,6 +113,7 @@ class SpeedMethods:
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             learn=self._learn_loss,
+            targets_in=lambda batch: self.accounting.items_in(batch),
             shifts=lambda: self.accounting.shifts,
             updates_left=lambda: self.plan.max_steps - self.state.global_step,
             compile=self._compile_blocks,
@@ -135,7 +138,8 @@ class SpeedMethods:
                 return reason
         if self.compute_loss_func is not None:
             return "compute_loss_func is given, and may look at the outputs of padded batches"
-        return None
+        hooked = hooked_module(self.model)
+        return None if hooked is None else f"a hook on {hooked} may look at padded batches"
 
     def _why_not_compile(self) -> str | None:
         if self.args.torch_compile:
@@ -155,7 +159,6 @@ class SpeedMethods:
             ("torch_compile is on", args.torch_compile),
             ("gradient_checkpointing is on", args.gradient_checkpointing),
             ("fp8 is on", args.fp8),
-            ("neftune_noise_alpha is set", args.neftune_noise_alpha is not None),
             ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
             ("autocast_smart_context_manager is overridden", is_overridden(self, "autocast_smart_context_manager")),
         )
@@ -221,12 +224,23 @@ class SpeedMethods:
     def _announce_plan(self, plan: SpeedPlan) -> None:
         """Say in a few lines what is on and what is not, and keep it with the run."""
         self.speed_plan = plan.as_dict()
-        if plan.changes_anything or self.args.speed == "max":
-            logger.info("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
+        # What changes how a run computes is said at the level everybody sees.
+        say = logger.warning if plan.changes_anything else logger.info
+        say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
         path = Path(working_folder(self.args.output_dir)) / FILE_NAME
         if self.args.should_save and (plan.changes_anything or path.exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """The first module somebody hung a hook on: neither we nor the libraries models are made of."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not home.startswith(("loopwright.", "transformers.", "torch.")):
+                return name or type(module).__name__
+    return None
 
 
 def states_per_weight(optimizer: Any) -> float:

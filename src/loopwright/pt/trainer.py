@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,10 +10,7 @@ import torch
 from torch import nn
 
 from ..callbacks.defaults import default_callbacks
-from ..core.meter import Meter
 from ..core.overrides import accepts, is_overridden
-from ..core.spikes import SpikeWatch
-from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
@@ -274,24 +270,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         return self.strategy.wrap(model) if training else model
 
     def _start_state(self) -> None:
-        """A fresh state, progress and meter in the objects callbacks already hold."""
-        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
-            for each in dataclasses.fields(fresh):
-                if not each.name.startswith("is_"):
-                    setattr(mine, each.name, getattr(fresh, each.name))
-        plan = self.plan
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
-        self.state.train_batch_size = self.args.train_batch_size
-        self.state.compute_steps(self.args, plan.max_steps)
-        self.meter = Meter(
-            self.strategy.read,
-            filter_nonfinite=self.args.logging_nan_inf_filter,
-            mean=None if self.is_alone else self.strategy.reduce,
-        )
-        self.spikes = SpikeWatch()
-        self._places = {}
+        super()._start_state()
         self.micro_split = 1
-        self.learning_rate = 0.0
         self._resume_rng = None
         self.work = WorkCounter(
             self.model,

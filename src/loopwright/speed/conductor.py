@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..core.batches import Update
 from .budget import plan_memory
@@ -56,7 +57,7 @@ class Conductor:
         self._layout: Layout | None = None
         self._head: PendingHead | None = None
         self._last: tuple[list[Any], Samples] | None = None
-        """The update as it was before it was laid out, in case it has to be laid out again."""
+        """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
         self._undo: list[Callable[[], None]] = []
         self._graph_choice = GraphChoice(situation)
         self._graphed: GraphedTraining | None = None
@@ -77,6 +78,7 @@ class Conductor:
         try:
             samples = self._taken_apart(update.batches)
         except NoSamples as reason:
+            self._last = None
             self._tell(f"speed: batches like these stay as they were made: {reason}")
             return
         self._last = (update.batches, samples)
@@ -90,17 +92,23 @@ class Conductor:
         update.real_tokens, update.computed_tokens = samples.real_tokens, laid.computed_tokens
         update.squared_lengths = samples.squared_lengths
 
+    @property
+    def is_laid(self) -> bool:
+        """Whether the current update is laid out anew, and not as the collator made it."""
+        return self._last is not None
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around the forward and backward of all micro-batches of an update."""
         if self._head is not None:
             self._head.install()
         try:
-            if self._layout is None:
-                yield
-            else:
+            if self.is_laid:
+                assert self._layout is not None
                 with self._layout.active():
                     yield
+            else:
+                yield
         finally:
             if self._head is not None:
                 self._head.remove()
@@ -122,7 +130,9 @@ class Conductor:
         if self._graphed is not None:
             self._graphed.share = share_of(update, index)
         batch = update.batches[index]
-        return batch if self._layout is None else self._layout.for_model(self._here.put(batch))
+        if self._layout is None or not self.is_laid:
+            return batch
+        return self._layout.for_model(self._here.put(batch))
 
     def rearrange(self, update: Update) -> bool:
         """Lay an update out in micro-batches half as large, after memory ran out; returns whether that is possible."""
@@ -251,8 +261,8 @@ class Conductor:
         """Whether anything could be gained even if every token were padding; asks for shapes only."""
         here, tokens = self._here, 0
         for batch in batches:
-            ids = batch["input_ids"] if isinstance(batch, dict) and "input_ids" in batch else None
-            tokens += 0 if ids is None else ids.numel()
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            tokens += ids.numel() if isinstance(ids, Tensor) else 0
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
     def _tell_no_budget(self, padding: float) -> None:

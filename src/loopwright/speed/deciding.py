@@ -151,7 +151,12 @@ class Decision:
                 more(stack)
                 return stack.pop_all()
 
-        prepare = layout.for_model if layout is not None else lambda batch: batch
+        def prepare(batch: Any) -> Any:
+            if pending is not None:
+                targets = self._here.targets_in(batch)
+                pending.count = None if targets is None else int(targets)  # as training tells it
+            return batch if layout is None else layout.for_model(batch)
+
         return Candidate(name, self._laying(layout), prepare, install)
 
 

@@ -205,10 +205,14 @@ def _other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]
     labels, ids = samples.tensors.get("labels"), samples.tensors.get("input_ids")
     if labels is None or ids is None or labels.is_floating_point() or len(samples) < 2 or set(samples.axes) != {SOURCE}:
         return None, None
-    alone = labels.clone()
-    alone[1:] = IGNORED
-    changed = ids.clone()
-    changed[1:] = torch.flip(ids, (0, 1))[1:] if ids.shape[0] > 1 else ids[1:]
+    counted = (labels != IGNORED).flatten(1).sum(1) if labels.dim() > 1 else (labels != IGNORED).long()
+    one = int(counted.argmax())
+    if not counted[one] or labels.dim() < 2:
+        return None, None
+    others = torch.arange(len(labels)) != one
+    alone, changed = labels.clone(), ids.clone()
+    alone[others] = IGNORED
+    changed[others] = torch.flip(ids, (0, 1))[others]
     before = Samples({**samples.tensors, "labels": alone}, samples.axes, samples.constants)
     after = Samples({**samples.tensors, "labels": alone, "input_ids": changed}, samples.axes, samples.constants)
     return before, after

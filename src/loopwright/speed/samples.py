@@ -269,16 +269,17 @@ def few_of(samples: Samples, count: int, tokens: int) -> Samples:
 
 
 def _shortened(samples: Samples, tokens: int) -> Samples:
-    """Every sample to its first tokens, in proportion, so that their lengths go on differing."""
+    """Every sample to its last tokens, where answers are, in proportion, so that their lengths go on differing."""
     tensors, axes = dict(samples.tensors), dict(samples.axes)
     for key, axis in samples.axes.items():
         longest = int(axis.lengths.max())
         if longest <= tokens:
             continue
         ends = np.maximum(np.minimum(axis.lengths, 2), axis.lengths * tokens // longest)
-        behind = torch.from_numpy(np.arange(tokens) >= ends[:, None])
         for name in axis.names:
-            tensors[name] = tensors[name][:, :tokens].clone()
-            tensors[name][behind] = IGNORED if "label" in name else 0
+            whole = tensors[name]
+            tensors[name] = whole.new_full((len(ends), tokens, *whole.shape[2:]), IGNORED if "label" in name else 0)
+            for row, (length, kept) in enumerate(zip(axis.lengths, ends, strict=True)):
+                tensors[name][row, :kept] = whole[row, length - kept : length]
         axes[key] = replace(axis, ends=ends, width=tokens)
     return Samples(tensors, axes, samples.constants)

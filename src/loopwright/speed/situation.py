@@ -33,6 +33,8 @@ class Situation:
     """Whether matrix products are computed in half precision."""
     learn: Callable[[Any], bool]
     """Find out how the loss counts its targets, from one batch; returns whether that is known now."""
+    targets_in: Callable[[Any], Any]
+    """How many targets the loss of a batch counts; None if it has no labels."""
     shifts: Callable[[], bool]
     """Whether the loss leaves out the first target of each row."""
     updates_left: Callable[[], int]

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..args.places import is_url, working_folder
+from ..args.places import working_folder
 from ..core.checkpoint.documents import read_json
 from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE, folder_name
-from ..core.checkpoint.space import check_space
 from ..core.checkpoint.storage import folder_for
 from ..core.memory import free_memory
 from ..core.overrides import adapt, is_overridden
@@ -142,22 +141,6 @@ class SavingMethods(ResumingMethods):
 
     def _fits_in_memory(self) -> bool:
         return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0)
-
-    def check_saving(self) -> None:
-        """Before step 1: will checkpoints fit?"""
-        args = self.args
-        if args.save_strategy == "no" or not args.should_save:
-            return
-        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
-        held = saves.get(str(args.save_strategy), 1)
-        warning = check_space(
-            working_folder(args.output_dir),
-            size=self.checkpoint_bytes(),
-            keep=args.save_total_limit,
-            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
-        )
-        if warning:
-            self.notices.tell_once(warning)
 
     # ---- resuming ---------------------------------------------------------------------------------------------------
 

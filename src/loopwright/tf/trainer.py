@@ -11,10 +11,7 @@ from keras import ops
 
 from ..args.places import working_folder
 from ..callbacks.defaults import default_callbacks
-from ..core.meter import Meter
 from ..core.outputs import TrainOutput
-from ..core.spikes import SpikeWatch
-from ..core.state import Progress, TrainerState
 from ..errors import ModelError
 from .arguments import POLICIES, TFTrainingArguments
 from .batches import HostBatch, mapped
@@ -194,19 +191,7 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
             self.run_model(mapped(ops.convert_to_tensor, first.features), None, False)
 
     def _start_state(self) -> None:
-        """A fresh state, progress and meter in the objects callbacks already hold."""
-        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
-            for each in dataclasses.fields(fresh):
-                if not each.name.startswith("is_"):
-                    setattr(mine, each.name, getattr(fresh, each.name))
-        plan = self.plan
-        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
-        self.state.train_batch_size = self.args.train_batch_size
-        self.state.compute_steps(self.args, plan.max_steps)
-        self.meter = Meter(self.strategy.read, filter_nonfinite=self.args.logging_nan_inf_filter)
-        self.spikes = SpikeWatch()
-        self._places = {}
-        self.learning_rate = 0.0
+        super()._start_state()
         self._resume_rng = self._stream = self._epoch_rng = None
         self.work = WorkCounter(self.model, tokens=self.args.include_num_input_tokens_seen)
 
