@@ -474,3 +474,25 @@ def generated(folder: str, **options: Any) -> Any:
     trainer = loopwright.Seq2SeqTrainer(t5(), args, data_collator=pad)
     output = trainer.predict(samples(LENGTHS[:5]))
     return output.predictions.tolist(), output.metrics["test_loss"]
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+def planned(folder: str, *, n: int, model: str, loss: str = "model", resume: Any = None, **options: Any) -> Any:
+    """As `trained`; also the plan of this process, and how many rows its micro-batches had."""
+    given: dict[str, Any] = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0,
+             "lr_scheduler_type": "linear", "train_sampling_strategy": "random"}  # fmt: skip
+    if LOSSES[loss] is not None:
+        given["compute_loss_func"] = LOSSES[loss]
+    trainer = trainer_of(MODELS[model](), samples(LENGTHS[:n]), folder, **{**given, **options})
+    make_update, rows = trainer.make_update, []
+
+    def seen(batches: list[Any]) -> Any:
+        update = make_update(batches)
+        rows.append([len(batch["input_ids"]) for batch in update.batches])
+        return update
+
+    trainer.make_update = seen
+    trainer.train(resume_from_checkpoint=resume)
+    return {**result_of(trainer), "plan": trainer.speed_plan, "rows": rows}

@@ -39,6 +39,7 @@ class SharingMethods(LossMethods):
         for its gradients.
         """
         self._learn_together(batches)
+        self._plan_together(batches)
         nothing = Update([], real_tokens=0, computed_tokens=0, squared_lengths=0)
         update = self.make_update(batches) if batches else nothing
         own = self._own_items(update)
@@ -74,10 +75,12 @@ class SharingMethods(LossMethods):
         needed = [max(most - int(count), 0) for count in lengths]
         if not idle and not any(needed):
             return
-        own = on_host(update.batches[0]) if rank == full[0] else None
+        own = on_host(self._first_as_made(update)) if rank == full[0] else None
         stand_in = strategy.broadcast(own, full[0] * strategy.copies)
         if rank in idle:
             update.batches, update.items = [], []
+            if self._speed is not None:
+                self._speed.leave_as_made()
             needed[rank] = max(most, 1)
         update.real = len(update.batches)
         update.batches = [*update.batches, *[stand_in] * needed[rank]]
@@ -100,6 +103,28 @@ class SharingMethods(LossMethods):
             accounting.learn_shift(batch, self._shift_probe())
         if accounting.is_open:
             self._learn_loss(batch)
+
+    def _first_as_made(self, update: Update) -> Any:
+        return update.batches[0] if self._speed is None else self._speed.first_as_made(update)
+
+    def _plan_together(self, batches: list[Any]) -> None:
+        """Have one process look at its batches and decide about speed; the others do what it decided."""
+        speed = self._speed
+        if speed is None or self._has_planned:
+            return
+        rank = self.strategy.data_rank
+        rows = self.strategy.rows([float(bool(batches)), float(speed.is_decided)])
+        decided = [each for each, row in enumerate(rows) if row[1]]
+        self._has_planned = len(decided) == len(rows)
+        holders = decided or [each for each, row in enumerate(rows) if row[0]]
+        if self._has_planned or not holders:
+            return
+        source = holders[0]
+        if rank == source and not speed.is_decided:
+            speed.consider(batches)
+        state = self.strategy.broadcast(speed.state_dict() if rank == source else None, source)
+        if rank != source and not speed.is_decided:
+            speed.follow(state)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,12 @@ class SpeedMethods:
     graph_recorder: Any = None
     """What records micro-batches where it is not CUDA that does."""
 
+    _has_planned = False
+    """Whether all processes of the run have made their plan."""
+
     def _start_speed(self) -> Conductor | None:
         """The one who lays out updates, or None with the reason told."""
+        self._has_planned = False
         if self.args.speed == "off":
             return None
         reason = self._why_not()
@@ -92,10 +96,12 @@ class SpeedMethods:
             return "a callback listens to on_substep_end, which comes after each micro-batch"
         if self.wants_static_shapes():  # type: ignore[attr-defined]
             return "batches keep few shapes, since this device compiles for each one"
-        if self.strategy.world_size > 1:
-            return "several processes share an update, and nothing is proved there yet"
         if self.strategy.is_sharded:
             return "parameters are in shards, and nothing is proved there yet"
+        if self.strategy.world_size > self.strategy.data_world:
+            return "several processes take the same samples, and nothing is proved there yet"
+        if self.strategy.world_size > 1 and self.strategy.forward_is_collective:
+            return "all processes must have equally many micro-batches"
         return None
 
     def _situation(self) -> Situation:
@@ -112,7 +118,8 @@ class SpeedMethods:
             as_trained=self.strategy.forward_context,
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
-            learn=self._learn_loss,
+            # Several processes learn together, before they plan: each on its own could come to another result.
+            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self.accounting.kind is not None,
             targets_in=lambda batch: self.accounting.items_in(batch),
             shifts=lambda: self.accounting.shifts,
             updates_left=lambda: self.plan.max_steps - self.state.global_step,
@@ -122,6 +129,7 @@ class SpeedMethods:
             token_budget=self.args.per_device_train_batch_tokens,
             packs=self.args.packing is not None,
             only_grouped=self._why_only_grouped(),
+            is_shared=self.strategy.world_size > 1,
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),
             model_bytes=lambda: model_bytes(model.parameters(), states=states_per_weight(self.optimizer)),
@@ -224,9 +232,10 @@ class SpeedMethods:
     def _announce_plan(self, plan: SpeedPlan) -> None:
         """Say in a few lines what is on and what is not, and keep it with the run."""
         self.speed_plan = plan.as_dict()
-        # What changes how a run computes is said at the level everybody sees.
-        say = logger.warning if plan.changes_anything else logger.info
-        say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
+        if self.args.should_log:
+            # What changes how a run computes is said at the level everybody sees.
+            say = logger.warning if plan.changes_anything else logger.info
+            say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
         path = Path(working_folder(self.args.output_dir)) / FILE_NAME
         if self.args.should_save and (plan.changes_anything or path.exists()):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,8 +65,8 @@ class Conductor:
 
     def arrange(self, update: Update) -> None:
         """Lay the update's samples out as planned; batches that cannot be taken apart stay as they are."""
-        if not self.is_decided:
-            self._consider(update.batches)
+        if not self.is_decided and not self._here.is_shared:
+            self.consider(update.batches)
         if self._layout is None:
             if self._graphed is not None and not self._knows_loss:
                 self._here.learn(update.batches[0])
@@ -95,6 +95,14 @@ class Conductor:
     def is_laid(self) -> bool:
         """Whether the current update is laid out anew, and not as the collator made it."""
         return self._last is not None
+
+    def first_as_made(self, update: Update) -> Any:
+        """The first micro-batch as the collator made it, for a process that has nothing to do."""
+        return update.batches[0] if self._last is None else self._last[0][0]
+
+    def leave_as_made(self) -> None:
+        """Take the current update as it is: its micro-batches were exchanged for others."""
+        self._last = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -149,7 +157,7 @@ class Conductor:
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 
-    def _consider(self, batches: list[Any]) -> None:
+    def consider(self, batches: list[Any]) -> None:
         """Make the plan as soon as an update shows that it pays."""
         here = self._here
         self._looks += 1
@@ -305,6 +313,15 @@ class Conductor:
     def state_dict(self) -> dict[str, Any]:
         plan = self.plan.as_dict() if self.is_decided else None
         return {"looks": self._looks, "shapes": sorted(self._graph_choice.shapes), "plan": plan}
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Do what another process of this run has decided, or nothing where that is impossible here."""
+        self.load_state_dict(state)
+        if state.get("plan") and not self.is_decided:
+            self.plan.note("layouts", False, "what another process decided is not possible on this one")
+            self._carry_out(None, None)
+        if self.is_decided:
+            self._announce(self.plan)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""

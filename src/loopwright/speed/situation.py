@@ -48,6 +48,8 @@ class Situation:
     """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None
     """Why nothing but grouping by length is allowed, if so."""
+    is_shared: bool = False
+    """Whether other processes hold a part of each update, so that the plan is made for all of them."""
     is_pair: bool = False
     """Whether samples are pairs of source and target."""
     device_memory: Callable[[], int | None] = lambda: None
