@@ -35,10 +35,10 @@ def test_training_evaluating_predicting_and_saving_match_the_cpu(name: str, tmp_
     graphs = runtime.graphs() - before
     assert losses(xla) == pytest.approx(losses(cpu), abs=CLOSE) and losses(cpu)
     assert apart(xla.model, cpu.model) < CLOSE
-    # A model nobody knows is asked once where its loss begins: that is one more.
-    assert graphs <= (3 if name != "own" else 4)
+    assert graphs <= 2
     ours, theirs = xla.predict(xla.eval_dataset), cpu.predict(cpu.eval_dataset)
-    assert np.allclose(ours.predictions, theirs.predictions, atol=CLOSE)
+    # transformers' Llama rounds more often: its logits, up to 2.5, are apart by 3.5e-6 where its loss is by 1e-7.
+    assert np.abs(ours.predictions - theirs.predictions).max() < (5 * CLOSE if name == "llama" else CLOSE)
     assert ours.predictions.shape == theirs.predictions.shape and np.array_equal(ours.label_ids, theirs.label_ids)
     loaded = loopwright.load_model(trainer(name, tmp_path / "new", use_cpu=True).model, saved(tmp_path / "xla", 6))
     assert apart(loaded, xla.model) == 0

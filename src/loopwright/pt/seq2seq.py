@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,8 @@ class Seq2SeqTrainer(Trainer):
     def _predicts_next_token(self) -> bool:
         return super()._predicts_next_token() and not self._generates()
 
-    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        return super()._eval_items(inputs, learn=learn and not self._answers_are_apart(inputs))
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        return super()._eval_items(inputs, learn=None if self._answers_are_apart(inputs) else learn)
 
     # ---- generating -------------------------------------------------------------------------------------------------
 

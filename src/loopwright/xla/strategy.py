@@ -52,6 +52,8 @@ class XlaDevice(SingleDevice):
 
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         model = super().setup_model(model, place=place)
+        runtime.end_step()  # weights that were made on the device
+        begin_weights(model)
         if self.layout is not None:
             self.layout.spread(model)
         return model
@@ -114,6 +116,20 @@ class XlaDevice(SingleDevice):
     def defer(self, function: Any, *arguments: Any) -> None:
         """Call a function when the step that is being noted is computed."""
         runtime.at_step_end(function, *arguments)
+
+
+@torch.no_grad()
+def begin_weights(model: nn.Module) -> None:
+    """Leave weights as an optimizer leaves them: written to in place.
+
+    Views of a tensor that was never written to are noted in another way, so the first step would be a graph of its own.
+    What is written here is overwritten at once, and never computed.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "xla" and parameter.is_floating_point():
+            value = parameter.cpu()
+            parameter.addcdiv_(parameter, parameter)
+            parameter.copy_(value)
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
