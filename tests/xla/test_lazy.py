@@ -167,15 +167,6 @@ def test_tied_weights_stay_tied(tmp_path: Any) -> None:
     assert apart(loaded, run.model) == 0
 
 
-def test_a_closure_runs_at_the_end_of_its_step(tmp_path: Any) -> None:
-    run, seen = trainer("own", tmp_path), []
-    value = torch.ones(2, device=run.device) * 3
-    run.strategy.defer(lambda tensor: seen.append(float(tensor.sum())), value)
-    assert not seen
-    run.strategy.boundary()
-    assert seen == [6.0]
-
-
 def test_the_selfcheck_passes() -> None:
     from loopwright.cli.main import main
 

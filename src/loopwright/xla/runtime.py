@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -62,11 +62,11 @@ def wait() -> None:
     xm.wait_device_ops()
 
 
-def at_step_end(function: Any, *arguments: Any) -> None:
-    """Call a function with these values when the current step is computed: for what is to be logged or saved."""
+def at_step_end(function: Callable[[], None]) -> None:
+    """Call a function right after the current step is handed to the device: a step closure."""
     import torch_xla.core.xla_model as xm
 
-    xm.add_step_closure(function, args=arguments)
+    xm.add_step_closure(function)
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

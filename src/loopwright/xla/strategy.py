@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,8 @@ ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 class XlaDevice(SingleDevice):
     """Carries out an update on lazy torch_xla: one device, or all of them as one (SPMD)."""
+
+    logs_later = True
 
     def __init__(
         self,
@@ -113,9 +116,9 @@ class XlaDevice(SingleDevice):
         return [float(next(found)) if isinstance(each, Tensor) and each.device.type == "xla" else float(each)
                 for each in scalars]  # fmt: skip
 
-    def defer(self, function: Any, *arguments: Any) -> None:
-        """Call a function when the step that is being noted is computed."""
-        runtime.at_step_end(function, *arguments)
+    def defer(self, function: Callable[[], None]) -> None:
+        """Call a function when the step that is noted next has been handed to the device."""
+        runtime.at_step_end(function)
 
 
 @torch.no_grad()

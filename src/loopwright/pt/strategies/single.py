@@ -37,6 +37,8 @@ class SingleDevice:
     """Whether a forward pass waits for those of the other processes: then all run equally many."""
     is_sharded = False
     """Whether processes hold parts of tensors."""
+    logs_later = False
+    """Whether logs are better written at the end of the next step (`defer`), when the device has work again."""
     rank = data_rank = 0
     world_size = data_world = copies = 1
 
@@ -149,6 +151,10 @@ class SingleDevice:
 
     def boundary(self) -> None:
         """The end of a step: a device that only notes what is to be computed computes it here."""
+
+    def defer(self, function: Callable[[], None]) -> None:
+        """Call a function at the end of the step: here every step is at its end."""
+        function()
 
     def scale_gradients(self, factor: Any) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
