@@ -35,10 +35,14 @@ class XlaDevice(SingleDevice):
         layout: Layout | None = None,
     ) -> None:
         super().__init__(device, precision)
+        self._note(accumulates=accumulates, allowed=allowed, layout=layout)
+
+    def _note(self, *, accumulates: bool, allowed: int | None, layout: Layout | None) -> None:
         self.guard = ShapeGuard(runtime.graphs, allowed=allowed)
         self.layout = layout
         self._accumulates = accumulates
-        self.forward_context = lambda: noting(precision.context())  # type: ignore[method-assign]
+        context = self.precision.context
+        self.forward_context = lambda: noting(context())  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
