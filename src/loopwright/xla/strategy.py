@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from ..pt.strategies.single import SingleDevice
 from . import runtime
 from .guard import ShapeGuard
 from .mesh import Layout
-from .tracing import noting
+from .tracing import noting, stepwise
 
 ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -104,6 +105,10 @@ class XlaDevice(SingleDevice):
 
     def free_memory(self) -> None:
         """The runtime keeps no cache that could be given back."""
+
+    def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Inside, each pass through the model or its encoder is a step of its own, from and for the host."""
+        return stepwise(model, self.device, self.boundary)
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 

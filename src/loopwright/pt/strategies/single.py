@@ -223,6 +223,10 @@ class SingleDevice:
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
+    def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around the generation of text."""
+        return nullcontext()
+
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> Any:
