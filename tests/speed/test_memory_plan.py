@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -230,6 +231,24 @@ def test_measuring_leaves_no_trace_and_grows_with_the_tokens() -> None:
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.layers)
     assert (two.blocks, two.matmuls, two.inputs) == (2 * one.blocks, 2 * one.matmuls, 2 * one.inputs)
     assert one.inputs < one.matmuls < one.blocks
+
+
+def test_nothing_of_what_was_measured_stays_alive() -> None:
+    """What a graph keeps of itself is never let go: memory lost, and nodes that belong to no stream of a recording."""
+    model = Model()
+    kept: list[Any] = []
+
+    def forward(rows: int) -> int:
+        loss = model(torch.zeros(rows, 5, dtype=torch.long)).sum()
+        kept.extend(weakref.ref(each) for each in (loss, model.head(model.embed(torch.zeros(1, dtype=torch.long)))))
+        for parameter in model.parameters():
+            parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata["measured"] = True
+        return rows * 5
+
+    measure_twice(forward, sizes=(1, 2), model=model, blocks=repeated_blocks(model))
+    assert kept and not any(each() is not None for each in kept)
+    fresh = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+    assert not any(node.metadata for node in fresh)
 
 
 def test_copies_of_weights_are_not_taken_for_activations() -> None:

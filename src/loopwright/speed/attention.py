@@ -221,20 +221,37 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: Request) -> Tenso
 # ---- switching a model over -----------------------------------------------------------------------------------------
 
 
-class AttentionSwitch:
-    """Makes a model use our attention for a while, through transformers' interface."""
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The mask of a model that did not take ours as ready-made: none, and `attend` refuses."""
+    return None
 
-    def __init__(self, model: nn.Module) -> None:
+
+class AttentionSwitch:
+    """Makes a model use an attention of ours for a while, through transformers' interface."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str = NAME,
+        attention: Callable[..., Any] = attend,
+        mask: Callable[..., Any] = _no_mask,
+        *,
+        instead_of: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+    ) -> None:
+        self._name = name
         self._configs = _configs_with_attention(model)
         self._were = [config._attn_implementation for config in self._configs]
-        self.reason = self._register()
+        self.reason = self._register(attention, mask, instead_of)
 
-    def _register(self) -> str | None:
+    def _register(
+        self, attention: Callable[..., Any], mask: Callable[..., Any], instead_of: tuple[str, ...]
+    ) -> str | None:
         """Make our attention known; returns why it cannot be used."""
         if not self._configs:
             return "it does not look up its attention by name"
-        if any(name not in ("sdpa", "eager", "flash_attention_2", "flash_attention_3") for name in self._were):
-            return f"its attention is {self._were[0]!r}"
+        others = [name for name in self._were if name not in instead_of]
+        if others:
+            return f"its attention is {others[0]!r}"
         try:
             from transformers import AttentionInterface, AttentionMaskInterface
         except ImportError:
@@ -242,13 +259,13 @@ class AttentionSwitch:
         VARLEN_TAKES.update(_varlen_options())
         if torch.cuda.is_available():
             use_newest_flash()
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, _no_mask)
+        AttentionInterface.register(self._name, attention)
+        AttentionMaskInterface.register(self._name, mask)
         return None
 
     def on(self) -> None:
         for config in self._configs:
-            config._attn_implementation_internal = NAME
+            config._attn_implementation_internal = self._name
 
     def off(self) -> None:
         for config, name in zip(self._configs, self._were, strict=True):
@@ -261,11 +278,6 @@ class AttentionSwitch:
             yield
         finally:
             self.off()
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask of a model that did not take ours as ready-made: none, and `attend` refuses."""
-    return None
 
 
 def _configs_with_attention(model: nn.Module) -> list[Any]:

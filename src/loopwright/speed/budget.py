@@ -140,7 +140,7 @@ def demand_of(plan: SpeedPlan, samples: Samples, batches: Sequence[Any]) -> Dema
         return Demand(real, max(real, ROW_TOKENS), longest)
     widths = -(-lengths.max(axis=0) // plan.round_to) * plan.round_to
     whole = len(lengths) * int(widths.sum())
-    return Demand(min(padded, whole), whole, longest)
+    return Demand(min(padded, whole), min(whole, max(padded, ROW_TOKENS)), longest)
 
 
 def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policies: Sequence[str]) -> Budget:

@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attention import HALF, AttentionSwitch
+from .biased import switch_for
 from .documents import as_mask
 from .encoder import UnpaddedEncoder, find_encoder
 from .layouts import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_unpadded
-from .plan import AS_MADE, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
+from .plan import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
 from .samples import Samples
 
 
@@ -33,6 +34,19 @@ class Layout:
     def active(self) -> Iterator[None]:
         """Around the forward and backward of an update."""
         yield
+
+
+class Biased(Layout):
+    """Groups, with an attention that has fast kernels for the model's position bias."""
+
+    def __init__(self, switch: AttentionSwitch) -> None:
+        super().__init__(BIASED)
+        self._switch = switch
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._switch.active():
+            yield
 
 
 class Flat(Layout):
@@ -90,6 +104,9 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if name in (GROUPED, UNMASKED):
         return Layout(name)
     assert name in LAYOUTS and name != AS_MADE
+    if name == BIASED:
+        biased = switch_for(model)
+        return biased if isinstance(biased, str) else Biased(biased)
     switch = AttentionSwitch(model)
     if switch.reason is not None:
         return switch.reason

@@ -19,10 +19,9 @@ from .pending import PendingHead
 from .plan import (
     AS_MADE,
     FLAT,
-    GROUPED,
+    IN_GROUPS,
     ROW_TOKENS,
     SHORT_ROW,
-    UNMASKED,
     UNPADDED,
     SpeedPlan,
     is_worth_it,
@@ -215,7 +214,7 @@ class Conductor:
         if not here.on_gpu:
             return
         reason = "micro-batches are graphs" if self.plan.graphed else here.why_not_compile
-        if reason is None and self.plan.layout in (GROUPED, UNMASKED):
+        if reason is None and self.plan.layout in IN_GROUPS:
             reason = "groups change in number and length, which takes many compilations"
         if reason is None and self.plan.activations == "full":
             reason = "whole blocks are recomputed"

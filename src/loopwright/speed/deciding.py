@@ -11,7 +11,7 @@ from torch import nn
 from .candidates import Layout, make_layout, needs_half_precision
 from .layouts import Limits
 from .pending import PendingHead
-from .plan import FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
+from .plan import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
 from .probe import Candidate, Prober, Proof, Reference, Refused
 from .samples import Samples, few_of
 from .situation import Situation
@@ -72,10 +72,12 @@ class Decision:
     def _offered(self, name: str) -> Layout | str:
         """The layout, or why it is not even tried."""
         here = self._here
-        if name not in (GROUPED, UNMASKED) and here.only_grouped is not None:
+        if name not in IN_GROUPS and here.only_grouped is not None:
             return here.only_grouped
-        if name != GROUPED and here.is_pair:
+        if name not in (GROUPED, BIASED) and here.is_pair:
             return "samples are pairs of a source and a target"
+        if name == BIASED and not here.on_gpu:
+            return "it is of use on GPUs only"
         if name == UNMASKED and not here.shifts():
             return "the model is not known to predict next tokens"
         values = self._samples.per_sample()

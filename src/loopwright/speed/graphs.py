@@ -270,12 +270,18 @@ class CudaRecorder:
 
     def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
         gc.collect()  # garbage that owns graphs or events must not be found in the middle of a recording
-        collects = gc.isenabled()
+        collects, cause = gc.isenabled(), None
         gc.disable()
         try:
             # Other threads (loaders that pin memory, checkpoints being written) may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                return function()
+                try:
+                    return function()
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception as error:
+            raise cause or error from None  # ending a broken recording fails too, and says nothing
         finally:
             if collects:
                 gc.enable()

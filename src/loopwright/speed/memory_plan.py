@@ -124,6 +124,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def pack(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # kept by its own graph it would never be let go
         place = _place(tensor)
         if place not in self._seen:
             self._seen.add(place)

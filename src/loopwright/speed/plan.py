@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "as made", "grouped", "grouped without mask", "unpadded", "flat"
-LAYOUTS = (FLAT, UNPADDED, UNMASKED, GROUPED)
+BIASED = "grouped with bias in rows"
+IN_GROUPS = (UNMASKED, BIASED, GROUPED)
+LAYOUTS = (FLAT, UNPADDED, *IN_GROUPS)
 """Layouts from the one that saves most to the one that asks least of a model."""
 
 

@@ -1,0 +1,64 @@
+"""A learned position bias in rows: the same attention, in a form for which torch has kernels on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loopwright.speed.candidates import Layout, make_layout
+from loopwright.speed.plan import BIASED
+from loopwright.speed.situation import Situation
+from tests.speed.architectures import build, collate, samples
+from tests.speed.training import gradients_of
+
+pytest.importorskip("transformers")
+DATA = samples(24, "pair")
+
+
+def loss_and_gradients(model: nn.Module, batch: dict[str, Tensor]) -> list[Tensor]:
+    parameters = list(model.parameters())
+    loss = model(**batch).loss
+    return [loss, *torch.autograd.grad(loss, parameters)]
+
+
+def test_loss_and_gradients_are_the_same_and_the_bias_is_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("t5", "pair"), collate(DATA[:6])
+    layout = make_layout(BIASED, model)
+    assert isinstance(layout, Layout)
+    expected = loss_and_gradients(model, batch)
+    plain, strides = torch.nn.functional.scaled_dot_product_attention, []
+
+    def looked_at(*args: Any, attn_mask: Tensor, **kwargs: Any) -> Tensor:
+        strides.append(attn_mask.stride(-1))
+        return plain(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", looked_at)
+    with layout.active():
+        found = loss_and_gradients(model, batch)
+    assert set(strides) == {1}
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert model.config._attn_implementation == model.decoder.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("kind", "task"), [("llama", "causal"), ("bart", "pair")])
+def test_models_without_a_bias_have_no_use_for_it(kind: str, task: str) -> None:
+    assert "no position bias" in str(make_layout(BIASED, build(kind, task)))
+
+
+def test_another_attention_is_left_alone() -> None:
+    model = build("t5", "pair")
+    for part in (model, model.encoder, model.decoder):
+        part.config._attn_implementation_internal = "eager"
+    assert "its attention is 'eager'" in str(make_layout(BIASED, model))
+
+
+def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gradients_of(build("t5", "pair"), DATA, tmp_path / "off", speed="off")
+    assert gradients_of(build("t5", "pair"), DATA, tmp_path / "cpu", speed="max").plan.layout == "grouped"
+    monkeypatch.setattr(Situation, "on_gpu", property(lambda self: True))
+    run = gradients_of(build("t5", "pair"), DATA, tmp_path / "gpu", speed="max")
+    assert run.plan.layout == BIASED
+    torch.testing.assert_close(run.gradients, plain.gradients, rtol=1e-9, atol=1e-12)
