@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...speed.clipping import FoldedClip, cannot_fold
-from ...speed.prefetch import prefetch_for
+from ...speed.prefetch import NoPrefetch, prefetch_for
 from ..boxes import load_weights
 from ..checkpoint import decode_optimizer, encode_optimizer
-from ..devices import empty_cache
+from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
 
@@ -50,7 +50,9 @@ class SingleDevice:
         non_blocking: bool = False,
     ) -> None:
         self.device, self.precision = device, precision
-        self._ahead = prefetch_for(device, non_blocking=non_blocking)
+        # Copies run ahead from pinned memory, which not every device with streams knows.
+        ahead = prefetch_for if device.type == "cpu" or can_pin_memory(device) else NoPrefetch
+        self._ahead = ahead(device, non_blocking=non_blocking)
         self._may_fold: Callable[[], bool] | None = None
         self.model: nn.Module = nn.Module()
         self.optimizer: Any = None
