@@ -225,7 +225,8 @@ class GraphedStep:
 
     def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
         """The largest relative difference between replay and eager run: loss, gradients, buffers."""
-        with undone(self._model, self._parameters, self.device):
+        # Models that go another way while they are recorded (other kernels, so other dropout) must go it here too.
+        with undone(self._model, self._parameters, self.device), as_if_recording(self.device):
             loss = self._run_alone(dict(inputs), weight)
             eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
             buffers = [place[name].clone() for place, name in buffers_of(self._model)]
