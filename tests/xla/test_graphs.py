@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-import loopwright
 from loopwright.xla import runtime
+from tests.neuron.weighted import WeightedLossTrainer
 from tests.xla.runs import trainer
 
 FIRST_LENGTH = 41
@@ -21,14 +20,6 @@ def mean(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits = outputs["logits"]
     total = nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), reduction="sum")
     return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-class Weighted(loopwright.NeuronTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))(outputs.get("logits"), labels)
-        return (loss, outputs) if return_outputs else loss
 
 
 def right(prediction: Any) -> dict[str, float]:
@@ -46,7 +37,7 @@ SITUATIONS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "syncfree": (3, "own", {"optim": "adamw_torch_xla"}),
     "warming up": (3, "own", {"warmup_steps": 2}),
     "a loss of one's own": (3, "own", {"compute_loss_func": mean}),
-    "the weighted loss": (3, "bert", {"cls": Weighted}),
+    "the weighted loss": (3, "bert", {"cls": WeightedLossTrainer}),
     "non-finite updates": (3, "own", {"on_nonfinite": "skip"}),
 }
 """How many graphs at most: a step of training, one of evaluation, and in some cases one more."""

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import loopwright
 from loopwright.xla import runtime
+from tests.neuron.weighted import WeightedLossTrainer
 from tests.xla.runs import apart, losses, saved, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,18 +97,8 @@ def test_micro_batches_match_the_cpu_in_graphs_that_do_not_grow(accumulation: in
     assert apart(xla.model, cpu.model) < CLOSE
 
 
-class Weighted(loopwright.NeuronTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.get("logits")
-        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-        loss = loss_fct(logits.view(-1, 3), labels.view(-1))
-        return (loss, outputs) if return_outputs else loss
-
-
 def test_the_weighted_loss_of_everybodys_first_override_runs_unchanged(tmp_path: Any) -> None:
-    options = {"cls": Weighted, "eval_strategy": "epoch"}
+    options = {"cls": WeightedLossTrainer, "eval_strategy": "epoch"}
     cpu, xla = (trainer("bert", tmp_path / str(use), use_cpu=use, **options) for use in (True, False))
     cpu.train()
     xla.train()
