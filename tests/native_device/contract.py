@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loopwright
 from tests.native_device import device
+from tests.neuron.weighted import WeightedLossTrainer
 from tests.pt.tiny import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 
 RAGGED = (11, 3, 29, 8, 17, 5, 20)
@@ -110,6 +111,7 @@ class Dropped(Tokens):
         return self.head(nn.functional.dropout(torch.tanh(self.mix(self.embed(input_ids))), 0.3, self.training))
 
 
+MODELS["bert in single precision"] = (lambda: bert_classes().float(), True)
 MODELS["dropped"] = (lambda: made(Dropped), False)
 
 
@@ -132,21 +134,9 @@ def resuming(folder: Path) -> None:
             same(second.model, whole.model)
 
 
-class WeightedLossTrainer(loopwright.NeuronTrainer):
-    """The override everybody writes first, as they write it."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.get("logits")
-        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))
-        loss = loss_fct(logits.view(-1, 3), labels.view(-1))
-        return (loss, outputs) if return_outputs else loss
-
-
 @case
 def weighted_loss(folder: Path) -> None:
-    pair = train_on_both("bert classes", folder, cls=WeightedLossTrainer, eval_strategy="epoch")
+    pair = train_on_both("bert in single precision", folder, cls=WeightedLossTrainer, eval_strategy="epoch")
     assert not any("not filled up" in text for text in pair[1].notices.told)
 
 

@@ -20,6 +20,7 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -78,6 +79,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return 1; }
   c10::DeviceIndex getCurrentDevice() const override { return 0; }
+  // Sharding gives the memory of gathered parameters back, and takes it again.
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DataPtr fresh = memory.allocate(bytes);
+    if (bytes != 0 && storage.nbytes() != 0) {
+      std::memcpy(fresh.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    }
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(fresh));
+    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+  }
   void setCurrentDevice(c10::DeviceIndex) const override {}
   // The CPU's stream of random numbers, so that dropout drops what it drops on the CPU.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {

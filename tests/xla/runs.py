@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[Any, bool]] = {
 
 def trainer(name: str, folder: Any, *, cls: Any = loopwright.Trainer, kind: Any = None, **options: Any) -> Any:
     build, classes = MODELS[name]
-    own = ("callbacks", "compute_metrics")
+    own = ("callbacks", "compute_metrics", "compute_loss_func")
     given = {key: options.pop(key) for key in own if key in options}
     base = {**CPU, "use_cpu": False, "static_lengths": [32], "num_train_epochs": 2, "per_device_train_batch_size": 4,
             "per_device_eval_batch_size": 4, "optim": "adamw_torch", "max_grad_norm": 1.0, "learning_rate": 1e-3,

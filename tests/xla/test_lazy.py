@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import loopwright
 from loopwright.xla import runtime
+from tests.neuron.weighted import WeightedLossTrainer
 from tests.xla.runs import apart, losses, saved, trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +34,10 @@ def test_training_evaluating_predicting_and_saving_match_the_cpu(name: str, tmp_
     graphs = runtime.graphs() - before
     assert losses(xla) == pytest.approx(losses(cpu), abs=CLOSE) and losses(cpu)
     assert apart(xla.model, cpu.model) < CLOSE
-    # A model nobody knows is asked once where its loss begins: that is one more.
-    assert graphs <= (3 if name != "own" else 4)
+    assert graphs <= 2
     ours, theirs = xla.predict(xla.eval_dataset), cpu.predict(cpu.eval_dataset)
-    assert np.allclose(ours.predictions, theirs.predictions, atol=CLOSE)
+    # transformers' Llama rounds more often: its logits, up to 2.5, are apart by 3.5e-6 where its loss is by 1e-7.
+    assert np.abs(ours.predictions - theirs.predictions).max() < (5 * CLOSE if name == "llama" else CLOSE)
     assert ours.predictions.shape == theirs.predictions.shape and np.array_equal(ours.label_ids, theirs.label_ids)
     loaded = loopwright.load_model(trainer(name, tmp_path / "new", use_cpu=True).model, saved(tmp_path / "xla", 6))
     assert apart(loaded, xla.model) == 0
@@ -98,18 +97,8 @@ def test_micro_batches_match_the_cpu_in_graphs_that_do_not_grow(accumulation: in
     assert apart(xla.model, cpu.model) < CLOSE
 
 
-class Weighted(loopwright.NeuronTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        logits = outputs.get("logits")
-        loss_fct = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-        loss = loss_fct(logits.view(-1, 3), labels.view(-1))
-        return (loss, outputs) if return_outputs else loss
-
-
 def test_the_weighted_loss_of_everybodys_first_override_runs_unchanged(tmp_path: Any) -> None:
-    options = {"cls": Weighted, "eval_strategy": "epoch"}
+    options = {"cls": WeightedLossTrainer, "eval_strategy": "epoch"}
     cpu, xla = (trainer("bert", tmp_path / str(use), use_cpu=use, **options) for use in (True, False))
     cpu.train()
     xla.train()
@@ -165,15 +154,6 @@ def test_tied_weights_stay_tied(tmp_path: Any) -> None:
     run.save_model(str(tmp_path / "saved"))
     loaded = loopwright.load_model(trainer("gpt2", tmp_path, use_cpu=True).model, tmp_path / "saved")
     assert apart(loaded, run.model) == 0
-
-
-def test_a_closure_runs_at_the_end_of_its_step(tmp_path: Any) -> None:
-    run, seen = trainer("own", tmp_path), []
-    value = torch.ones(2, device=run.device) * 3
-    run.strategy.defer(lambda tensor: seen.append(float(tensor.sum())), value)
-    assert not seen
-    run.strategy.boundary()
-    assert seen == [6.0]
 
 
 def test_the_selfcheck_passes() -> None:

@@ -14,6 +14,7 @@ from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
+from .late import LogPoint, may_be_late
 from .meter import Meter, Reading
 from .metrics import better, full_name, readable, table, write_results
 from .outputs import speed_metrics
@@ -52,6 +53,8 @@ class Acting:
     _started: float = 0.0
     _interval_length: int = 0
     _first_token: int = 0
+    _late: list[LogPoint]
+    """Log points whose numbers are still being computed."""
     split: Any = None
     """The marks of the update whose time is being split into parts."""
 
@@ -62,13 +65,26 @@ class Acting:
         step = self.state.global_step
         if step <= self.progress.last_logged_step:
             return
-        reading = self.meter.read()
-        self._interval_length = step - self.progress.last_logged_step
-        self.progress.last_logged_step = step
+        updates, self.progress.last_logged_step = step - self.progress.last_logged_step, step
+        if self.strategy.logs_later and may_be_late(self):
+            self.control.should_log = False
+            self._late.append(LogPoint(step, updates, self.learning_rate, self.meter.hand_over()))
+            self.strategy.defer(self.write_late_logs)
+            return
+        self._log_interval(step, updates, self.learning_rate, self.meter.read())
+
+    def write_late_logs(self) -> None:
+        """Write the logs that wait for the end of a step, in their order."""
+        while self._late:
+            point = self._late.pop(0)
+            self._log_interval(point.step, point.updates, point.learning_rate, point.read())
+
+    def _log_interval(self, step: int, updates: int, learning_rate: float, reading: Reading) -> None:
+        self._interval_length = updates
         logs: dict[str, float] = {"loss": reading.loss}
         if reading.grad_norm is not None:
             logs["grad_norm"] = reading.grad_norm
-        logs["learning_rate"] = self.learning_rate
+        logs["learning_rate"] = learning_rate
         if reading.nonfinite:
             logs["nonfinite_updates"] = reading.nonfinite
             self._report_nonfinite(step, reading)
@@ -94,6 +110,7 @@ class Acting:
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
         """Evaluating and saving: no part of the time of updates."""
+        self.write_late_logs()
         if not self.strategy.reads_are_free:
             # What follows waits for the device in any case; the wait belongs to the updates that made the work.
             self.meter.settle()
@@ -172,6 +189,7 @@ class Acting:
 
         After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
         """
+        self.write_late_logs()
         if self.signals.received == "SIGINT":
             if self.control.should_save:
                 self.save_now()

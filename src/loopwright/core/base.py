@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -63,6 +63,7 @@ class BaseTrainer(Acting):
         )
         self.control = TrainerControl()
         self._places = {}
+        self._late = []
         self.progress = Progress()
         self.pace = Pace()
         self.callback_handler = self.handler_class(
@@ -113,6 +114,9 @@ class BaseTrainer(Acting):
                 run_training(self)
                 return self._finish_training()
         finally:
+            with suppress(Exception):  # after an error: what was logged before it, if the device still answers
+                self.write_late_logs()
+            self._late.clear()
             self.checkpoints.wait()
             self.finish_with_model()
             self.release_data()
@@ -332,6 +336,7 @@ class BaseTrainer(Acting):
         self._first_token = self.state.num_input_tokens_seen
 
     def _finish_training(self) -> TrainOutput:
+        self.write_late_logs()
         steps = self.state.global_step - self._first_step
         loss = self.meter.mean_loss()
         self.live_numbers()  # what came after the last log point belongs into the numbers of the run

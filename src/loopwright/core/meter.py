@@ -81,6 +81,26 @@ class Meter:
         self.losses, self.bad, self._last_norm = [], [], None
         return reading
 
+    def hand_over(self) -> Callable[[], Reading]:
+        """Close the interval without reading it; what is returned reads it, later."""
+        closed = self._interval()
+        self._open(([], [], 0, [], [], None))
+
+        def read() -> Reading:
+            now = self._interval()
+            self._open(closed)
+            reading = self.read()
+            self._open(now)
+            return reading
+
+        return read
+
+    def _interval(self) -> tuple[Any, ...]:
+        return self._losses, self._norms, self._waiting, self.losses, self.bad, self._last_norm
+
+    def _open(self, interval: tuple[Any, ...]) -> None:
+        self._losses, self._norms, self._waiting, self.losses, self.bad, self._last_norm = interval
+
     def mean_loss(self) -> float:
         """The mean over every update of the run."""
         self.settle()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..args.field import Group, arg, positive
@@ -111,7 +112,7 @@ class NeuronRules:
             sizes = {"tp_size": args.tensor_parallel_size}
             plan = args.tensor_parallel_plan
             args.parallelism_config = {**sizes, **({"tp_plan": plan} if plan else {})}
-        if several and args.zero_1 and args.fsdp is None:
+        if several and args.zero_1 and args.fsdp is None and not args.is_on_lazy_xla:
             args.fsdp = "shard_grad_op"
 
     @property
@@ -126,6 +127,16 @@ class NeuronRules:
         args: Any = self
         lazy = bool(os.environ.get("PJRT_DEVICE")) and args.world_size == 1
         return lazy and (args.xla_spmd is not None or args.tensor_parallel_size > 1)
+
+    @property
+    def is_on_lazy_xla(self) -> bool:
+        """Whether torch_xla's device will be used; asked without starting it."""
+        args: Any = self
+        if args.use_cpu or not os.environ.get("PJRT_DEVICE"):
+            return False
+        import torch
+
+        return find_spec("torch_xla") is not None and not torch.accelerator.is_available()
 
     @property
     def device(self) -> torch.device:

@@ -42,6 +42,11 @@ class NeuronPolicy:
         use_cache(arguments)
         super().__init__(*args, **kwargs)
         tell_device(self.device, arguments.use_cpu)
+        if getattr(arguments, "zero_1", False) and self.strategy.world_size > 1 and is_lazy(self.device):
+            self.notices.tell_once(  # type: ignore[attr-defined]
+                "zero_1: several processes on lazy XLA each keep the whole optimizer state; set zero_1=False, or let "
+                "one process drive the devices and spread it (xla_spmd='fsdp')"
+            )
 
     def wants_static_shapes(self) -> bool:
         return True

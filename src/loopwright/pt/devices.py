@@ -59,6 +59,14 @@ def supports_fused_optimizer(device: torch.device) -> bool:
 
 
 @functools.cache
+def replaces_parameters(device: torch.device) -> bool:
+    """Whether a parameter that moves from the host to the device has to become another one, as on native devices."""
+    if device.type in ("cpu", "meta"):
+        return False
+    return not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+
+
+@functools.cache
 def can_pin_memory(device: torch.device) -> bool:
     """Whether copies to the device gain from pinned memory."""
     return device.type != "cpu" and _works(lambda: torch.empty(1).pin_memory())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,8 +119,10 @@ class EvaluationMethods(AssessingMethods):
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict, model = adapt(self.prediction_step, "ignore_keys"), self.strategy.unwrap(self.model_wrapped)
+        plain = EvaluationMethods.prediction_step
+        step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in loader:
-            items = self._eval_items(inputs, learn=True)
+            items = self._eval_items(inputs, learn=step)
             if isinstance(self.compute_metrics, MetricObjects):
                 self.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
@@ -142,8 +145,8 @@ class EvaluationMethods(AssessingMethods):
         """Whether a prediction belongs to the label after it."""
         return self.accounting.shifts
 
-    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        """The targets of an evaluation batch; with `learn`, the first batch shows which ones the loss counts."""
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        """The targets of an evaluation batch; with a step to learn from, the first shows which ones the loss counts."""
         raise NotImplementedError
 
     def _metric_inputs(self, inputs: Any) -> Any:

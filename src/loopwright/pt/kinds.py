@@ -17,6 +17,8 @@ class Kind:
     """The backend of torch.compile that belongs to it."""
     strategy: str | None = None
     """`module:class` of the strategy that carries out updates on it, if that is a special one."""
+    processes: str | None = None
+    """The same, for several processes that each have such a device; None where torch's own ones are used."""
     install: str = ""
     """What its vendor says to run."""
 
@@ -35,6 +37,7 @@ KINDS: dict[str, Kind] = {
         static_shapes=True,
         compile_backend="openxla",
         strategy="loopwright.xla.strategy:XlaDevice",
+        processes="loopwright.xla.processes:XlaProcesses",
         install="pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*', and PJRT_DEVICE=TPU in the environment; on Trn1 "
         f"torch-neuronx of the same torch from {NEURON_INDEX}, and PJRT_DEVICE=NEURON",
     ),

@@ -194,16 +194,22 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         """The targets of an update's micro-batches; None when they have no labels."""
         return self.accounting.total(batch_samples)
 
-    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        if learn and self.is_alone and self._labels_in(inputs):
-            self.accounting.learn_shift(inputs, self._shift_probe())
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        if learn is not None and self.accounting.undecided_shift and self.is_alone and self._labels_in(inputs):
+            self.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
         return self.accounting.items_in(inputs)
 
-    def _probe(self) -> LossProbe:
+    def _probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
+        """Computes the loss as training does; given a step of evaluation, in that, whose graph is needed anyway."""
+
         def compute(inputs: dict[str, Any], items: Any) -> Any:
-            inputs = self._prepare_inputs(inputs)
             self.is_probing = True  # what an override logs here belongs to no update
             try:
+                if step is not None:
+                    outputs = step(inputs)  # all of them are kept until the graph is made, as in an evaluation
+                    self.strategy.boundary()
+                    return outputs[0].cpu()
+                inputs = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
                     model = self.strategy.unwrap(self.model_wrapped)
                     return self._compute_loss(model, inputs, num_items_in_batch=items)
@@ -212,10 +218,10 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
         return LossProbe(compute, self.model)
 
-    def _shift_probe(self) -> LossProbe:
+    def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
         if self.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
-            return self._probe()
+            return self._probe(step)
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self._prepare_inputs(inputs)

@@ -12,8 +12,8 @@ from ..errors import DataError
 from .loss import IGNORED
 
 
-def prompts_of(inputs: Mapping[str, Any], *, pad: int) -> tuple[Tensor, Tensor]:
-    """The prompts, padded on the left, and their mask.
+def prompts_of(inputs: Mapping[str, Any], *, pad: int, width: int | None = None) -> tuple[Tensor, Tensor]:
+    """The prompts, padded on the left to this width or that of the longest one, and their mask.
 
     In a training sample the prompt is what stands before the first label that counts. Without labels, or with labels of
     another length, the inputs are the prompts.
@@ -31,7 +31,7 @@ def prompts_of(inputs: Mapping[str, Any], *, pad: int) -> tuple[Tensor, Tensor]:
             "predict_with_generate needs a prompt, but a sample's labels count from its first token; "
             f"set the labels of the prompt to {IGNORED}"
         )
-    return _to_the_left(ids, keep, lengths, pad)
+    return _to_the_left(ids, keep, lengths, pad, width or int(lengths.max()))
 
 
 def answers_of(labels: Tensor) -> Tensor:
@@ -49,8 +49,7 @@ def _before_answer(labels: Tensor) -> Tensor:
     return (labels != IGNORED).cumsum(1) == 0
 
 
-def _to_the_left(ids: Tensor, keep: Tensor, lengths: Tensor, pad: int) -> tuple[Tensor, Tensor]:
-    width = int(lengths.max())
+def _to_the_left(ids: Tensor, keep: Tensor, lengths: Tensor, pad: int, width: int) -> tuple[Tensor, Tensor]:
     prompts = ids.new_full((len(ids), width), pad)
     mask = torch.zeros_like(prompts)
     row, position = keep.nonzero(as_tuple=True)

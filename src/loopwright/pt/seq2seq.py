@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
 from .arguments import Seq2SeqTrainingArguments
 from .checkpoint import plain_module
+from .devices import is_lazy
 from .prompts import answers_of, prompts_of
+from .strategies.many import on_host
 from .trainer import Trainer
 
 DEFAULT_MAX_LENGTH = 20
@@ -108,14 +111,26 @@ class Seq2SeqTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._prepare_inputs(inputs)
         options = gen_kwargs or self._gen_kwargs or self._generation_options({})
-        with torch.no_grad(), self.compute_loss_context_manager():
+        plain = plain_module(model)
+        # Where each look at a value is a graph, tokens are chosen and counted on the host.
+        source = on_host(inputs) if is_lazy(self.device) else inputs
+        with torch.no_grad(), self.compute_loss_context_manager(), self.strategy.generating(plain):
             generate = self._generate_from_encoder if self._has_encoder() else self._generate_from_prompts
-            generated = generate(plain_module(model), inputs, options)
-        labels = inputs.get("labels")
+            generated = generate(plain, source, self._with_fixed_cache(plain, options))
+        labels = source.get("labels")
         loss = self._loss_beside_generation(model, inputs) if labels is not None else None
         if labels is not None:
             labels = labels if self._has_encoder() else answers_of(labels)
         return loss, generated, labels
+
+    def _with_fixed_cache(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """On a lazy device the cache has room for the longest answer at once, so that all tokens are one graph."""
+        theirs = model.generation_config
+        chosen = "cache_implementation" in options or theirs.cache_implementation is not None
+        cached = options.get("use_cache", theirs.use_cache) is not False
+        if not is_lazy(self.device) or chosen or not cached or not getattr(model, "_can_compile_fullgraph", False):
+            return options
+        return {**options, "cache_implementation": "static"}
 
     def _loss_beside_generation(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
         """The loss as training computes it, overrides and loss functions included."""
@@ -133,8 +148,8 @@ class Seq2SeqTrainer(Trainer):
     def _predicts_next_token(self) -> bool:
         return super()._predicts_next_token() and not self._generates()
 
-    def _eval_items(self, inputs: Any, learn: bool = False) -> Any:
-        return super()._eval_items(inputs, learn=learn and not self._answers_are_apart(inputs))
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        return super()._eval_items(inputs, learn=None if self._answers_are_apart(inputs) else learn)
 
     # ---- generating -------------------------------------------------------------------------------------------------
 
@@ -151,7 +166,8 @@ class Seq2SeqTrainer(Trainer):
         return self._padded(model, generated, options, extra=1)
 
     def _generate_from_prompts(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        prompts, mask = prompts_of(inputs, pad=self._pad_token(model))
+        width = inputs["input_ids"].shape[1] if is_lazy(self.device) else None
+        prompts, mask = prompts_of(inputs, pad=self._pad_token(model), width=width)
         hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.label_names}
         # Images and the like go with the prompt; what belongs to single tokens no longer stands where they do.
         shape = inputs["input_ids"].shape

@@ -37,6 +37,7 @@ class UpdateRules:
 class TFStrategy:
     """Carries out updates with TensorFlow."""
 
+    logs_later = False
     # Every process goes through all batches and takes its rows of each: to the core they are all in the same place.
     data_rank, data_world, copies = 0, 1, 1
     is_sharded = forward_is_collective = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -24,12 +24,42 @@ def start() -> torch.device:
         import torch_xla
     except ImportError as error:
         raise MissingPackage("torch_xla", needed_for="PJRT_DEVICE", install=KINDS["xla"].install) from error
+    join_processes()
     device = torch_xla.device()
     # autograd counts devices at the first backward of the process, and knows none that has not computed before.
     torch.ones(1, device=device).cpu()
     MORE_STREAMS[STREAM] = (random_state, set_random_state)
     set_random_state(torch.initial_seed())  # whoever seeded everything before knew nothing of this stream
     return device
+
+
+def join_processes() -> None:
+    """Tell the runtime which of the processes on this machine it is in; before its first operation, or not at all."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if here == 1:
+        return
+    import torch_xla._internal.pjrt as pjrt
+
+    pjrt.initialize_multiprocess(int(os.environ.get("LOCAL_RANK") or 0), here)
+
+
+def replicas() -> int:
+    """Devices of all processes the runtime knows of."""
+    import torch_xla.runtime as xr
+
+    return int(xr.world_size())
+
+
+def register_backend() -> None:
+    """Tell torch.distributed of the backend `xla`."""
+    import torch_xla.distributed.xla_backend  # noqa: F401
+
+
+def sum_over_processes(tensors: list[torch.Tensor], scale: float) -> None:
+    """Note that tensors are to be added up over all processes and scaled, in place."""
+    import torch_xla.core.xla_model as xm
+
+    xm.all_reduce(xm.REDUCE_SUM, tensors, scale=scale)
 
 
 def use_spmd() -> int:
@@ -62,11 +92,11 @@ def wait() -> None:
     xm.wait_device_ops()
 
 
-def at_step_end(function: Any, *arguments: Any) -> None:
-    """Call a function with these values when the current step is computed: for what is to be logged or saved."""
+def at_step_end(function: Callable[[], None]) -> None:
+    """Call a function right after the current step is handed to the device: a step closure."""
     import torch_xla.core.xla_model as xm
 
-    xm.add_step_closure(function, args=arguments)
+    xm.add_step_closure(function)
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

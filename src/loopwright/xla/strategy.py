@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -14,13 +16,15 @@ from ..pt.strategies.single import SingleDevice
 from . import runtime
 from .guard import ShapeGuard
 from .mesh import Layout
-from .tracing import noting
+from .tracing import noting, stepwise
 
 ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class XlaDevice(SingleDevice):
     """Carries out an update on lazy torch_xla: one device, or all of them as one (SPMD)."""
+
+    logs_later = True
 
     def __init__(
         self,
@@ -32,10 +36,14 @@ class XlaDevice(SingleDevice):
         layout: Layout | None = None,
     ) -> None:
         super().__init__(device, precision)
+        self._note(accumulates=accumulates, allowed=allowed, layout=layout)
+
+    def _note(self, *, accumulates: bool, allowed: int | None, layout: Layout | None) -> None:
         self.guard = ShapeGuard(runtime.graphs, allowed=allowed)
         self.layout = layout
         self._accumulates = accumulates
-        self.forward_context = lambda: noting(precision.context())  # type: ignore[method-assign]
+        context = self.precision.context
+        self.forward_context = lambda: noting(context())  # type: ignore[method-assign]
 
     @classmethod
     def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
@@ -52,6 +60,8 @@ class XlaDevice(SingleDevice):
 
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         model = super().setup_model(model, place=place)
+        runtime.end_step()  # weights that were made on the device
+        begin_weights(model)
         if self.layout is not None:
             self.layout.spread(model)
         return model
@@ -96,6 +106,10 @@ class XlaDevice(SingleDevice):
     def free_memory(self) -> None:
         """The runtime keeps no cache that could be given back."""
 
+    def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Inside, each pass through the model or its encoder is a step of its own, from and for the host."""
+        return stepwise(model, self.device, self.boundary)
+
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
     def undo(self, held: Any) -> None:
@@ -111,9 +125,23 @@ class XlaDevice(SingleDevice):
         return [float(next(found)) if isinstance(each, Tensor) and each.device.type == "xla" else float(each)
                 for each in scalars]  # fmt: skip
 
-    def defer(self, function: Any, *arguments: Any) -> None:
-        """Call a function when the step that is being noted is computed."""
-        runtime.at_step_end(function, *arguments)
+    def defer(self, function: Callable[[], None]) -> None:
+        """Call a function when the step that is noted next has been handed to the device."""
+        runtime.at_step_end(function)
+
+
+@torch.no_grad()
+def begin_weights(model: nn.Module) -> None:
+    """Leave weights as an optimizer leaves them: written to in place.
+
+    Views of a tensor that was never written to are noted in another way, so the first step would be a graph of its own.
+    What is written here is overwritten at once, and never computed.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "xla" and parameter.is_floating_point():
+            value = parameter.cpu()
+            parameter.addcdiv_(parameter, parameter)
+            parameter.copy_(value)
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ from ...errors import ArgumentsError
 from ..devices import is_lazy
 from ..precision import Precision
 from .group import open_processes
-from .places import strategy_on
+from .places import processes_on, strategy_on
 
 Build = Callable[[Any, torch.device, Precision], Any]
 
@@ -229,10 +229,13 @@ def asked_for(args: Any) -> frozenset[str]:
 def choose_strategy(args: Any, device: torch.device, precision: Precision) -> Any:
     """The strategy for these arguments, or an error that says why there is none."""
     if is_lazy(device) and asked_for(args):
+        chosen_row(args)  # what no strategy can honour is no less wrong here
+        if asked_for(args) == {"processes"}:
+            return processes_on(args, device, precision)
         wanted = " and ".join(sorted(asked_for(args)))
         raise ArgumentsError(
-            f"on lazy XLA one process drives all devices, and this run asks for {wanted}; "
-            "start one process, and spread with NeuronTrainingArguments(xla_spmd=..., tensor_parallel_size=...)"
+            f"on lazy XLA several processes each hold the whole model, and this run asks for {wanted}; start one "
+            "process, and spread with NeuronTrainingArguments(xla_spmd='fsdp', tensor_parallel_size=...)"
         )
     return chosen_row(args)(args, device, precision)
 

@@ -23,8 +23,9 @@ from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ModelError
 from ..boxes import local_part
+from ..devices import replaces_parameters
 from ..precision import Precision
-from ..preparing import checkpoint_activations, repeated_blocks
+from ..preparing import checkpoint_activations, move_model, repeated_blocks
 from .group import Processes
 from .sharded import Sharded
 
@@ -103,6 +104,8 @@ def shard_model(
         "reshard_after_forward": options.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
     }
+    if not empty and not options.cpu_offload and replaces_parameters(device):
+        move_model(model, device)  # sharding would put the device's memory under the host's parameters
     for block in blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)

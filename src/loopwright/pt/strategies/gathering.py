@@ -14,8 +14,11 @@ ALIGNED = 16
 """Bytes every tensor begins at a multiple of, so that any number format can look at it in place."""
 
 
-def gather_nested(value: Any, host: Host, device: torch.device) -> list[Any]:
-    """Everybody's value by rank: structure, shapes and plain values through the host, tensors through the device."""
+def gather_nested(value: Any, host: Host, device: torch.device, group: Any = None) -> list[Any]:
+    """Everybody's value by rank: structure, shapes and plain values through the host, tensors through the device.
+
+    Tensors travel in torch's default group, unless another one is named.
+    """
     tensors: list[Tensor] = []
     outline = _outline(value, tensors)
     outlines = host.gather((outline, [(tuple(each.shape), each.dtype) for each in tensors]))
@@ -30,7 +33,7 @@ def gather_nested(value: Any, host: Host, device: torch.device) -> list[Any]:
     for tensor, (start, size) in zip(tensors, layouts[host.rank][0], strict=True):
         packed[start : start + size] = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
     received = [torch.empty_like(packed) for _ in range(host.world_size)]
-    dist.all_gather(received, packed)
+    dist.all_gather(received, packed, group=group)
     found = []
     for (outline, shapes), (places, _), content in zip(outlines, layouts, received, strict=True):
         parts = [

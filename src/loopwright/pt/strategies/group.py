@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ArgumentsError
+from ..devices import is_lazy
 from .rounds import agree_on_round
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -32,25 +33,25 @@ class Host:
     """What processes say to each other in host memory, through one group of theirs."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
-        self._group, self.rank, self.world_size = group, rank, world_size
+        self.group, self.rank, self.world_size = group, rank, world_size
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, by rank."""
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
+        dist.all_gather_object(found, value, group=self.group)
         return found
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The source's value, for everybody."""
         holder = [value]
-        dist.broadcast_object_list(holder, src=source, group=self._group, device=torch.device("cpu"))
+        dist.broadcast_object_list(holder, src=source, group=self.group, device=torch.device("cpu"))
         return holder[0]
 
     def rows(self, numbers: list[float]) -> list[list[float]]:
         """Everybody's numbers, by rank: as many from each, in double precision."""
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(found, own, group=self._group)
+        dist.all_gather(found, own, group=self.group)
         return [each.tolist() for each in found]
 
     def barrier(self) -> None:
@@ -103,7 +104,7 @@ def open_processes(device: torch.device, *, backend: str | None, timeout: timede
 
 def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -> None:
     libraries = backend_for(device, backend)
-    if device.type != "cpu":
+    if device.type != "cpu" and not is_lazy(device):
         torch.accelerator.set_device_index(device.index or 0)
     alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
     if alone and any(name not in os.environ for name in NEEDED):

@@ -90,7 +90,7 @@ class ManyProcesses(SingleDevice):
     def gather(self, values: Any) -> Any:
         """Tensors of all processes joined along their first dimension, however they are nested."""
         found = gather_nested(values, self.host, self.device)[:: self.copies]
-        return _joined(found)
+        return joined(found)
 
     def gather_each(self, value: Any, *, objects: bool = False) -> list[Any]:
         """Everybody's nested values, one per part of the data; tensors travel as tensors unless told otherwise."""
@@ -120,12 +120,13 @@ def plain_nest(value: Any) -> Any:
     return dict(value) if hasattr(value, "keys") and hasattr(value, "__getitem__") else value
 
 
-def _joined(found: list[Any]) -> Any:
+def joined(found: list[Any]) -> Any:
+    """Everybody's nested tensors as one, along their first dimension."""
     first = found[0]
     if isinstance(first, Tensor):
         return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in found])
     if isinstance(first, dict):
-        return {name: _joined([each[name] for each in found]) for name in first}
+        return {name: joined([each[name] for each in found]) for name in first}
     if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(parts)) for parts in zip(*found, strict=True))
+        return type(first)(joined(list(parts)) for parts in zip(*found, strict=True))
     return found

@@ -18,5 +18,16 @@ def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
     special = kind_of(device).strategy
     if special is None:
         return SingleDevice(device, precision, non_blocking=non_blocking)
-    module, _, name = special.partition(":")
+    return _made(special, args, device, precision)
+
+
+def processes_on(args: Any, device: torch.device, precision: Precision) -> Any:
+    """Carries out updates on several processes with a device of a kind that has its own way to do that."""
+    special = kind_of(device).processes
+    assert special is not None
+    return _made(special, args, device, precision)
+
+
+def _made(place: str, args: Any, device: torch.device, precision: Precision) -> Any:
+    module, _, name = place.partition(":")
     return getattr(import_module(module), name).of(args, device, precision)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...speed.clipping import FoldedClip, cannot_fold
-from ...speed.prefetch import prefetch_for
+from ...speed.prefetch import NoPrefetch, prefetch_for
 from ..boxes import load_weights
 from ..checkpoint import decode_optimizer, encode_optimizer
-from ..devices import empty_cache
+from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
 
@@ -37,6 +37,8 @@ class SingleDevice:
     """Whether a forward pass waits for those of the other processes: then all run equally many."""
     is_sharded = False
     """Whether processes hold parts of tensors."""
+    logs_later = False
+    """Whether logs are better written at the end of the next step (`defer`), when the device has work again."""
     rank = data_rank = 0
     world_size = data_world = copies = 1
 
@@ -48,7 +50,9 @@ class SingleDevice:
         non_blocking: bool = False,
     ) -> None:
         self.device, self.precision = device, precision
-        self._ahead = prefetch_for(device, non_blocking=non_blocking)
+        # Copies run ahead from pinned memory, which not every device with streams knows.
+        ahead = prefetch_for if device.type == "cpu" or can_pin_memory(device) else NoPrefetch
+        self._ahead = ahead(device, non_blocking=non_blocking)
         self._may_fold: Callable[[], bool] | None = None
         self.model: nn.Module = nn.Module()
         self.optimizer: Any = None
@@ -150,6 +154,10 @@ class SingleDevice:
     def boundary(self) -> None:
         """The end of a step: a device that only notes what is to be computed computes it here."""
 
+    def defer(self, function: Callable[[], None]) -> None:
+        """Call a function at the end of the step: here every step is at its end."""
+        function()
+
     def scale_gradients(self, factor: Any) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
@@ -216,6 +224,10 @@ class SingleDevice:
         self.model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
+
+    def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around the generation of text."""
+        return nullcontext()
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,42 @@
+"""Log points whose numbers are still being computed: on a device that works while the host goes on, nobody waits.
+
+A device that computes whole steps (lazy XLA) still works on a step when its log point comes. There the log is written
+at the end of the next step, when the device has work again: the state of the run is still that of the log's own step.
+Whoever could see the difference, or has to decide by the numbers, gets them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .meter import Reading
+from .overrides import is_overridden
+
+OURS = "loopwright."
+BETWEEN = ("on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",
+           "on_optimizer_step")  # fmt: skip
+"""The log itself, and what happens between a log point and the end of the next step."""
+
+
+@dataclass(frozen=True)
+class LogPoint:
+    """What belongs to a log and is not there any more when it is written."""
+
+    step: int
+    updates: int
+    learning_rate: float
+    read: Callable[[], Reading]
+
+
+def may_be_late(trainer: Any) -> bool:
+    """Whether nobody minds: no callback or `log` of the user's, no policy that acts on the loss, no other process."""
+    args = trainer.args
+    if not trainer.is_alone or args.on_spike is not None or args.on_nonfinite != "continue":
+        return False
+    if is_overridden(trainer, "log"):
+        return False
+    handler = trainer.callback_handler
+    listening = [each for event in BETWEEN for each, _ in handler._listening_to(event)]
+    return all(type(callback).__module__.startswith(OURS) for callback in listening)

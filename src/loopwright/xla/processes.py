@@ -1,0 +1,193 @@
+"""Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a part of the data.
+
+Gradients are averaged once per update, in one of two ways. Where the runtime of torch_xla spans all processes (TPU,
+Trn1) the sum is an operation like any other: noted, and part of the step's graph, which must then be the same
+everywhere. Where each process has a runtime of its own (XLA on CPUs, hosts whose devices are not connected) gradients
+travel through the hosts. Everything else that processes say to each other goes through the hosts too: ranks are those
+of the launcher, which need not be the order of the runtime's devices, and only for a sum that order does not matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..core.batches import Update
+from ..core.strategy import MicroStep
+from ..errors import ArgumentsError, ModelError, NotAvailable
+from ..pt.precision import Precision
+from ..pt.strategies.gathering import gather_nested
+from ..pt.strategies.group import Processes, open_processes
+from ..pt.strategies.many import ManyProcesses, joined, on_host
+from ..pt.strategies.single import SingleDevice
+from . import runtime
+from .strategy import XlaDevice
+
+HOST = torch.device("cpu")
+BACKEND = "xla"
+
+
+class XlaProcesses(XlaDevice, ManyProcesses):
+    """Carries out an update on several processes that each drive one lazy device."""
+
+    logs_later = False  # the mean loss of a log is an exchange, which comes at the same place everywhere
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: Processes,
+        *,
+        accumulates: bool = False,
+        allowed: int | None = None,
+        spans: bool | None = None,
+    ) -> None:
+        ManyProcesses.__init__(self, device, precision, processes)
+        self._note(accumulates=accumulates, allowed=allowed, layout=None)
+        self.spans = spans_all(runtime.replicas(), self.world_size) if spans is None else spans
+        """Whether the runtime itself can add up over all processes."""
+        self.forward_is_collective = self.spans  # as many micro-batches everywhere: one graph everywhere
+        self._shared: list[bool] | None = None
+        """Which parameters have a gradient on any process, found out in the first update."""
+
+    @classmethod
+    def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
+        """The strategy these arguments ask for."""
+        asked = args.ddp_backend
+        if asked not in (None, BACKEND):
+            raise ArgumentsError(f"ddp_backend={asked!r} knows no lazy XLA device; leave it out, or use {BACKEND!r}")
+        runtime.register_backend()
+        processes = open_processes(device, backend=BACKEND, timeout=args.ddp_timeout_delta)
+        made = cls(
+            device,
+            precision,
+            processes,
+            accumulates=args.gradient_accumulation_steps > 1,
+            allowed=args.max_recompiles,
+        )
+        if made.spans and len(args.static_lengths or ()) != 1:
+            raise ArgumentsError(
+                f"static_lengths={args.static_lengths}: devices of several processes add up inside their graphs, which "
+                "must be the same everywhere; give one length, such as static_lengths=[512]"
+            )
+        return made
+
+    # ---- setting up -------------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model itself, with the weights of the first process."""
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            raise ModelError(
+                "the model normalizes over batches, and each process of lazy XLA would keep statistics of its own; "
+                "let one process drive the devices (xla_spmd='data'), or use another normalization"
+            )
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                theirs = self.broadcast(tensor.detach().cpu() if self.rank == 0 else None)
+                if self.rank:
+                    tensor.copy_(theirs)
+        return model
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+        total = None
+        for index in range(len(update.batches)):
+            self.begin_micro_batch(update, index)
+            total = self.add(total, micro_step(update, index))
+            if self._accumulates:
+                self.boundary()
+        self._average_gradients()
+        return total
+
+    @property
+    def _weight(self) -> float:
+        """A number that travels to the device: 0 and 1 are one graph."""
+        return 0.0 if self._idle else 1.0
+
+    def _weighed_backward(self, loss: Tensor) -> None:
+        self._plain_backward(loss * self._weight)
+
+    def add(self, total: Any, part: Any) -> Any:
+        part = part * self._weight
+        return part if total is None else total + part
+
+    def _average_gradients(self) -> None:
+        if self._shared is None:
+            self._shared = self._with_gradients_anywhere()
+        for parameter, shared in zip(self._parameters, self._shared, strict=True):
+            if shared and parameter.grad is None:  # no part in the loss here
+                parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(self.device)
+            elif parameter.grad is not None and not shared:
+                raise ModelError(
+                    f"{self._name_of(parameter)} had no part in the loss of the first update, so the other processes "
+                    "expect no gradient of it; set requires_grad=False on it, or use it from the first update on"
+                )
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._sum(gradients, scale=1.0 / self.data_world)
+
+    def _with_gradients_anywhere(self) -> list[bool]:
+        """For each parameter: whether any process has a gradient of it."""
+        rows = self.host.rows([float(parameter.grad is not None) for parameter in self._parameters])
+        return [any(column) for column in zip(*rows, strict=True)]
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
+
+    def refresh_parameters(self) -> None:
+        super().refresh_parameters()
+        self._shared = None
+
+    def _sum(self, tensors: list[Tensor], *, scale: float = 1.0) -> None:
+        """Add up over all processes, in place."""
+        if self.spans:
+            runtime.sum_over_processes(tensors, scale)
+            return
+        self.boundary()
+        for tensor, host in zip(tensors, runtime.to_host(tensors), strict=True):
+            self._sum_on_host(host)
+            tensor.copy_(host.mul_(scale) if host.is_floating_point() else host)
+
+    def _sum_on_host(self, value: Tensor) -> None:
+        dist.all_reduce(value, group=self.host.group)
+
+    def total(self, count: Any) -> Any:
+        """The mean over all parts of the data of a count."""
+        count = torch.as_tensor(count, dtype=torch.float32).to(self.device).detach().clone()
+        self._sum([count])
+        return count / self.world_size
+
+    def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
+        flag = SingleDevice.nonfinite(self, loss, norm, sticky=False).to(torch.float32)
+        self._sum([flag])
+        shared = flag > 0
+        if not sticky:
+            return shared
+        self._broken = shared if self._broken is None else self._broken | shared
+        return self._broken
+
+    # ---- numbers ----------------------------------------------------------------------------------------------------
+
+    def gather(self, values: Any) -> Any:
+        return joined(self.gather_each(values))
+
+    def gather_each(self, value: Any, *, objects: bool = False) -> list[Any]:
+        """Everybody's nested values, in host memory."""
+        value = on_host(value)
+        found = self.host.gather(value) if objects else gather_nested(value, self.host, HOST, self.host.group)
+        return found[:: self.copies]
+
+
+def spans_all(replicas: int, world_size: int) -> bool:
+    """Whether the runtime knows all processes; it knows all of them, or this one only."""
+    if replicas == world_size:
+        return True
+    if replicas == 1:
+        return False
+    raise NotAvailable(
+        f"torch_xla's runtime has {replicas} devices and the launcher started {world_size} processes; start one "
+        "process per device, or one process that drives all devices (xla_spmd)"
+    )
