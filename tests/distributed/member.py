@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -50,6 +51,7 @@ def close_group() -> None:
 
     if group._opened is not None:
         group._opened.close()
+    gc.collect()  # a group that is collected in a forked worker waits there for threads it does not have
 
 
 if __name__ == "__main__":

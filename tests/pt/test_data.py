@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from typing import Any
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 import loopwright
 from loopwright import ArgumentsError, DataError, Trainer, TrainingArguments
+from loopwright.pt.loaders import build_loader
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -233,6 +235,44 @@ def test_a_run_ends_when_the_data_does_although_more_steps_were_asked_for(caplog
 
 
 # ---- random numbers in the data -------------------------------------------------------------------------------------
+
+
+FINALIZED: list[int] = []
+
+
+class Garbage:
+    """Something only the collector can find, whose finalizer belongs to the process that made it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        FINALIZED.append(1)
+
+
+def test_workers_do_not_collect_what_the_main_process_left() -> None:
+    """A process group waits in its finalizer for its threads, which a forked worker does not have."""
+
+    class Collecting(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            gc.collect()
+            return {"x": torch.ones(2), "labels": torch.tensor(float(len(FINALIZED)))}
+
+    gc.collect()
+    FINALIZED.clear()
+    gc.disable()
+    try:
+        Garbage()
+        args = TrainingArguments("out", dataloader_num_workers=1, use_cpu=True)
+        loader = build_loader(Collecting(), args=args, batch_size=2, collate_fn=default_collate)
+        assert [float(batch["labels"].sum()) for batch in loader] == [0.0, 0.0]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert FINALIZED == [1], "the main process does"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -220,6 +221,16 @@ def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: st
     return OrderedSampler(order)
 
 
+def begin_worker(worker: int) -> None:
+    """In a fresh loader worker: signals pass, and what the main process has left to the collector is not collected.
+
+    A fork has the main process's garbage and none of its threads: a finalizer that waits for them (that of a process
+    group does) would wait for ever.
+    """
+    gc.freeze()
+    outlive_signals(worker)
+
+
 def build_loader(
     dataset: Any,
     *,
@@ -248,7 +259,7 @@ def build_loader(
         "persistent_workers": persistent_workers,
     }
     if workers:
-        options["worker_init_fn"] = outlive_signals
+        options["worker_init_fn"] = begin_worker
         options["prefetch_factor"] = args.dataloader_prefetch_factor
         options["multiprocessing_context"] = args.dataloader_multiprocessing_context
         options["in_order"] = keep_order or args.dataloader_in_order
