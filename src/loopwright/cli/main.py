@@ -27,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and the connection between processes"),
     "drill": Command("loopwright.cli.drill:run", "put a training script through faults and say what survived"),
+    "dryrun": Command("loopwright.cli.dryrun:run", "compile a training step for TPUs without one; memory per chip"),
     "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
     "launch": Command("loopwright.cli.launch:run", "run a script on many processes, or write a cluster's job file"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the numbers"),

@@ -1,0 +1,369 @@
+"""The training step of a trainer, compiled for TPUs that are not there: does it fit, and what is in it.
+
+torchax shows torch's operations to JAX, and libtpu's compiler translates what JAX has seen for a described topology.
+Nothing is computed, neither here nor on a TPU: shapes are all that is needed of weights and batches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..errors import ArgumentsError, LoopwrightError, NotAvailable
+from ..pt.loss import check_loss
+from ..pt.optimizers.decay import check_trainable
+from .topologies import CHIPS, PACKAGES, Topology
+from .tracing import noting
+
+GIB = 2**30
+SHORTER = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
+"""TPUs have no 64-bit numbers; JAX takes the shorter ones."""
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_PLATFORMS": "cpu",
+}
+"""So that libtpu does not look for the machine it would be on, and JAX computes nothing on devices."""
+
+
+class Step(NamedTuple):
+    """A training step as a function for JAX, and what it is called with, as shapes."""
+
+    function: Callable[..., Any]
+    weights: dict[str, Any]
+    frozen: dict[str, Any]
+    moments: dict[str, dict[str, Any]]
+    batch: dict[str, Any]
+    """Inputs with a row for each sample, which the chips divide among themselves."""
+    shared: dict[str, Any]
+
+
+# ---- torchax --------------------------------------------------------------------------------------------------------
+
+
+def import_torchax() -> Any:
+    """The module torchax, imported once; to be called after the trainer was made, since it adds a device to torch."""
+    os.environ.update(QUIET)
+    with _removed_overloads():
+        import torchax
+
+        torchax.default_env()  # which reads its tables
+    _mend_autocast(torchax.amp)
+    return torchax
+
+
+def _mend_autocast(amp: Any) -> None:
+    """Let autocast reach what torchax 0.0.13 translates as whole functions, a linear layer above all.
+
+    Its rule for operations on lists (torch.cat) fails; JAX itself takes the wider of two formats there.
+    """
+    policy, rules = amp.autocast_policy, amp.CastPolicy
+    for operation in [each for each, rule in policy.items() if rule is rules.PROMOTE]:
+        del policy[operation]
+    for function in (functional.linear, functional.scaled_dot_product_attention, torch.einsum):
+        policy[function] = rules.LOWER_PRECISION_FP
+
+
+@contextmanager
+def _removed_overloads() -> Iterator[None]:
+    """Inside, overloads that torch no longer has can be named.
+
+    torchax 0.0.13 lists operations of named tensors in its tables, and torch 2.13 has none of them left; nobody calls
+    them.
+    """
+    packet = torch._ops.OpOverloadPacket
+    original = packet.__getattr__
+
+    def found_or_named(self: Any, key: str) -> Any:
+        try:
+            return original(self, key)
+        except AttributeError:
+            if "dimname" in key.lower() or "names" in key:
+                return f"{self}.{key}"
+            raise
+
+    packet.__getattr__ = found_or_named  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        packet.__getattr__ = original  # type: ignore[method-assign]
+
+
+# ---- the step -------------------------------------------------------------------------------------------------------
+
+
+class _Loss(nn.Module):
+    """The trainer's loss as a module, so that all of the model's tensors can be exchanged while it is computed."""
+
+    def __init__(self, model: nn.Module, compute: Callable[..., Any], items: int | None) -> None:
+        super().__init__()
+        self.model, self._compute, self._items = model, compute, items
+
+    def forward(self, inputs: dict[str, Any]) -> Tensor:
+        loss = self._compute(self.model, inputs, num_items_in_batch=self._items)
+        return check_loss(loss[0] / loss[1] if type(loss) in (tuple, list) else loss)
+
+
+def first_batch(trainer: Any) -> dict[str, Any]:
+    """The first batch of the training data, as the trainer's own loader makes it."""
+    batch = next(iter(trainer.get_train_dataloader()), None)
+    if not isinstance(batch, Mapping):
+        raise ArgumentsError(f"the dry run needs batches with names, and the loader gave {type(batch).__name__}")
+    return dict(batch)
+
+
+def left_out(args: Any) -> list[str]:
+    """What of the arguments is no part of the dry run; raises where nothing sensible can be compiled."""
+    if args.fp16:
+        raise ArgumentsError("fp16=True: loss scaling is not compiled for TPUs, which compute in bf16; use bf16=True")
+    notes = []
+    if args.gradient_checkpointing:
+        notes.append("gradient_checkpointing is left out: training would need fewer temporaries than shown")
+    if args.gradient_accumulation_steps > 1:
+        notes.append(
+            f"one of {args.gradient_accumulation_steps} micro-batches is compiled, with the optimizer's step; "
+            "adding up gradients takes one more copy of the trained weights than shown"
+        )
+    if getattr(args, "xla_spmd", None) not in (None, "data") or getattr(args, "tensor_parallel_size", 1) > 1:
+        notes.append("every chip holds all weights here; splitting them (xla_spmd, tensor_parallel_size) is left out")
+    return notes
+
+
+def adamw_options(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The options of each trained parameter, from the optimizer the trainer makes; only AdamW can be compiled."""
+    check_trainable(trainer.model)
+    optimizer = trainer.create_optimizer()
+    optimizer = trainer.optimizer if optimizer is None else optimizer
+    if not isinstance(optimizer, torch.optim.AdamW):
+        raise ArgumentsError(
+            f"the dry run compiles AdamW only, and the trainer's optimizer is {type(optimizer).__name__}; let it use "
+            'optim="adamw_torch" for the dry run, whose two numbers for each weight few optimizers exceed'
+        )
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    return {
+        names[id(parameter)]: group
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in names
+    }
+
+
+def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
+    """Forward, loss, backward, clipping and AdamW for a batch of this size on each chip."""
+    import jax
+    from torchax.ops.mappings import t2j_dtype
+
+    args, model = trainer.args, trainer.model.train()
+    options = adamw_options(trainer)
+    narrow = torch.bfloat16 if _bf16_weights(args) else None
+
+    def shape(tensor: Tensor, times: int = 1) -> Any:
+        dtype = narrow if narrow is not None and tensor.is_floating_point() else tensor.dtype
+        dtype = SHORTER.get(dtype, dtype)
+        sizes = tuple(tensor.shape)
+        return jax.ShapeDtypeStruct((sizes[0] * times, *sizes[1:]) if times > 1 else sizes, t2j_dtype(dtype))
+
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: shape(tensor) for name, tensor in tensors.items() if name in options}
+    rows = rows_of(batch)
+    arrays = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in batch.items() if name not in arrays}
+    items = trainer.accounting.items_in(batch) if trainer.accounting.wants_items else None
+    loss = _Loss(model, trainer._compute_loss, None if items is None else int(items) * chips)
+    return Step(
+        _training_step(_loss_function(loss, others, args), options, float(args.max_grad_norm or 0)),
+        weights,
+        {name: shape(tensor) for name, tensor in tensors.items() if name not in options},
+        {name: {"first": array, "second": array} for name, array in weights.items()},
+        {name: shape(value, chips) for name, value in arrays.items() if _is_per_row(value, rows)},
+        {name: shape(value) for name, value in arrays.items() if not _is_per_row(value, rows)},
+    )
+
+
+def rows_of(batch: Mapping[str, Any]) -> int:
+    """The rows of a batch: the first size of its first tensor."""
+    return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
+
+
+def _is_per_row(value: Tensor, rows: int) -> bool:
+    return value.dim() > 0 and value.shape[0] == rows
+
+
+def _loss_function(loss: _Loss, others: dict[str, Any], args: Any) -> Callable[..., Any]:
+    """The loss for JAX: from weights, frozen tensors, inputs and a random key to the number and changed buffers."""
+    import torchax
+    from torchax.interop import torch_view
+
+    env = torchax.default_env()
+    half = torch.bfloat16 if args.bf16 and not _bf16_weights(args) else None
+
+    def compute(weights: Any, frozen: Any, inputs: Any, key: Any) -> tuple[Any, Any]:
+        tensors = torch_view({f"model.{name}": array for name, array in {**weights, **frozen}.items()})
+        # What a loss makes itself (class weights, positions) is to be seen as well: hence the default device.
+        with env, env.override_property(prng=key, autocast_dtype=half), torch.device("jax"), noting(nullcontext()):
+            found = torch.func.functional_call(loss, tensors, ({**others, **torch_view(inputs)},))
+            number = found.float().jax()
+        return number, {name: tensors[f"model.{name}"].jax() for name in frozen}
+
+    return compute
+
+
+def _training_step(loss_of: Callable[..., Any], options: dict[str, dict[str, Any]], max_norm: float) -> Callable:
+    """The whole update; the learning rate comes from outside, as schedules do."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(weights: Any, frozen: Any, moments: Any, inputs: Any, count: Any, rate: Any, key: Any) -> Any:
+        (loss, frozen), grads = jax.value_and_grad(loss_of, has_aux=True)(weights, frozen, inputs, key)
+        if max_norm:
+            norm = jnp.sqrt(sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()))
+            scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+            grads = {name: (g * scale).astype(g.dtype) for name, g in grads.items()}
+        count = count + 1
+        new = {n: _adamw(w, grads[n], moments[n], count, rate, options[n]) for n, w in weights.items()}
+        return {n: each[0] for n, each in new.items()}, frozen, {n: each[1] for n, each in new.items()}, count, loss
+
+    return step
+
+
+def _adamw(weight: Any, grad: Any, moments: Any, count: Any, rate: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    """One weight's update as torch's AdamW computes it."""
+    import jax.numpy as jnp
+
+    one, two = options["betas"]
+    first = one * moments["first"] + (1 - one) * grad
+    second = two * moments["second"] + (1 - two) * jnp.square(grad)
+    size = jnp.sqrt(second / (1 - two**count)) + options["eps"]
+    new = weight * (1 - rate * options["weight_decay"]) - rate * (first / (1 - one**count)) / size
+    kind = weight.dtype
+    return new.astype(kind), {"first": first.astype(kind), "second": second.astype(kind)}
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
+
+
+def dry_run(trainer: Any, topologies: Sequence[Topology]) -> dict[str, Any]:
+    """What was compiled, and what came of it on each topology."""
+    args, model = trainer.args, trainer.model
+    notes = left_out(args)
+    batch = first_batch(trainer)
+    import_torchax()
+    formats = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
+    return {
+        "model": type(model).__name__,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "trained": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "precision": "bf16 weights" if _bf16_weights(args) else "/".join(formats) + " and bf16" * bool(args.bf16),
+        "batch": {name: list(value.shape) for name, value in batch.items() if isinstance(value, Tensor)},
+        "versions": {name: version(name) for name in ("torch", *PACKAGES)},
+        "notes": notes,
+        "topologies": [compile_for(trainer, batch, topology) for topology in topologies],
+    }
+
+
+def _bf16_weights(args: Any) -> bool:
+    return bool(getattr(args, "bf16_weights", False))
+
+
+# ---- compiling ------------------------------------------------------------------------------------------------------
+
+
+def compile_for(trainer: Any, batch: dict[str, Any], topology: Topology) -> dict[str, Any]:
+    """Compile the step for a topology and say what came of it."""
+    started = time.perf_counter()
+    lowered = _lower(trainer, batch, topology)
+    report: dict[str, Any] = {
+        "topology": topology.name, "chips": topology.chips, "hbm_bytes": CHIPS[topology.kind].gib * GIB
+    }  # fmt: skip
+    try:
+        compiled = lowered.compile()
+    except Exception as error:
+        return {**report, **_failure(error), "seconds": time.perf_counter() - started}
+    return {**report, **_contents(compiled, report["hbm_bytes"]), "seconds": time.perf_counter() - started}
+
+
+def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
+    """The step as JAX sees it, with every chip holding all weights and its own rows."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
+    except Exception as error:
+        raise ArgumentsError(f"--topology {topology.name}: libtpu does not know it: {_first_line(error)}") from error
+    step = build_step(trainer, batch, len(found.devices))
+    mesh = Mesh(np.array(found.devices), ("data",))
+    whole, spread = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def placed(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding), tree)
+
+    numbers = [jax.ShapeDtypeStruct(*each) for each in (((), "int32"), ((), "float32"), ((2,), "uint32"))]
+    inputs = {**placed(step.batch, spread), **placed(step.shared, whole)}
+    jitted = jax.jit(step.function, donate_argnums=(0, 1, 2), out_shardings=whole)
+    try:
+        return jitted.lower(
+            placed(step.weights, whole), placed(step.frozen, whole), placed(step.moments, whole), inputs,
+            *placed(numbers, whole),
+        )  # fmt: skip
+    except LoopwrightError:
+        raise
+    except Exception as error:
+        raise NotAvailable(
+            f"the dry run cannot follow {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
+            f"{_first_line(error)}. It sees the model through torchax and JAX, as shapes without values; this is a "
+            "limit of the dry run and says nothing about training"
+        ) from error
+
+
+def _contents(compiled: Any, hbm: int) -> dict[str, Any]:
+    memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    # Weights and moments are written over: what is new among the results is a loss and a counter.
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    program = memory.generated_code_size_in_bytes
+    total = arguments + temporaries + results + program
+    text = compiled.as_text()
+    counts = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {
+        "argument_bytes": arguments, "temporary_bytes": temporaries, "result_bytes": results, "program_bytes": program,
+        "total_bytes": total, "fits": total <= hbm, "operations": costs.get("flops"),
+        "collectives": {name: count for name, count in counts.items() if count},
+    }  # fmt: skip
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    """A step that the compiler gave up on: too large, or something it cannot do."""
+    text = str(error)
+    return {"fits": False, "too_large": "RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text, "error": text}
+
+
+def _place_of(error: Exception) -> str:
+    """Where in code outside the compilers the error came up."""
+    packages = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in ("jax", "torch", "torchax"))
+    own = os.path.dirname(os.path.dirname(__file__))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((*packages, own)) and "contextlib" not in frame.filename
+    ]
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or ["nothing more is said"])[0].rstrip(".")

@@ -1,0 +1,56 @@
+"""TPUs by name: what a chip of each kind holds, how many chips a topology has, what compiling for them needs."""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib.util import find_spec
+from typing import NamedTuple
+
+from ..errors import ArgumentsError, MissingPackage
+
+INSTALL = 'torchax==0.0.13 "jax[tpu]==0.10.2"'
+"""Versions that work together; jax brings the libtpu it can read the results of."""
+PACKAGES = ("torchax", "jax", "libtpu")
+
+
+class Chip(NamedTuple):
+    """A kind of TPU: memory of one chip, and how many numbers its topologies have."""
+
+    gib: int
+    dimensions: int
+
+
+CHIPS = {"v5e": Chip(16, 2), "v6e": Chip(32, 2), "v5p": Chip(95, 3)}
+EXAMPLES = {"v5e": "v5e:2x2", "v6e": "v6e:4x4", "v5p": "v5p:2x2x1"}
+
+
+class Topology(NamedTuple):
+    """Chips that are wired up in a grid."""
+
+    name: str
+    kind: str
+    chips: int
+
+
+def read_topology(name: str) -> Topology:
+    """The topology of a name such as v5e:2x2."""
+    kind, _, grid = name.partition(":")
+    chip = CHIPS.get(kind)
+    known = ", ".join(EXAMPLES.values())
+    if chip is None:
+        raise ArgumentsError(f"--topology {name}: there is no kind of TPU {kind!r} here; say it like {known}")
+    sizes = [int(size) for size in grid.split("x")] if re.fullmatch(r"\d+(x\d+)*", grid) else []
+    if len(sizes) != chip.dimensions or 0 in sizes:
+        raise ArgumentsError(
+            f"--topology {name}: {kind} has {chip.dimensions} numbers of chips with x between them, such as "
+            f"{EXAMPLES[kind]}"
+        )
+    return Topology(name, kind, math.prod(sizes))
+
+
+def check_packages() -> None:
+    """Raise unless the packages of the dry run are installed; none of them is imported."""
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise MissingPackage(", ".join(missing), needed_for="loopwright dryrun", install=INSTALL)
