@@ -151,7 +151,7 @@ def test_batches_without_names_are_refused(tmp_path, monkeypatch):
 def result(**values):
     known = {
         "topology": "v5e:2x2", "chips": 4, "hbm_bytes": 2**34, "seconds": 1.0, "fits": True, "operations": 2.5e9,
-        "argument_bytes": 2**30, "temporary_bytes": 2**31, "program_bytes": 0, "result_bytes": 0,
+        "argument_bytes": 2**30, "temporary_bytes": 2**29, "program_bytes": 0, "result_bytes": 0,
         "total_bytes": 3 * 2**30, "collectives": {"all-reduce": 2},
     }  # fmt: skip
     return {**known, **values}
@@ -164,14 +164,15 @@ def text(**values):
 
 def test_report_says_what_is_on_a_chip():
     said = text()
-    for part in ("4 chips", "1.000 GiB", "2.000 GiB", "3.000 GiB  of 16 GiB: fits (19%)", "2.5 billion", "2 all-reduce",
+    for part in ("4 chips", "1.00 GiB", "512.00 MiB", "3.00 GiB  of 16 GiB: fits (19%)", "2.5 billion", "2 all-reduce",
                  "x 8x6", "note: a note", "nothing ran on a TPU"):  # fmt: skip
         assert part in said
 
 
 def test_report_says_when_it_does_not_fit():
     assert "of 16 GiB: DOES NOT FIT" in text(fits=False)
-    assert "DOES NOT FIT into 16 GiB of a chip: Used 20G" in text(fits=False, too_large=True, error="Used 20G")
+    said = text(fits=False, too_large=True, error="Used 20G\nand so on")
+    assert "DOES NOT FIT into 16 GiB of a chip: Used 20G" in said and "and so on" not in said
     assert "the compiler failed: no rule" in text(fits=False, too_large=False, error="no rule")
 
 
@@ -224,8 +225,8 @@ def peeking():
 def llama(length=32, **options):
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=length, tie_word_embeddings=True, attention_dropout=0.1,
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=length, tie_word_embeddings=True, attention_dropout=0.1,
     )
     ids = torch.randint(0, 128, (8, length))
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
@@ -287,13 +288,14 @@ def test_the_step_is_the_one_that_training_takes(script):
 
 @for_real
 def test_plain_module_with_a_loss_of_its_own_is_compiled(script, tmp_path):
-    words = ["--topology", "v5e:2x2", "v5p:2x2x1", "--json", "report.json"]
+    words = ["--topology", "v5e:1x1", "v5p:2x2x1", "--json", "report.json"]
     done = script("-m", "loopwright", "dryrun", "train.py:plain", *words)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [each["chips"] for each in report["topologies"]] == [4, 4]
+    assert [each["chips"] for each in report["topologies"]] == [1, 4]
     assert [each["hbm_bytes"] / 2**30 for each in report["topologies"]] == [16, 95]
-    assert all(each["fits"] and each["collectives"] for each in report["topologies"])
+    assert all(each["fits"] for each in report["topologies"])
+    assert [bool(each["collectives"]) for each in report["topologies"]] == [False, True]
     assert report["parameters"] - report["trained"] == 12
     assert "v5p:2x2x1: 4 chips" in done.stdout and "all-reduce" in done.stdout
 
@@ -317,6 +319,12 @@ def test_step_that_is_too_large_is_said_not_to_fit(script):
     done = script("-m", "loopwright", "dryrun", "train.py:long_llama")
     assert done.returncode == 1 and "DOES NOT FIT" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@for_real
+def test_grid_that_cannot_be_built_is_bad_input(script):
+    done = script("-m", "loopwright", "dryrun", "train.py:plain", "--topology", "v5e:3x3")
+    assert done.returncode == 2 and "--topology v5e:3x3: libtpu cannot describe it" in done.stderr, done.stderr
 
 
 @for_real

@@ -16,7 +16,7 @@ from ..errors import ArgumentsError
 from ..xla.topologies import EXAMPLES, check_packages, read_topology
 
 MAKER = "make_trainer"
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 TEXT = """Compile the whole training step of a trainer (forward, loss, backward, AdamW) for the chips of a TPU, without
 having one, and say what memory it takes on each chip. TARGET names a function without arguments that returns the
 Trainer, as FILE.py:function or package.module:function; without a name it is make_trainer. The trainer's batch size is
@@ -90,8 +90,8 @@ def text_of(report: dict[str, Any]) -> str:
         *(f"note: {note}" for note in report["notes"]),
     ]
     for each in report["topologies"]:
-        lines += ["", f"{each['topology']}: {each['chips']} chips, compiled in {each['seconds']:.1f} s"]
-        lines += _too_large(each) if "error" in each else _contents(each)
+        lines += ["", f"{each['topology']}: {each['chips']} chips, {each['seconds']:.1f} s to compile; each chip:"]
+        lines += _given_up(each) if "error" in each else _contents(each)
     return "\n".join(lines)
 
 
@@ -102,17 +102,18 @@ def _contents(each: dict[str, Any]) -> list[str]:
         "program": f"{_size(each['program_bytes'] + each['result_bytes'])}  instructions, results",
         "total": f"{_size(each['total_bytes'])}  of {each['hbm_bytes'] / GIB:.0f} GiB: "
         + (f"fits ({each['total_bytes'] / each['hbm_bytes']:.0%})" if each["fits"] else "DOES NOT FIT"),
-        "operations": "unknown" if each["operations"] is None else f"{each['operations'] / 1e9:,.1f} billion per step",
+        "operations": "unknown" if each["operations"] is None else f"{each['operations'] / 1e9:,.1f} billion a step",
         "collectives": ", ".join(f"{count} {name}" for name, count in each["collectives"].items()) or "none",
     }
     return [f"  {name:12} {value}" for name, value in rows.items()]
 
 
-def _too_large(each: dict[str, Any]) -> list[str]:
+def _given_up(each: dict[str, Any]) -> list[str]:
+    words = (each["error"].strip().splitlines() or ["without a word"])[0]
     if not each["too_large"]:
-        return [f"  the compiler failed: {each['error']}"]
-    return [f"  DOES NOT FIT into {each['hbm_bytes'] / GIB:.0f} GiB of a chip: {each['error']}"]
+        return [f"  the compiler failed: {words}"]
+    return [f"  DOES NOT FIT into {each['hbm_bytes'] / GIB:.0f} GiB of a chip: {words}"]
 
 
 def _size(count: int) -> str:
-    return f"{count / GIB:8.3f} GiB"
+    return f"{count / GIB:8.2f} GiB" if count >= GIB else f"{count / MIB:8.2f} MiB"

@@ -34,9 +34,10 @@ QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_PLATFORMS": "cpu",
 }
-"""So that libtpu does not look for the machine it would be on, and JAX computes nothing on devices."""
+"""So that libtpu looks for no machine, other processes may compile as well, and JAX itself stays on the CPU."""
 
 
 class Step(NamedTuple):
@@ -303,9 +304,12 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name)
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=topology.name, chips_per_host_bounds=topology.host_bounds
+        )
     except Exception as error:
-        raise ArgumentsError(f"--topology {topology.name}: libtpu does not know it: {_first_line(error)}") from error
+        kind = ArgumentsError if "INVALID_ARGUMENT" in str(error) else NotAvailable
+        raise kind(f"--topology {topology.name}: libtpu cannot describe it: {_first_line(error)}") from error
     step = build_step(trainer, batch, len(found.devices))
     mesh = Mesh(np.array(found.devices), ("data",))
     whole, spread = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))

@@ -30,7 +30,16 @@ class Topology(NamedTuple):
 
     name: str
     kind: str
-    chips: int
+    sizes: tuple[int, ...]
+
+    @property
+    def chips(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def host_bounds(self) -> list[int]:
+        """The chips of one host in three dimensions: two by two of them, or all of a smaller topology."""
+        return [min(2, self.sizes[0]), min(2, self.sizes[1]), 1]
 
 
 def read_topology(name: str) -> Topology:
@@ -46,7 +55,7 @@ def read_topology(name: str) -> Topology:
             f"--topology {name}: {kind} has {chip.dimensions} numbers of chips with x between them, such as "
             f"{EXAMPLES[kind]}"
         )
-    return Topology(name, kind, math.prod(sizes))
+    return Topology(name, kind, tuple(sizes))
 
 
 def check_packages() -> None:
