@@ -502,3 +502,20 @@ def planned(folder: str, *, n: int, model: str, resume: Any = None, listener: in
     trainer.train(resume_from_checkpoint=resume)
     has_speed = trainer._speed is not None
     return {**result_of(trainer), "plan": trainer.speed_plan, "rows": rows, "has_speed": has_speed}
+
+
+# ---- wishes ----------------------------------------------------------------------------------------------------------
+
+
+class Wishing(loopwright.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 2
+
+
+def wished(folder: str, *, rank: int, **options: Any) -> dict[str, Any]:
+    """A run in which one process alone has a callback, which wishes for a checkpoint."""
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:12]), folder, num_train_epochs=1, **options)
+    if trainer.args.process_index == rank:
+        trainer.add_callback(Wishing())
+    trainer.train()
+    return result_of(trainer)
