@@ -479,13 +479,18 @@ def generated(folder: str, **options: Any) -> Any:
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-def planned(folder: str, *, n: int, model: str, loss: str = "model", resume: Any = None, **options: Any) -> Any:
+class Substeps(loopwright.TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+def planned(folder: str, *, n: int, model: str, resume: Any = None, listener: int | None = None, **options: Any) -> Any:
     """As `trained`; also the plan of this process, and how many rows its micro-batches had."""
     given: dict[str, Any] = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0,
              "lr_scheduler_type": "linear", "train_sampling_strategy": "random"}  # fmt: skip
-    if LOSSES[loss] is not None:
-        given["compute_loss_func"] = LOSSES[loss]
     trainer = trainer_of(MODELS[model](), samples(LENGTHS[:n]), folder, **{**given, **options})
+    if trainer.args.process_index == listener:
+        trainer.add_callback(Substeps())
     make_update, rows = trainer.make_update, []
 
     def seen(batches: list[Any]) -> Any:
@@ -495,4 +500,22 @@ def planned(folder: str, *, n: int, model: str, loss: str = "model", resume: Any
 
     trainer.make_update = seen
     trainer.train(resume_from_checkpoint=resume)
-    return {**result_of(trainer), "plan": trainer.speed_plan, "rows": rows}
+    has_speed = trainer._speed is not None
+    return {**result_of(trainer), "plan": trainer.speed_plan, "rows": rows, "has_speed": has_speed}
+
+
+# ---- wishes ----------------------------------------------------------------------------------------------------------
+
+
+class Wishing(loopwright.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 2
+
+
+def wished(folder: str, *, rank: int, **options: Any) -> dict[str, Any]:
+    """A run in which one process alone has a callback, which wishes for a checkpoint."""
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:12]), folder, num_train_epochs=1, **options)
+    if trainer.args.process_index == rank:
+        trainer.add_callback(Wishing())
+    trainer.train()
+    return result_of(trainer)

@@ -15,7 +15,7 @@ OPTIONS = {"model": "llama", "per_device_train_batch_size": 4, "eval_strategy": 
 def runs(pool: Pool, tmp_path: Any, world: int, n: int, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One process as the collator made its batches, and several with layouts."""
     given = {**OPTIONS, "n": n, **options}
-    plain = {name: value for name, value in given.items() if name != "per_device_train_batch_tokens"}
+    plain = {name: value for name, value in given.items() if name not in ("per_device_train_batch_tokens", "listener")}
     one = pool.run(1, "trained", folder=f"{tmp_path}/one", gradient_accumulation_steps=world, speed="off", **plain)[0]
     many = pool.run(world, "planned", folder=f"{tmp_path}/many", gradient_accumulation_steps=1, speed="max", **given)
     return one, many
@@ -36,6 +36,7 @@ def test_layouts_on_several_processes_change_nothing(
 ) -> None:
     one, many = runs(pool, tmp_path, world, n, **options)
     plans, rows = [each.pop("plan") for each in many], [each.pop("rows") for each in many]
+    assert all(each.pop("has_speed") for each in many)
     assert all(plan == plans[0] for plan in plans) and plans[0]["layout"] == "flat"
     assert all(count == 1 for each in rows for update in each for count in update)
     for each in many:
@@ -55,3 +56,12 @@ def test_what_one_process_has_decided_is_taken_up_after_resuming(pool: Pool, tmp
     assert alone["plan"]["layout"] == "flat"
     for name, value in whole[0]["weights"].items():
         assert (alone["weights"][name] - value).abs().max() < 1e-6
+
+
+def test_a_reason_of_one_process_is_everybodys(pool: Pool, tmp_path: Any) -> None:
+    """A callback that listens to micro-batches on one process only: nobody lays anything out, and nobody waits."""
+    one, many = runs(pool, tmp_path, 2, 20, listener=1)
+    for each in many:
+        assert not each.pop("has_speed")
+        each.pop("plan"), each.pop("rows")
+        assert_same_run(each, one, 1e-6)

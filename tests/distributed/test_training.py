@@ -72,6 +72,12 @@ def test_checkpoints_with_noise_go_on_with_other_processes(pool: Pool, tmp_path:
         assert {each["samples"] for each in found} == {24}, "two epochs, each sample once"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wish_of_a_callback_that_one_process_has_is_everybodys(pool: Pool, tmp_path: Path, rank: int) -> None:
+    pool.run(2, "wished", folder=str(tmp_path), rank=rank, save_strategy="no", per_device_train_batch_size=2)
+    assert [each.name for each in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_random_draws_of_samples_do_not_know_who_loads_them(pool: Pool, tmp_path: Path) -> None:
     one = pool.run(1, "drawn", folder=str(tmp_path / "one"), gradient_accumulation_steps=2)[0]
     for each in pool.run(2, "drawn", folder=str(tmp_path / "two")):

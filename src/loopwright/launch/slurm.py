@@ -17,7 +17,7 @@ TEMPLATE = """\
 set -uo pipefail
 {before}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID % 20000))
+port=$((20000 + SLURM_JOB_ID % 12000))  # below the ports that are given to clients
 if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then export LOOPWRIGHT_RESUME=auto; fi
 
 srun --kill-on-bad-exit=0 {command} &

@@ -109,13 +109,17 @@ class SharingMethods(LossMethods):
 
     def _plan_together(self, batches: list[Any]) -> None:
         """Have one process look at its batches and decide about speed; the others do what it decided."""
-        speed = self._speed
-        if speed is None or self._has_planned:
+        if self._has_planned:
             return
-        rank = self.strategy.data_rank
-        rows = self.strategy.rows([float(bool(batches)), float(speed.is_decided)])
+        speed, rank = self._speed, self.strategy.data_rank
+        is_decided = speed is None or speed.is_decided
+        rows = self.strategy.rows([float(bool(batches)), float(is_decided), float(speed is None)])
         decided = [each for each, row in enumerate(rows) if row[1]]
-        self._has_planned = len(decided) == len(rows)
+        without = any(row[2] for row in rows)
+        self._has_planned = len(decided) == len(rows) or without
+        if speed is None or without:  # one process may have a callback that the others lack
+            self._give_up_speed()
+            return
         holders = decided or [each for each, row in enumerate(rows) if row[0]]
         if self._has_planned or not holders:
             return
@@ -125,6 +129,11 @@ class SharingMethods(LossMethods):
         state = self.strategy.broadcast(speed.state_dict() if rank == source else None, source)
         if rank != source and not speed.is_decided:
             speed.follow(state)
+
+    def _give_up_speed(self) -> None:
+        if self._speed is not None:
+            self._speed.finish()
+            self._speed = None
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -209,9 +218,15 @@ class AgreeingHandler(CallbackHandler):
 
     rows: Callable[[list[float]], list[list[float]]]
 
+    _differs: bool | None = None
+    """Whether callbacks of any process may wish for something on their own; None while nobody has asked."""
+
     def fire(self, event: str, **extra: Any) -> Any:
         control = super().fire(event, **extra)
-        if event in self.MOMENTS and self._may_differ():
+        if event in self.MOMENTS and (self._differs is None or event == "on_train_begin"):
+            # Asked of everybody: a callback may be on one process only, and all have to exchange wishes then.
+            self._differs = any(row[0] for row in self.rows([float(self._may_differ())]))
+        if event in self.MOMENTS and self._differs:
             wishes = [each.name for each in dataclasses.fields(control)]
             rows = self.rows([float(getattr(control, name)) for name in wishes])
             for name, values in zip(wishes, zip(*rows, strict=True), strict=True):
