@@ -8,12 +8,13 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from loopwright import Trainer, TrainingArguments
+from loopwright import NeuronTrainingArguments, Trainer, TrainingArguments
 from loopwright.cli import dryrun as command, main as cli
 from loopwright.errors import ArgumentsError, ModelError
 from loopwright.xla import dryrun, topologies
@@ -120,10 +121,15 @@ def test_options_of_adamw_come_from_the_trainers_own_optimizer(tmp_path):
     assert all(group["betas"] == (0.8, 0.999) for group in options.values())
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
-def test_other_optimizers_are_refused(optim, tmp_path):
+@pytest.mark.parametrize("options", [{"optim": "adafactor"}, {"optim": "sgd"}, {"optim_args": "amsgrad=True"}])
+def test_other_optimizers_are_refused(options, tmp_path):
     with pytest.raises(ArgumentsError, match="compiles AdamW only"):
-        dryrun.adamw_options(make_trainer(tmp_path, optim=optim))
+        dryrun.adamw_options(make_trainer(tmp_path, **options))
+
+
+def test_fp16_is_refused():
+    with pytest.raises(ArgumentsError, match="use bf16=True"):
+        dryrun.left_out(SimpleNamespace(fp16=True))
 
 
 def test_nothing_to_train_is_said(tmp_path):
@@ -138,7 +144,14 @@ def test_what_is_left_out_is_noted():
     assert dryrun.left_out(plain) == []
     more = TrainingArguments("unused", use_cpu=True, gradient_checkpointing=True, gradient_accumulation_steps=4)
     notes = " ".join(dryrun.left_out(more))
-    assert "gradient_checkpointing" in notes and "one of 4 micro-batches" in notes
+    assert "gradient_checkpointing" in notes and "one of 4 micro-batches" in notes and "weights" in notes
+
+
+@pytest.mark.parametrize(("options", "named"), [({"xla_spmd": "data"}, None), ({"xla_spmd": "fsdp"}, "xla_spmd"),
+                                                ({"tensor_parallel_size": 2}, "tensor_parallel_size")])  # fmt: skip
+def test_split_weights_are_noted_as_left_out(options, named):
+    notes = dryrun.left_out(NeuronTrainingArguments("unused", use_cpu=True, bf16=False, **options))
+    assert [f"({named})" in note for note in notes] == ([True] if named else [])
 
 
 def test_batches_without_names_are_refused(tmp_path, monkeypatch):

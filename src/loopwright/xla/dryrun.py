@@ -29,6 +29,14 @@ from .tracing import noting
 GIB = 2**30
 SHORTER = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
 """TPUs have no 64-bit numbers; JAX takes the shorter ones."""
+UNSPLIT: dict[str, tuple[Any, ...]] = {
+    "fsdp": (None, "", False, []),
+    "deepspeed": (None,),
+    "parallelism_config": (None,),
+    "xla_spmd": (None, "data"),
+    "tensor_parallel_size": (1,),
+}
+"""Arguments with the values that leave weights whole."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -138,8 +146,11 @@ def left_out(args: Any) -> list[str]:
             f"one of {args.gradient_accumulation_steps} micro-batches is compiled, with the optimizer's step; "
             "adding up gradients takes one more copy of the trained weights than shown"
         )
-    if getattr(args, "xla_spmd", None) not in (None, "data") or getattr(args, "tensor_parallel_size", 1) > 1:
-        notes.append("every chip holds all weights here; splitting them (xla_spmd, tensor_parallel_size) is left out")
+    if args.fp8:
+        notes.append("fp8 is left out: layers are compiled in the format of the rest")
+    split = [name for name, plain in UNSPLIT.items() if getattr(args, name, plain[0]) not in plain]
+    if split:
+        notes.append(f"every chip holds all weights here; splitting them ({', '.join(split)}) is left out")
     return notes
 
 
@@ -148,10 +159,11 @@ def adamw_options(trainer: Any) -> dict[str, dict[str, Any]]:
     check_trainable(trainer.model)
     optimizer = trainer.create_optimizer()
     optimizer = trainer.optimizer if optimizer is None else optimizer
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if not isinstance(optimizer, torch.optim.AdamW) or any(group["amsgrad"] for group in optimizer.param_groups):
         raise ArgumentsError(
-            f"the dry run compiles AdamW only, and the trainer's optimizer is {type(optimizer).__name__}; let it use "
-            'optim="adamw_torch" for the dry run, whose two numbers for each weight few optimizers exceed'
+            "the dry run compiles AdamW only, without amsgrad, and the trainer's optimizer is "
+            f"{type(optimizer).__name__}; let it use optim=\"adamw_torch\" for the dry run, whose two numbers "
+            "for each weight few optimizers exceed"
         )
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return {
@@ -168,17 +180,19 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
     from torchax.ops.mappings import t2j_dtype
 
     args, model = trainer.args, trainer.model.train()
-    options = adamw_options(trainer)
-    narrow = torch.bfloat16 if _bf16_weights(args) else None
+    options, narrow = adamw_options(trainer), _bf16_weights(args)
 
     def shape(tensor: Tensor, times: int = 1) -> Any:
-        dtype = narrow if narrow is not None and tensor.is_floating_point() else tensor.dtype
-        dtype = SHORTER.get(dtype, dtype)
         sizes = tuple(tensor.shape)
-        return jax.ShapeDtypeStruct((sizes[0] * times, *sizes[1:]) if times > 1 else sizes, t2j_dtype(dtype))
+        kind = t2j_dtype(SHORTER.get(tensor.dtype, tensor.dtype))
+        return jax.ShapeDtypeStruct((sizes[0] * times, *sizes[1:]) if times > 1 else sizes, kind)
+
+    def held(tensor: Tensor) -> Any:
+        """A tensor of the model, in the format that training gives it."""
+        return shape(tensor.to("meta", torch.bfloat16) if narrow and tensor.is_floating_point() else tensor)
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {name: shape(tensor) for name, tensor in tensors.items() if name in options}
+    weights = {name: held(tensor) for name, tensor in tensors.items() if name in options}
     rows = rows_of(batch)
     arrays = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in batch.items() if name not in arrays}
@@ -187,7 +201,7 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
     return Step(
         _training_step(_loss_function(loss, others, args), options, float(args.max_grad_norm or 0)),
         weights,
-        {name: shape(tensor) for name, tensor in tensors.items() if name not in options},
+        {name: held(tensor) for name, tensor in tensors.items() if name not in options},
         {name: {"first": array, "second": array} for name, array in weights.items()},
         {name: shape(value, chips) for name, value in arrays.items() if _is_per_row(value, rows)},
         {name: shape(value) for name, value in arrays.items() if not _is_per_row(value, rows)},
