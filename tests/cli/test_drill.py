@@ -56,10 +56,10 @@ def home(tmp_path: Path) -> Path:
 
 def drill(*words: str, home: Path, script: tuple[str, ...] = ("train.py",)) -> tuple[int, dict[str, list[str]]]:
     """The exit code and the rows of the table by case."""
-    own = ["--steps", "20", "--timeout", "60", *words]
+    own = ["--steps", "20", "--timeout", "120", *words]
     command = [sys.executable, "-m", "loopwright.cli.main", "drill", *own, "--", sys.executable, *script]
     environment = {**os.environ, "TMPDIR": str(home.parent)}
-    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=400)
     rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.split()[:1]}
     return result.returncode, {name: row for name, row in rows.items() if name in CASES}
 
