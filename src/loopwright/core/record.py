@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
     words = {"argv": masked(sys.argv), "command": masked(sys.orig_argv)}
     record = {**words, "folder": os.getcwd(), "python": sys.executable, "job": job_id()}
     path = Path(output_dir) / FILE
-    temporary = path.with_suffix(".tmp")
+    # First processes of several machines may share the folder: each has a file of its own until it is complete.
+    temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 

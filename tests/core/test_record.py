@@ -1,0 +1,16 @@
+"""The record of how a run was started, written by several processes into one folder."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from loopwright.core.record import FILE, read_record, write_record
+
+
+def test_machines_that_share_a_folder_do_not_take_each_others_files(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for written in [pool.submit(write_record, tmp_path) for _ in range(200)]:
+            written.result()
+    assert read_record(tmp_path) is not None
+    assert [each.name for each in tmp_path.iterdir()] == [FILE]
