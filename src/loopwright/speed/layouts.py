@@ -91,8 +91,9 @@ def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
             tokens[np.cumsum(lengths) - lengths] = IGNORED
         batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
     documents = np.append(lengths, missing) if missing else lengths
-    places = np.concatenate([np.arange(length) for length in documents])
-    batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
+    if "position_ids" not in batch:  # those of the collator are what the padded batch has
+        places = np.concatenate([np.arange(length) for length in documents])
+        batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
     batch.pop(MASK, None)
     batch[BORDERS] = borders_of(documents, fill=fill)
     batch[LONGEST] = _rounded_up(int(documents.max()), 128) if fill else int(documents.max())

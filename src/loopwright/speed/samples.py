@@ -188,7 +188,7 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
     widths = [part.shape[1] for part in tensors[main]]
     found = [main]
     for name, parts in tensors.items():
-        if not belongs(name) or name == main:
+        if not belongs(name) or name == main or _are_scores(name, parts):
             continue
         runs = [part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)]
         elsewhere = [width > 1 and width in part.shape[2:] for part, width in zip(parts, widths, strict=True)]
@@ -197,6 +197,11 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
         elif any(elsewhere):
             raise NoSamples(f"{name!r} has tokens along another dimension than its second")
     return found
+
+
+def _are_scores(name: str, parts: list[Tensor]) -> bool:
+    """Whether these are a number per class and sample; there may be as many classes as tokens."""
+    return name == "labels" and parts[0].is_floating_point()
 
 
 def _spans(
