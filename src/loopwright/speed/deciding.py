@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from .candidates import Layout, make_layout, needs_half_precision
@@ -60,7 +62,8 @@ class Decision:
             if isinstance(layout, str):
                 self.plan.note(name, False, layout)
                 continue
-            proof = self._proved(Candidate(name, self._laying(layout), layout.for_model, layout.active), reference)
+            candidate = Candidate(name, self._laying(layout), self._together(layout), layout.for_model, layout.active)
+            proof = self._proved(candidate, reference)
             if not proof.accepted:
                 self.plan.note(name, False, proof.reason, proof.numbers)
                 continue
@@ -92,16 +95,21 @@ class Decision:
 
     def _laying(self, layout: Layout | None) -> Callable[[Samples], list[Any]]:
         """Samples in two micro-batches or more, so that dividing them is part of what is proved."""
+        most = PROBE_SAMPLES * PROBE_TOKENS // 2
+        return lambda samples: self._laid(layout, samples, Limits(budget=min(most, _half_of(samples)), overhead=0))
+
+    def _together(self, layout: Layout | None) -> Callable[[Samples], list[Any]]:
+        """Samples in one micro-batch, so that each could see all others."""
+        much = 1 << 40
+        return lambda samples: self._laid(layout, samples, Limits(budget=much, overhead=much))
+
+    def _laid(self, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
         here, plan = self._here, self.plan
-        limits = Limits(budget=PROBE_SAMPLES * PROBE_TOKENS // 2, overhead=0, round_to=plan.round_to)
-
-        def lay(samples: Samples) -> list[Any]:
-            if layout is None:
-                return [here.put(samples.trimmed())]
-            laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
-            return [here.put(batch) for batch in laid.batches]
-
-        return lay
+        if layout is None:
+            return [here.put(samples.trimmed())]
+        limits = replace(limits, round_to=plan.round_to)
+        laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
+        return [here.put(batch) for batch in laid.batches]
 
     def _proved(self, candidate: Candidate, reference: Reference) -> Proof:
         with self._prober.quiet():
@@ -118,6 +126,10 @@ class Decision:
     def _choose_head(self, reference: Reference) -> None:
         head = output_head(self._here.model)
         if head is None:
+            found = named_head(self._here.model)
+            if found is not None:
+                kind = f"{type(found).__module__.partition('.')[0]}'s {type(found).__name__}"
+                self.plan.note("loss without logits", False, f"its output layer is {kind}, not a plain nn.Linear")
             return
         if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
             self.plan.note("loss without logits", False, f"{head.weight.shape[0]:,} classes are few")
@@ -159,13 +171,24 @@ class Decision:
                 pending.count = None if targets is None else int(targets)  # as training tells it
             return batch if layout is None else layout.for_model(batch)
 
-        return Candidate(name, self._laying(layout), prepare, install)
+        return Candidate(name, self._laying(layout), self._together(layout), prepare, install)
+
+
+def _half_of(samples: Samples) -> int:
+    """Tokens of half the samples, or of the longest."""
+    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    return max(int(lengths.max()), -(-int(lengths.sum()) // 2))
+
+
+def named_head(model: nn.Module) -> Any:
+    """The layer that turns hidden states into logits over a vocabulary, if the model names it."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if callable(find) else None
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:
-    """The layer that turns hidden states into logits over a vocabulary, if the model names it."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if callable(find) else None
+    """The same, if it is a plain linear layer."""
+    head = named_head(model)
     return head if type(head) is nn.Linear else None
 
 

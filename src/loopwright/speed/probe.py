@@ -72,6 +72,8 @@ class Candidate:
 
     name: str
     lay: Lay
+    """Divided, as an update is."""
+    lay_together: Lay
     prepare: Prepare
     install: Callable[[], AbstractContextManager[Any]]
 
@@ -100,8 +102,11 @@ class Prober:
 
     def reference(self, samples: Samples, batches: list[Any]) -> Reference:
         """The path as it is, on these samples as the collator would have them."""
-        first, gradient = self._run(batches)
-        again = self._loss(batches)
+        try:
+            first, gradient = self._run(batches)
+            again = self._loss(batches)
+        except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
+            raise Refused(f"a few samples cannot be run for comparison: {_text_of(error)}") from error
         if first != first or abs(first) == float("inf"):
             raise Refused("the loss of a few samples is not finite")
         if not _close(first, again, 1e-7):
@@ -116,8 +121,8 @@ class Prober:
         """Whether the kernels a candidate uses in training round about as well as those it replaces."""
         stock = gradient_distance(reference.gradient, self._run(reference.batches)[1])
 
-        def compare(proof: Proof, reference: Reference, lay: Lay) -> Proof:
-            found = gradient_distance(reference.gradient, self._run(lay(reference.samples))[1])
+        def compare(proof: Proof, reference: Reference, candidate: Candidate) -> Proof:
+            found = gradient_distance(reference.gradient, self._run(candidate.lay(reference.samples))[1])
             proof.numbers = {"half_gradient": found, "half_gradient_before": stock}
             proof.accepted = found <= HALF_AS_GOOD * stock + 1e-3
             return proof if proof.accepted else proof.refuse(f"in half precision its gradient is off by {found:.0e}")
@@ -129,16 +134,14 @@ class Prober:
         before, self._prepare = self._prepare, candidate.prepare
         try:
             with candidate.install():
-                return compare(proof, reference, candidate.lay)
+                return compare(proof, reference, candidate)
         except Exception as error:  # whatever a model says to inputs it was not written for, the answer is no
-            text = str(error).strip().splitlines()
-            kind = "" if type(error).__name__ in ("AttentionRefused", "NoSamples") else f"{type(error).__name__}: "
-            return proof.refuse(f"{kind}{text[0][:120] if text else ''}")
+            return proof.refuse(_text_of(error))
         finally:
             self._prepare = before
 
-    def _compare(self, proof: Proof, reference: Reference, lay: Lay) -> Proof:
-        batches = lay(reference.samples)
+    def _compare(self, proof: Proof, reference: Reference, candidate: Candidate) -> Proof:
+        batches = candidate.lay(reference.samples)
         loss, gradient = self._run(batches)
         numbers = proof.numbers
         numbers["loss"] = _relative(reference.loss, loss)
@@ -148,7 +151,7 @@ class Prober:
         if not numbers["gradient"] <= GRADIENT:
             return proof.refuse(f"its gradient differs by {numbers['gradient']:.0e}")
         for test, change in (("leak", _other_neighbours), ("poison", _other_padding)):
-            moved = self._moved(lay, *change(reference.samples))
+            moved = self._moved(candidate.lay_together, *change(reference.samples))
             if moved is not None:
                 numbers[test] = moved
                 if not moved <= STILL:
@@ -192,6 +195,12 @@ class Prober:
                 for buffer, value in zip(self._model.buffers(), kept, strict=True):
                     if buffer.shape == value.shape:
                         buffer.copy_(value)
+
+
+def _text_of(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    kind = "" if type(error).__name__ in ("AttentionRefused", "NoSamples") else f"{type(error).__name__}: "
+    return f"{kind}{text[0][:120] if text else ''}"
 
 
 _MOVED = {
