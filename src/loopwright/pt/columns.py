@@ -20,12 +20,19 @@ LABEL_COLUMNS = ("label", "label_ids", "labels")
 def innermost(model: nn.Module) -> nn.Module:
     """The user's own module, without the wrappers of compile, parallelism or PEFT."""
     while True:
+        model = without_wrappers(model)
+        if not hasattr(model, "get_base_model"):
+            return model
+        model = model.get_base_model()
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """What is trained: without the wrappers of compile and parallelism; PEFT's may add to the inputs, so they stay."""
+    while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
             model = model.module
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
         else:
             return model
 

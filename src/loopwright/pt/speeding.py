@@ -23,7 +23,7 @@ from ..speed.graphs import cannot_capture
 from ..speed.memory_plan import model_bytes
 from ..speed.plan import SpeedPlan
 from ..speed.situation import Situation
-from .columns import innermost
+from .columns import innermost, without_wrappers
 from .devices import total_memory
 from .loss import check_loss, untouched_buffers
 from .precision import Autocast, Precision
@@ -109,7 +109,7 @@ class SpeedMethods:
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
         return Situation(
-            model=model,
+            model=without_wrappers(self.model),
             device=self.device,
             level=self.args.speed,
             loss_of=self._loss_of_update,
@@ -220,10 +220,11 @@ class SpeedMethods:
         """The loss of an update made of these micro-batches, weighed as in training."""
         update, accounting, total = Update(list(batches)), self.accounting, None
         accounting.count(update)
+        model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)
             inputs = dict(prepare(batch))  # a copy: overrides take labels out
-            loss = self._compute_loss(innermost(self.model), inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
+            loss = self._compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
             loss = accounting.weigh(loss)
             total = loss if total is None else total + loss
         assert total is not None
