@@ -306,4 +306,5 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         self.micro_split = states.get("micro_split", 1)
         if self._speed is not None and states.get("speed"):
             self._speed.load_state_dict(states["speed"])
-            self.speed_plan = self._speed.plan.as_dict() if self._speed.is_decided else None
+            if self._speed.is_decided:
+                self._announce_plan(self._speed.plan)  # the run may go on in another folder

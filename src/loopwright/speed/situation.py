@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ class Situation:
     """A model, its loss, its device, and what the user asked for."""
 
     model: nn.Module
-    """The user's own module, without wrappers."""
+    """What is trained, without the wrappers of compile and parallelism."""
     device: torch.device
     level: str
     """off, auto or max."""
@@ -81,6 +82,9 @@ class Situation:
         return sum(1 for module in self.model.modules() if next(module.children(), None) is None)
 
     def described(self) -> str:
-        """Where a plan is proved; elsewhere it is proved again."""
+        """Where and for whom a plan is proved; elsewhere it is proved again."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        return f"{name}, torch {torch.__version__}"
+        libraries = [sys.modules.get(library) for library in ("torch", "transformers")]
+        versions = [f"{library.__name__} {library.__version__}" for library in libraries if library is not None]
+        # An override that was not there before sees what only the plain path may change.
+        return ", ".join([name, *versions, *([self.only_grouped] if self.only_grouped else [])])
