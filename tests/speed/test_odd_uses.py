@@ -1,0 +1,171 @@
+"""Uses that are odd and reasonable: what is trained must be what it is with speed="off"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loopwright import Trainer
+from loopwright.speed.plan import AS_MADE, FLAT, UNPADDED
+from loopwright.speed.probe import gradient_distance
+from tests.speed.architectures import build, collate, samples
+from tests.speed.training import Run, train
+
+transformers = pytest.importorskip("transformers")
+DATA = samples(36, "causal")
+
+
+def off_and_max(make: Any, data: Any, folder: Path, **arguments: Any) -> Run:
+    """The run with all that is proved, whose losses and last gradient are those of a plain run."""
+    plain = train(make(), data, folder / "off", speed="off", learning_rate=0.05, max_steps=3, **arguments)
+    fast = train(make(), data, folder / "max", speed="max", learning_rate=0.05, max_steps=3, **arguments)
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert gradient_distance([*plain.gradients.values()], [*fast.gradients.values()]) < 1e-5
+    return fast
+
+
+class Contrast(nn.Module):
+    """Every sample is compared with the others of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = build("bert", "class").bert
+        self.config = self.bert.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = F.normalize(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0], dim=-1)
+        likeness = 3 * first @ first.T + 0.1 * labels
+        return {"loss": F.cross_entropy(likeness, torch.arange(len(first)))}
+
+
+def test_a_loss_between_samples_is_found_however_short_they_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Contrast().state_dict()
+
+    def make() -> nn.Module:
+        found = Contrast()
+        found.load_state_dict(model)
+        return found
+
+    assert off_and_max(make, samples(36, "class"), tmp_path).plan.layout == AS_MADE
+
+
+def with_positions(batch: list[dict[str, Any]], first: int) -> dict[str, Any]:
+    made = collate(batch)
+    places = torch.arange(made["input_ids"].shape[1]) + first
+    return {**made, "position_ids": places.expand_as(made["input_ids"])}
+
+
+def test_positions_of_the_collator_are_kept_also_when_they_change(tmp_path: Path) -> None:
+    class Sliding:
+        """Positions as usual at first, and later others."""
+
+        calls = 0
+
+        def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+            self.calls += 1
+            return with_positions(batch, 0 if self.calls <= 2 else 7)
+
+    runs = [
+        train(build("gpt2", "causal"), DATA, tmp_path, data_collator=Sliding(), speed=speed, max_steps=3)
+        for speed in ("off", "max")
+    ]
+    assert runs[1].plan.layout == FLAT
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+def test_as_many_classes_as_tokens_are_still_classes(tmp_path: Path) -> None:
+    data = samples(36, "class")
+    width = max(len(sample["input_ids"]) for sample in data)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = build("bert", "class").config
+        config.num_labels, config.problem_type = width, "multi_label_classification"
+        return transformers.BertForSequenceClassification(config)
+
+    def to_width(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        made = collate(batch)
+        wide = {name: F.pad(value, (0, width - value.shape[1])) for name, value in made.items() if name != "labels"}
+        return {**wide, "labels": (torch.arange(width) % 3 == made["labels"][:, None] % 3).float()}
+
+    assert off_and_max(make, data, tmp_path, data_collator=to_width).plan.layout == UNPADDED
+
+
+def lora(**options: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **options)
+    return peft.get_peft_model(build("llama", "causal"), config)
+
+
+def test_adapters_are_part_of_what_is_proved(tmp_path: Path) -> None:
+    run = off_and_max(lambda: lora(target_modules=["q_proj"]), DATA, tmp_path)
+    assert run.plan.layout == FLAT and run.plan.linear_loss
+
+
+def test_a_head_that_is_wrapped_keeps_its_logits_and_that_is_said(tmp_path: Path) -> None:
+    run = off_and_max(lambda: lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), DATA, tmp_path)
+    assert not run.plan.linear_loss
+    assert any("peft's ModulesToSaveWrapper" in line for line in run.plan.lines()), run.plan.lines()
+
+
+def test_prompts_that_are_learned_are_proved_with_the_prompt(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        return peft.get_peft_model(build("llama", "causal"), config)
+
+    assert off_and_max(make, DATA, tmp_path).plan.layout not in (AS_MADE, FLAT)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        assert "attention_mask" not in inputs or inputs["attention_mask"].dim() == 2, "a mask that is none of theirs"
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+def test_a_plan_is_not_taken_up_by_a_trainer_with_another_loss(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    first = train(build("llama", "causal"), DATA, tmp_path / "first", **options)
+    assert first.plan.layout == FLAT
+    resume = str(tmp_path / "first" / "checkpoint-2")
+    other = train(build("llama", "causal"), DATA, tmp_path / "other", kind=OwnLoss, resume=resume, **options)
+    assert other.plan.layout not in (FLAT, AS_MADE)
+    assert other.losses[-2:] == pytest.approx(first.losses[-2:], rel=1e-5)
+
+
+def test_a_run_that_goes_on_elsewhere_has_its_plan_there(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train(build("llama", "causal"), DATA, tmp_path / "first", **options)
+    resume = str(tmp_path / "first" / "checkpoint-2")
+    train(build("llama", "causal"), DATA, tmp_path / "second", resume=resume, **options)
+    plans = [json.loads((tmp_path / name / "speed_plan.json").read_text()) for name in ("first", "second")]
+    assert plans[0] == plans[1]
+
+
+class OnlyWhileTraining(nn.Module):
+    """Refuses to run with dropout off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("llama", "causal")
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        assert self.training, "this model only trains"
+        return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_what_cannot_be_compared_trains_as_it_is(tmp_path: Path) -> None:
+    run = off_and_max(OnlyWhileTraining, DATA, tmp_path)
+    assert run.plan.layout == AS_MADE
+    assert "this model only trains" in run.plan.lines()[0]
