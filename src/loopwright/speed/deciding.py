@@ -44,7 +44,7 @@ class Decision:
         few = few_of(self._samples, PROBE_SAMPLES, PROBE_TOKENS)
         try:
             with self._prober.quiet():
-                self.reference = self._prober.reference(few, [here.put(few.trimmed())])
+                self.reference = self._prober.reference(few, [here.put(few.padded())])
             self._choose_layout(self.reference, padding)
             self._choose_head(self.reference)
         except Refused as reason:
@@ -106,7 +106,7 @@ class Decision:
     def _laid(self, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
         here, plan = self._here, self.plan
         if layout is None:
-            return [here.put(samples.trimmed())]
+            return [here.put(samples.padded())]
         limits = replace(limits, round_to=plan.round_to)
         laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
         return [here.put(batch) for batch in laid.batches]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
+SOME_PADDING = 8
 SOURCE, TARGET = "source", "target"
 
 
@@ -90,6 +91,11 @@ class Samples:
                 batch[name] = batch[name][:, low:high].contiguous()
         return {**batch, **self.constants}
 
+    def padded(self) -> dict[str, Any]:
+        """One batch of all samples with some of the collator's padding also behind (or before) the longest."""
+        longest = {key: int(axis.ends.max() - axis.starts.min()) for key, axis in self.axes.items()}
+        return self.trimmed({key: min(self.axes[key].width, longest[key] + SOME_PADDING) for key in longest})
+
     @staticmethod
     def _window(axis: Axis, width: int) -> tuple[int, int]:
         low, high = int(axis.starts.min()), int(axis.ends.max())
@@ -133,6 +139,7 @@ def take_apart(batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool =
             np.concatenate([ends + shift for (_, ends, _), shift in zip(found, shifts, strict=True)]),
             width,
         )
+    _check_positions(joined, axes[SOURCE])
     for name, parts in tensors.items():
         if name not in joined:
             if len({part.shape[1:] for part in parts}) > 1:
@@ -234,6 +241,16 @@ def _real(batch: Mapping[str, Tensor], key: str, members: list[str], counts_trai
     return np.ones(tuple(batch[members[0]].shape[:2]), dtype=bool)
 
 
+def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:
+    """Without a mask, positions that jump begin another document; with one they do not, and it could not be dropped."""
+    if not {"position_ids", "attention_mask"} <= set(axis.names) or joined["position_ids"].dim() != 2:
+        return
+    places = np.arange(1, axis.width)
+    inside = (places > axis.starts[:, None]) & (places < axis.ends[:, None])
+    if (np.diff(joined["position_ids"].numpy(), axis=1)[inside] != 1).any():
+        raise NoSamples("position_ids do not count up by one")
+
+
 def _padding_of(name: str, parts: list[Tensor], found: list[Any]) -> Any:
     """What the collator fills this tensor up with, or what is usual where it had nothing to fill."""
     for part, (starts, ends, size) in zip(parts, found, strict=True):
@@ -280,11 +297,12 @@ def _shortened(samples: Samples, tokens: int) -> Samples:
         longest = int(axis.lengths.max())
         if longest <= tokens:
             continue
+        width = min(axis.width, tokens + SOME_PADDING)
         ends = np.maximum(np.minimum(axis.lengths, 2), axis.lengths * tokens // longest)
         for name in axis.names:
             whole = tensors[name]
-            tensors[name] = whole.new_full((len(ends), tokens, *whole.shape[2:]), IGNORED if "label" in name else 0)
+            tensors[name] = whole.new_full((len(ends), width, *whole.shape[2:]), IGNORED if "label" in name else 0)
             for row, (length, kept) in enumerate(zip(axis.lengths, ends, strict=True)):
                 tensors[name][row, :kept] = whole[row, length - kept : length]
-        axes[key] = replace(axis, ends=ends, width=tokens)
+        axes[key] = replace(axis, ends=ends, width=width)
     return Samples(tensors, axes, samples.constants)
