@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopwright import Trainer
-from loopwright.speed.plan import AS_MADE, FLAT, UNPADDED
+from loopwright.speed.plan import AS_MADE, FLAT, UNMASKED, UNPADDED
 from loopwright.speed.probe import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, train
@@ -56,28 +56,89 @@ def test_a_loss_between_samples_is_found_however_short_they_are(tmp_path: Path) 
     assert off_and_max(make, samples(36, "class"), tmp_path).plan.layout == AS_MADE
 
 
-def with_positions(batch: list[dict[str, Any]], first: int) -> dict[str, Any]:
-    made = collate(batch)
-    places = torch.arange(made["input_ids"].shape[1]) + first
-    return {**made, "position_ids": places.expand_as(made["input_ids"])}
+class Positions:
+    """A collator whose positions are the usual ones for the first update, and later others."""
+
+    def __init__(self, later: Tensor) -> None:
+        self.later, self.calls = later, 0
+
+    def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+        self.calls += 1
+        made = collate(batch)
+        places = (torch.arange(64) if self.calls <= 2 else self.later)[: made["input_ids"].shape[1]]
+        return {**made, "position_ids": places.expand_as(made["input_ids"])}
 
 
-def test_positions_of_the_collator_are_kept_also_when_they_change(tmp_path: Path) -> None:
-    class Sliding:
-        """Positions as usual at first, and later others."""
+class SameLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
 
-        calls = 0
 
-        def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
-            self.calls += 1
-            return with_positions(batch, 0 if self.calls <= 2 else 7)
+MOVED = torch.arange(64).clamp(max=55) + 7
+JUMPING = torch.where(torch.arange(64) < 4, torch.arange(64), (torch.arange(64) + 5).clamp(max=60))
 
+
+@pytest.mark.parametrize("later", [MOVED, JUMPING])
+@pytest.mark.parametrize(("kind", "layout"), [(Trainer, FLAT), (SameLoss, UNMASKED)])
+def test_positions_of_the_collator_are_kept_also_when_they_change(
+    kind: type[Trainer], layout: str, later: Tensor, tmp_path: Path
+) -> None:
     runs = [
-        train(build("gpt2", "causal"), DATA, tmp_path, data_collator=Sliding(), speed=speed, max_steps=3)
+        train(
+            build("gpt2", "causal"), DATA, tmp_path, data_collator=Positions(later), speed=speed, max_steps=3, kind=kind
+        )
+        for speed in ("off", "max")
+    ]
+    assert runs[1].plan.layout == layout
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+class Flattening:
+    """Rows without padding and mask: of one sample at first, later of several."""
+
+    calls = 0
+
+    def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+        self.calls += 1
+        made = transformers.DataCollatorWithFlattening()(batch[:1] if self.calls <= 2 else batch)
+        made["labels"][:, -1] = -100  # a last token that need not be computed
+        return dict(made)
+
+
+def test_rows_that_hold_several_documents_already_stay_apart(tmp_path: Path) -> None:
+    runs = [
+        train(build("llama", "causal"), DATA, tmp_path, data_collator=Flattening(), speed=speed, max_steps=3)
         for speed in ("off", "max")
     ]
     assert runs[1].plan.layout == FLAT
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
+class MeanOfAll(nn.Module):
+    """Takes padding for text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings, self.head = nn.Embedding(64, 8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.head(self.embeddings(input_ids).mean(1)), labels)}
+
+
+@pytest.mark.parametrize("length", [12, 300])
+def test_padding_that_is_minded_is_found_when_all_samples_are_equally_long(length: int, tmp_path: Path) -> None:
+    data = [{"input_ids": [3 + (7 * i + j) % 50 for j in range(length)], "labels": i % 3} for i in range(36)]
+
+    def to_width(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = F.pad(torch.tensor([sample["input_ids"] for sample in batch]), (0, 40))
+        return {
+            "input_ids": ids,
+            "attention_mask": (ids > 0).long(),
+            "labels": torch.tensor([s["labels"] for s in batch]),
+        }
+
+    assert off_and_max(MeanOfAll, data, tmp_path, data_collator=to_width).plan.layout == AS_MADE
 
 
 def test_as_many_classes_as_tokens_are_still_classes(tmp_path: Path) -> None:

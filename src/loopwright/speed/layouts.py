@@ -90,7 +90,8 @@ def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
         if name == "labels" and shifts:
             tokens[np.cumsum(lengths) - lengths] = IGNORED
         batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
-    documents = np.append(lengths, missing) if missing else lengths
+    documents = _documents(lengths, batch.get("position_ids"), is_masked=MASK in batch)
+    documents = np.append(documents, missing) if missing else documents
     if "position_ids" not in batch:  # those of the collator are what the padded batch has
         places = np.concatenate([np.arange(length) for length in documents])
         batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
@@ -98,6 +99,14 @@ def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
     batch[BORDERS] = borders_of(documents, fill=fill)
     batch[LONGEST] = _rounded_up(int(documents.max()), 128) if fill else int(documents.max())
     return {**batch, **samples.constants}
+
+
+def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool) -> np.ndarray:
+    """How long the documents of a row are: those of its samples, and without a mask what jumping positions divide."""
+    if positions is None or positions.dim() != 2 or is_masked:
+        return lengths
+    jumps = 1 + np.flatnonzero(np.diff(positions[0, : lengths.sum()].numpy()) != 1)
+    return np.diff(np.union1d(jumps, np.concatenate([[0], np.cumsum(lengths)])))
 
 
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
