@@ -98,8 +98,10 @@ class Decision:
         most = PROBE_SAMPLES * PROBE_TOKENS // 2
         return lambda samples: self._laid(layout, samples, Limits(budget=min(most, _half_of(samples)), overhead=0))
 
-    def _together(self, layout: Layout | None) -> Callable[[Samples], list[Any]]:
-        """Samples in one micro-batch, so that each could see all others."""
+    def _together(self, layout: Layout | None) -> Callable[[Samples], list[Any]] | None:
+        """Samples in one micro-batch, so that each could see all others; None if they stay as they are."""
+        if layout is None:
+            return None
         much = 1 << 40
         return lambda samples: self._laid(layout, samples, Limits(budget=much, overhead=much))
 
