@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopwright import Trainer
-from loopwright.speed.plan import AS_MADE, FLAT, UNMASKED, UNPADDED
+from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
 from loopwright.speed.probe import gradient_distance
-from tests.speed.architectures import build, collate, samples
+from tests.speed.architectures import SIZES, build, collate, samples
 from tests.speed.training import Run, train
 
 transformers = pytest.importorskip("transformers")
@@ -230,3 +230,39 @@ def test_what_cannot_be_compared_trains_as_it_is(tmp_path: Path) -> None:
     run = off_and_max(OnlyWhileTraining, DATA, tmp_path)
     assert run.plan.layout == AS_MADE
     assert "this model only trains" in run.plan.lines()[0]
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_model_that_knows_padding_by_its_token_is_grouped(side: str, tmp_path: Path) -> None:
+    """As decoders that classify by the last token that is no padding."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        config = build("llama", "causal").config
+        config.num_labels = 3
+        return transformers.LlamaForSequenceClassification(config)
+
+    def padded(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        made = collate(batch)
+        if side == "left":
+            for row, length in enumerate(made["attention_mask"].sum(1).tolist()):
+                for name in ("input_ids", "attention_mask"):
+                    made[name][row] = made[name][row].roll(-length)
+        return made
+
+    assert off_and_max(make, samples(36, "class"), tmp_path, data_collator=padded).plan.layout == GROUPED
+
+
+def test_a_loss_over_the_batch_leaves_the_head_as_it_is(tmp_path: Path) -> None:
+    """Experts that are balanced over a batch forbid layouts, and have nothing to do with logits."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+        config = transformers.MixtralConfig(
+            **sizes, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
+        )
+        return transformers.MixtralForCausalLM(config)
+
+    run = off_and_max(make, DATA, tmp_path)
+    assert run.plan.layout == AS_MADE and run.plan.linear_loss, run.plan.lines()
