@@ -74,6 +74,12 @@ def test_a_trainer_reports_before_and_after_training(tmp_path: Any) -> None:
     assert "time of an update (1 sampled update" in str(report)
 
 
+def test_a_run_without_any_of_it_says_so(tmp_path: Any) -> None:
+    trainer = trainer_of(Tokens(), samples([6] * 4), tmp_path, num_train_epochs=1, speed="off")
+    trainer.train()
+    assert [(choice.on, choice.reason) for choice in trainer.speed_report().choices] == [(False, "speed='off'")]
+
+
 def test_a_run_without_log_points_is_measured_whole(tmp_path: Any) -> None:
     trainer = trainer_of(Tokens(), samples([6] * 4), tmp_path, num_train_epochs=1, logging_strategy="no")
     trainer.train()

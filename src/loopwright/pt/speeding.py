@@ -73,13 +73,13 @@ class SpeedMethods:
     def _start_speed(self) -> Conductor | None:
         """The one who lays out updates, or None with the reason told."""
         self._has_planned = False
-        if self.args.speed == "off":
-            return None
-        reason = self._why_not()
+        reason = "speed='off'" if self.args.speed == "off" else self._why_not()
         if reason is not None:
             plan = SpeedPlan()
             plan.note("layouts", False, reason)
             self.speed_plan = plan.as_dict()
+            if self.args.speed == "off":
+                return None
             logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
             if self.args.per_device_train_batch_tokens:
                 self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
