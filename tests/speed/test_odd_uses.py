@@ -93,6 +93,35 @@ def test_positions_of_the_collator_are_kept_also_when_they_change(
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
 
 
+def on_the_left(made: dict[str, Any]) -> dict[str, Any]:
+    for row, length in enumerate(made["attention_mask"].sum(1).tolist()):
+        for name in made:
+            if made[name].dim() > 1:
+                made[name][row] = made[name][row].roll(-length)
+    return made
+
+
+class ChangingSides:
+    """Padding on the right in the first update, later on the left."""
+
+    calls = 0
+
+    def __call__(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+        self.calls += 1
+        return collate(batch) if self.calls <= 2 else on_the_left(collate(batch))
+
+
+def test_padding_that_changes_sides_is_masked(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kind": SameLoss, "max_steps": 3}
+    data = [{**sample, "labels": sample["labels"].index_fill(0, torch.tensor(0), -100)} for sample in DATA]
+    runs = [
+        train(build("llama", "causal"), data, tmp_path, data_collator=ChangingSides(), speed=speed, **options)
+        for speed in ("off", "max")
+    ]
+    assert runs[1].plan.layout == UNMASKED
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
+
+
 class Flattening:
     """Rows without padding and mask: of one sample at first, later of several."""
 
@@ -243,12 +272,7 @@ def test_a_model_that_knows_padding_by_its_token_is_grouped(side: str, tmp_path:
         return transformers.LlamaForSequenceClassification(config)
 
     def padded(batch: list[dict[str, Any]]) -> dict[str, Any]:
-        made = collate(batch)
-        if side == "left":
-            for row, length in enumerate(made["attention_mask"].sum(1).tolist()):
-                for name in ("input_ids", "attention_mask"):
-                    made[name][row] = made[name][row].roll(-length)
-        return made
+        return on_the_left(collate(batch)) if side == "left" else collate(batch)
 
     assert off_and_max(make, samples(36, "class"), tmp_path, data_collator=padded).plan.layout == GROUPED
 
@@ -266,3 +290,42 @@ def test_a_loss_over_the_batch_leaves_the_head_as_it_is(tmp_path: Path) -> None:
 
     run = off_and_max(make, DATA, tmp_path)
     assert run.plan.layout == AS_MADE and run.plan.linear_loss, run.plan.lines()
+
+
+class WithFeatures(nn.Module):
+    """Classifies by its tokens and by twelve numbers of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.albert = build("albert", "class").albert
+        self.config, self.head = self.albert.config, nn.Linear(32 + 12, 3).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = self.albert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+        return {"loss": F.cross_entropy(self.head(torch.cat([first, features.to(first.dtype)], -1)), labels)}
+
+
+def test_as_many_features_as_tokens_are_still_features(tmp_path: Path) -> None:
+    lengths = [13 if i < 12 else 12 for i in range(36)]  # the first update is another one than the rest
+    data = [
+        {"input_ids": 3 + (7 * i + torch.arange(n if i % 3 else 6)) % 50, "labels": torch.tensor(i % 3), "place": i}
+        for i, n in enumerate(lengths)
+    ]
+
+    def with_features(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        made = collate([{name: sample[name] for name in ("input_ids", "labels")} for sample in batch])
+        return {
+            **made,
+            "features": torch.tensor([[sample["place"] * j % 7 / 7 for j in range(12)] for sample in batch]),
+        }
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    options: dict[str, Any] = {"kind": InOrder, "data_collator": with_features, "remove_unused_columns": False,
+                               "max_steps": 3, "learning_rate": 0.05}  # fmt: skip
+    plain = train(WithFeatures(), data, tmp_path, speed="off", **options)
+    fast = train(WithFeatures(), data, tmp_path, speed="auto", per_device_train_batch_tokens=40, **options)
+    assert fast.plan.layout == GROUPED and fast.losses == pytest.approx(plain.losses, rel=1e-5)

@@ -59,7 +59,7 @@ def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) ->
             key: -(-int(axis.lengths.max()) // limits.round_to) * limits.round_to for key, axis in chosen.axes.items()
         }
         batch = chosen.trimmed(widths)
-        if drop_mask:
+        if drop_mask and all(axis.is_right_padded for axis in chosen.axes.values()):
             batch.pop(MASK, None)
         batches.append(batch)
         computed += len(group) * sum(widths.values())

@@ -195,7 +195,7 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
     widths = [part.shape[1] for part in tensors[main]]
     found = [main]
     for name, parts in tensors.items():
-        if not belongs(name) or name == main or _are_scores(name, parts):
+        if not belongs(name) or name == main or _are_features(name, parts, tensors[main]):
             continue
         runs = [part.dim() > 1 and part.shape[1] == width for part, width in zip(parts, widths, strict=True)]
         elsewhere = [width > 1 and width in part.shape[2:] for part, width in zip(parts, widths, strict=True)]
@@ -206,9 +206,16 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
     return found
 
 
-def _are_scores(name: str, parts: list[Tensor]) -> bool:
-    """Whether these are a number per class and sample; there may be as many classes as tokens."""
-    return name == "labels" and parts[0].is_floating_point()
+def _are_features(name: str, parts: list[Tensor], main: list[Tensor]) -> bool:
+    """Whether these are numbers per sample, of which there may be as many as there are tokens: scores of classes, or
+    what differs where tokens are padded.
+    """
+    if not parts[0].is_floating_point() or parts[0].dim() != 2:
+        return False
+    paddings = [
+        part[mask == 0] for part, mask in zip(parts, main, strict=True) if part.shape == mask.shape and name != "labels"
+    ]
+    return name == "labels" or any(bool((values != values[:1]).any()) for values in paddings)
 
 
 def _spans(
