@@ -18,7 +18,7 @@ from pathlib import Path
 from processes import HERE, Result, child, plain, run_arm
 
 ARMS = ("ours", "transformers", "transformers-best", "lightning", "loop")
-CHOICES = ("ours", "ours-off", "ours-max", *ARMS[1:])
+CHOICES = ("ours", "ours-off", "ours-max", "transformers-wide", *ARMS[1:])
 REFERENCES = ("transformers", "loop", "ours-off")
 """Whose losses the others are held against: the first of these that ran."""
 

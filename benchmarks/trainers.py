@@ -169,11 +169,17 @@ def _with_transformers(task: Task, model: nn.Module, data: Any, **more: Any) -> 
     return {}
 
 
+def with_transformers_wide(task: Task) -> dict[str, Any]:
+    """The same with the larger micro-batch that Liger's kernels leave room for."""
+    if task.liger_micro is None or find_spec("liger_kernel") is None:
+        raise NotInstalled("there are no Liger kernels here, or none for this model")
+    task.micro, task.accumulation = task.liger_micro, task.samples // task.liger_micro
+    return with_transformers_best(task)
+
+
 def with_transformers_best(task: Task) -> dict[str, Any]:
     """Samples grouped by length, Liger kernels where there are any, workers, no waiting for the NaN filter."""
     liger = task.liger_micro is not None and find_spec("liger_kernel") is not None
-    if liger:
-        task.micro, task.accumulation = task.liger_micro, task.samples // task.liger_micro
     updates = min(task.grouped_updates, len(task.data) // task.samples)
     if len(set(task.data.lengths)) > 1:
         task.watch.cycle = min(max(updates // 4, 1), 50)
@@ -334,6 +340,7 @@ ARMS: dict[str, Callable[[Task], dict[str, Any]]] = {
     "ours-max": lambda task: with_loopwright(task, speed="max"),
     "transformers": with_transformers,
     "transformers-best": with_transformers_best,
+    "transformers-wide": with_transformers_wide,
     "lightning": with_lightning,
     "loop": with_loop,
 }

@@ -1,7 +1,7 @@
 """Attention over rows that hold several documents: every token sees its own document and no other.
 
-Registered by name with transformers, so that a model is not changed. On GPUs torch's flash kernels of variable length
-do the work, on CPUs each document is a call of scaled_dot_product_attention.
+Registered by name with transformers, so that a model is not changed. On GPUs kernels of our own do the work, or torch's
+flash kernels of variable length; on CPUs each document is a call of scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import document_attention
 from .documents import borders_in, is_documents, longest_in
 
 NAME = "loopwright"
@@ -61,14 +62,30 @@ def attend(
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     ask = Request(bool(causal), kwargs.get("sliding_window"), kwargs.get("softcap"), dropout, scaling)
-    if query.device.type == "cuda" and value.dtype in HALF:
-        run = by_flex if ask.softcap else by_flash
-    else:
-        run = one_by_one
+    run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Callable[..., Tensor]:
+    if value.dtype not in HALF:
+        return one_by_one
+    if ask.softcap:
+        return by_flex
+    ours = HAS["kernel"] and document_attention.takes(query, value, documents.shape[-1] - 1)
+    return by_kernel if ours else by_flash
+
+
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """Our own kernels."""
+    scale = query.shape[-1] ** -0.5 if ask.scale is None else float(ask.scale)
+    q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
+    output = document_attention.attend(
+        q, k, v, borders_in(documents), causal=ask.causal, window=int(ask.window or 0), scale=scale, drop=ask.dropout
+    )
+    return output.unsqueeze(0)
 
 
 def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
@@ -116,7 +133,8 @@ def _varlen_options() -> dict[str, bool]:
 
 
 VARLEN_TAKES: dict[str, bool] = {}
-"""Looked up when a model is switched over, since compiled blocks cannot look it up."""
+HAS = {"kernel": False}
+"""Both looked up when a model is switched over, since compiled blocks cannot look them up."""
 
 
 def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
@@ -258,7 +276,7 @@ class AttentionSwitch:
             return "transformers has no attention interface"
         VARLEN_TAKES.update(_varlen_options())
         if torch.cuda.is_available():
-            use_newest_flash()
+            HAS["kernel"] = use_newest_flash() is None and document_attention.has_kernel()
         AttentionInterface.register(self._name, attention)
         AttentionMaskInterface.register(self._name, mask)
         return None

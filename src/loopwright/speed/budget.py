@@ -28,7 +28,7 @@ from .memory_plan import (
     usable_bytes,
 )
 from .pending import PendingHead
-from .plan import AS_MADE, FLAT, ROW_TOKENS, UNPADDED, SpeedPlan
+from .plan import AS_MADE, FLAT, GROUP_TOKENS, ROW_TOKENS, UNPADDED, SpeedPlan
 from .probe import Proof
 from .samples import IGNORED, Samples, few_of
 from .situation import Situation
@@ -140,7 +140,7 @@ def demand_of(plan: SpeedPlan, samples: Samples, batches: Sequence[Any]) -> Dema
         return Demand(real, max(real, ROW_TOKENS), longest)
     widths = -(-lengths.max(axis=0) // plan.round_to) * plan.round_to
     whole = len(lengths) * int(widths.sum())
-    return Demand(min(padded, whole), min(whole, max(padded, ROW_TOKENS)), longest)
+    return Demand(min(padded, whole), min(whole, max(padded, GROUP_TOKENS)), longest)
 
 
 def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policies: Sequence[str]) -> Budget:

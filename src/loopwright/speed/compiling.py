@@ -31,6 +31,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def get_ready() -> None:
+    """Have inductor's processes started, which takes them seconds, while something else is computed."""
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # it starts them when it needs them
+        return
+    maybe_warm_pool()
+
+
 def compile_blocks(
     model: nn.Module,
     *,
@@ -162,6 +171,9 @@ def _settings(blocks: int) -> list[tuple[Any, str, Any]]:
         (dynamo, "accumulated_recompile_limit", max(dynamo.accumulated_recompile_limit, 4 * variants)),
         # A backward pass that cannot be compiled is found in the forward, where its block can still fall back.
         (functorch, "force_non_lazy_backward_lowering", True),
+        # What only matmuls of the backward pass read (a normed input, a gated product) is computed again: a quarter of
+        # what a Llama's block keeps, for a hundredth of its time.
+        (functorch, "ban_recompute_materialized_backward", False),
         # Sizes that happen to be equal (64 tokens, 64 per head) are not taken for the same size: it would cost another
         # compilation when they differ.
         (torch.fx.experimental._config, "use_duck_shape", False),

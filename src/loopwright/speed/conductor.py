@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.batches import Update
 from .budget import plan_memory
 from .candidates import Layout, make_layout
+from .compiling import get_ready
 from .deciding import Decision, output_head
 from .graphing import GraphChoice, GraphedTraining, share_of
 from .layouts import Limits, padded_tokens
@@ -19,8 +20,8 @@ from .pending import PendingHead
 from .plan import (
     AS_MADE,
     FLAT,
+    GROUP_TOKENS,
     IN_GROUPS,
-    ROW_TOKENS,
     SHORT_ROW,
     UNPADDED,
     SpeedPlan,
@@ -198,6 +199,8 @@ class Conductor:
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float) -> None:
         here, real = self._here, samples.real_tokens
+        if here.why_not_compile is None and not here.is_pair and self._pays_to_compile(real):
+            get_ready()
         decision = Decision(here, samples)
         self.plan = decision.make(padding=padding)
         if decision.reference is not None:
@@ -226,11 +229,14 @@ class Conductor:
             reason = "groups change in number and length, which takes many compilations"
         if reason is None and self.plan.activations == "full":
             reason = "whole blocks are recomputed"
-        pays = pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
-        if reason is None and not (pays or here.level == "max"):
+        if reason is None and not (self._pays_to_compile(tokens) or here.level == "max"):
             reason = "the run is too short to make up for compiling"
         self.plan.compiled, self.plan.short_rows = reason is None, tokens < SHORT_ROW
         self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
+
+    def _pays_to_compile(self, tokens: int) -> bool:
+        here = self._here
+        return pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
         self._layout, self._head = layout, head
@@ -298,7 +304,7 @@ class Conductor:
             # What the collator's own batches take fits: the user asked for it.
             budget = max(padded_tokens([batch], samples) for batch in batches)
             if plan.fill and plan.layout in (FLAT, UNPADDED):
-                budget = max(budget, ROW_TOKENS)
+                budget = max(budget, GROUP_TOKENS)
         # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
         overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
         return Limits(budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor)

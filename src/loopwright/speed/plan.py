@@ -93,8 +93,10 @@ COMPILE_SECONDS = 60.0
 """Seconds of computing a run must have left before compiling pays."""
 SHORT_ROW = 8192
 """Tokens of an update below which its rows are short for a compiler."""
-ROW_TOKENS = 14_336
-"""Tokens after which a longer row makes a GPU no faster."""
+ROW_TOKENS = 32_768
+"""Tokens after which a longer row is hardly faster: adding up gradients and casting weights is little then."""
+GROUP_TOKENS = 14_336
+"""The same for groups, which are many anyway."""
 
 
 def _of(table: dict[str, float], device_type: str) -> float:

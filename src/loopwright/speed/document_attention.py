@@ -1,0 +1,201 @@
+"""Attention within the documents of a row by kernels of our own: made for many short documents and shared key heads.
+
+A program takes a few tokens of one document with all the query heads that share a key head: keys are read once for all
+of them, little of a tile lies outside a short document, and the gradient of a key is summed in one place, so that two
+runs never differ. What is kept for the backward pass is one number per token and head.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from .attention_kernel import kernels
+
+SIZES = (16, 32, 64, 128)
+"""Sizes of a head that fill tiles without a rest."""
+ROOM, MOST_DOCUMENTS = 64, 4096
+"""Every program looks its document up among all of them: kernels are compiled for so many, and not for more."""
+TILE = 64
+"""Rows of queries, and of keys, of a tile; a row is a token for one head."""
+WARPS = 4
+STAGES = {"forward": (3, 3), "queries": (3, 2), "keys": (3, 2)}
+"""Tiles under way at a time, for heads of up to 64 and for larger ones."""
+
+
+class Shape(NamedTuple):
+    """How heads are shared out among programs."""
+
+    heads: int
+    key_heads: int
+    size: int
+    sharing: int
+    """Query heads per key head."""
+    together: int
+    """Query heads one program takes."""
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor) -> Shape:
+        heads, key_heads = query.shape[1], key.shape[1]
+        sharing = heads // key_heads
+        return cls(heads, key_heads, query.shape[2], sharing, min(sharing & -sharing, TILE // 16))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile of queries."""
+        return TILE // self.together
+
+
+@cache
+def has_kernel() -> bool:
+    """Whether there is a GPU that runs these kernels, which torch knows from then on: NVIDIA's from Ampere on."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        return False
+    register()
+    return True
+
+
+def takes(query: Tensor, value: Tensor, documents: int) -> bool:
+    """Whether heads of this size, in so many documents, can be computed."""
+    return query.shape[-1] == value.shape[-1] and query.shape[-1] in SIZES and documents <= MOST_DOCUMENTS
+
+
+# ---- operations -----------------------------------------------------------------------------------------------------
+
+
+SIGNATURE = "Tensor query, Tensor key, Tensor value, Tensor borders, Tensor seed{more}, bool causal, int window, "
+SIGNATURE += "float scale, float drop"
+_LIBRARY: list[torch.library.Library] = []
+
+
+@cache
+def register() -> None:
+    """Make the operation known to torch and to its compiler."""
+    library = torch.library.Library("loopwright", "FRAGMENT")
+    _LIBRARY.append(library)  # what it defines goes with it
+    saved = SIGNATURE.format(more=", Tensor output, Tensor weights")
+    library.define(f"document_attention({SIGNATURE.format(more='')}) -> (Tensor, Tensor)")
+    library.define(f"document_attention_backward(Tensor gradient, {saved}) -> (Tensor, Tensor, Tensor)")
+    for name, run, fake in (
+        ("document_attention", _forward, _fake_forward),
+        ("document_attention_backward", _backward, _fake_backward),
+    ):
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"loopwright::{name}", fake, lib=library)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:5], *output)
+        ctx.rest = inputs[5:]
+
+    def gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+        found = torch.ops.loopwright.document_attention_backward(gradient, *ctx.saved_tensors, *ctx.rest)
+        return (*found, *[None] * 6)
+
+    torch.library.register_autograd("loopwright::document_attention", gradients, setup_context=keep, lib=library)
+
+
+class _Attention(torch.autograd.Function):
+    """The operation without torch's dispatcher, which would take the host longer than the kernels take a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output, weights = _forward(*inputs)
+        ctx.save_for_backward(*inputs[:5], output, weights)
+        ctx.rest = inputs[5:]
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return (*_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 6)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, *, causal: bool, window: int, scale: float, drop: float
+) -> Tensor:
+    """Attention of each document to itself, (tokens, heads, size) to the same; a window of 0 is none."""
+    # Drawn on the device by torch's own generator, so that a resumed run draws the same.
+    seed = torch.randint(2**31 - 1, (1,), device=query.device, dtype=torch.int32) if drop else borders[:1]
+    # A compiler sees the operation, and so does who looks at operations to keep their results.
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return torch.ops.loopwright.document_attention(query, key, value, borders, seed, causal, window, scale, drop)[0]
+    return _Attention.apply(query, key, value, borders, seed, causal, window, scale, drop)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, borders: Tensor, seed: Tensor, causal: bool, window: int, scale: float,
+    drop: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query, key, value = (_rows(each) for each in (query, key, value))
+    output, weights = _fake_forward(query, key, value, borders, seed, causal, window, scale, drop)
+    shape = Shape.of(query, key)
+    blocks = (query.shape[0] + shape.tokens - 1) // shape.tokens + borders.numel() - 1
+    _launch(
+        "forward", (blocks, shape.heads // shape.together), query, borders, (query, key, value, output),
+        (query, key, value, output, weights), seed, shape, causal, window, scale, drop,
+    )  # fmt: skip
+    return output, weights
+
+
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, seed: Tensor, output: Tensor,
+    weights: Tensor, causal: bool, window: int, scale: float, drop: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    gradient, query, key, value, output = (_rows(each) for each in (gradient, query, key, value, output))
+    to_query, to_key, to_value = (_empty(each) for each in (query, key, value))
+    shape, documents, inner = Shape.of(query, key), borders.numel() - 1, torch.empty_like(weights)
+    rest = (seed, shape, causal, window, scale, drop)
+    blocks = (query.shape[0] + shape.tokens - 1) // shape.tokens + documents
+    _launch(
+        "queries", (blocks, shape.heads // shape.together), query, borders,
+        (query, key, value, output, gradient, to_query),
+        (query, key, value, output, gradient, weights, inner, to_query), *rest,
+    )  # fmt: skip
+    blocks = (query.shape[0] + TILE - 1) // TILE + documents
+    _launch(
+        "keys", (blocks, shape.key_heads), query, borders,
+        (query, key, value, gradient, to_key, to_value),
+        (query, key, value, gradient, weights, inner, to_key, to_value), *rest,
+    )  # fmt: skip
+    return to_query, to_key, to_value
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _empty(query), _empty(key), _empty(value)
+
+
+def _empty(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """With the numbers of a head side by side."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _launch(
+    name: str, grid: tuple[int, int], query: Tensor, borders: Tensor, strided: tuple[Tensor, ...],
+    tensors: tuple[Tensor, ...], seed: Tensor, shape: Shape, causal: bool, window: int, scale: float, drop: float,
+) -> None:  # fmt: skip
+    documents, tokens = borders.numel() - 1, query.shape[0]
+    strides = [stride for tensor in strided for stride in tensor.stride()[:2]]
+    with torch.cuda.device_of(query):
+        kernels()[name][grid](
+            *tensors, borders, seed, documents, tokens, scale, drop, *strides,
+            G=shape.together, SHARING=shape.sharing, D=shape.size, T=shape.tokens, N=TILE, CAUSAL=causal,
+            WINDOW=window, DROP=drop > 0, ROOM=max(ROOM, 1 << (documents - 1).bit_length()),
+            WIDE=tokens * max(strides) >= 2**31, num_warps=WARPS, num_stages=STAGES[name][shape.size > 64],
+        )  # fmt: skip
