@@ -133,6 +133,27 @@ def test_training_step_with_two_arguments(plain_losses: list[float]) -> None:
     assert losses(trainer) == plain_losses
 
 
+@pytest.mark.parametrize("through", ["super", "name", "instance"])
+def test_training_step_that_goes_on_to_ours_divides_means_as_ours_does(through: str) -> None:
+    """A loss that is a mean is weighed in `training_step`: an override around it changes nothing."""
+
+    class BySuper(Trainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    class ByName(Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return Trainer.training_step(self, model, inputs, num_items_in_batch)
+
+    plain = make(Trainer, gradient_accumulation_steps=3)
+    plain.train()
+    theirs = make({"super": BySuper, "name": ByName, "instance": Trainer}[through], gradient_accumulation_steps=3)
+    if through == "instance":
+        theirs.training_step = lambda *args, **kwargs: Trainer.training_step(theirs, *args, **kwargs)
+    theirs.train()
+    assert losses(theirs) == losses(plain)
+
+
 def test_training_step_that_calls_the_original(plain_losses: list[float]) -> None:
     class Theirs(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):

@@ -66,6 +66,20 @@ def is_overridden(instance: Any, name: str) -> bool:
     return not (getattr(method, "__module__", None) or "").startswith("loopwright.")
 
 
+def reaches_ours(instance: Any, name: str) -> bool:
+    """Whether the user's versions of a method all go on to the one they override, as far as their code shows."""
+    found = [vars(instance)[name]] if name in vars(instance) else []
+    for cls in type(instance).__mro__:
+        method = vars(cls).get(name)
+        if method is None:
+            continue
+        if (getattr(method, "__module__", None) or "").startswith("loopwright."):
+            break
+        found.append(method)
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in found]
+    return all(code is not None and name in code.co_names for code in codes)
+
+
 def accepts(function: Callable[..., Any], name: str) -> bool:
     """Whether a call may pass `name=` to the function."""
     parameters = _parameters(function)

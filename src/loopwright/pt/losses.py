@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..args.places import working_folder
 from ..core.batches import Update
-from ..core.overrides import accepts, adapt, is_overridden
+from ..core.overrides import accepts, adapt, is_overridden, reaches_ours
 from ..core.signals import Interrupted
 from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS, innermost
@@ -139,7 +139,9 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         kind = None
         if self.loss_is_scaled_for_ga is not None:
             kind = LossKind.SCALED if self.loss_is_scaled_for_ga else LossKind.MEAN
-        elif step_is_theirs or (self.label_smoother is not None and not loss_is_theirs):
+        elif step_is_theirs and not reaches_ours(self, "training_step"):
+            kind = LossKind.SCALED  # what they do with a loss is theirs, and so is dividing it
+        elif self.label_smoother is not None and not loss_is_theirs:
             kind = LossKind.SCALED
         told = self.compute_loss if is_overridden(self, "compute_loss") else self.compute_loss_func
         # On a lazy device finding out is a graph more; the losses of transformers' own models are known.

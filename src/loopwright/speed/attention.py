@@ -190,6 +190,7 @@ def _block_mask(documents: Tensor, tokens: int, causal: bool, window: int | None
 # ---- CPUs, and single precision -------------------------------------------------------------------------------------
 
 
+@torch._disable_dynamo  # every number of documents would be compiled anew
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
     """A call of scaled_dot_product_attention for each document."""
     borders = borders_in(documents).tolist()

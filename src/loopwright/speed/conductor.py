@@ -28,7 +28,7 @@ from .plan import (
     is_worth_it,
     pays_to_compile,
 )
-from .samples import NoSamples, Samples, take_apart
+from .samples import NoSamples, OddSamples, Samples, take_apart
 from .situation import Situation
 
 LOOKS = 20
@@ -59,6 +59,8 @@ class Conductor:
         self._last: tuple[list[Any], Samples] | None = None
         """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
         self._undo: list[Callable[[], None]] = []
+        self._whole: set[str] = set()
+        """Entries of batches that were seen to run along no tokens."""
         self._graph_choice = GraphChoice(situation)
         self._graphed: GraphedTraining | None = None
 
@@ -77,6 +79,8 @@ class Conductor:
             self._knows_loss = self._here.learn(update.batches[0])
         try:
             samples = self._taken_apart(update.batches)
+            if self._here.shifts() and samples.first_targets_are_counted():
+                raise OddSamples("a sample that is padded on the left has a target on its first token")
         except NoSamples as reason:
             self._last = None
             self._tell(f"speed: batches like these stay as they were made: {reason}")
@@ -168,6 +172,8 @@ class Conductor:
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
+            if isinstance(reason, OddSamples) and self._looks < LOOKS:
+                return None  # the samples of the next update may be others
             self._settle(str(reason), batches)
             return self._tell_no_budget(padding=1.0)
         padding = self._padding_to_leave_out(batches, samples)
@@ -295,7 +301,11 @@ class Conductor:
         self._announce(self.plan)
 
     def _taken_apart(self, batches: list[Any]) -> Samples:
-        return take_apart(batches, is_pair=self._here.is_pair, counts_trailing=not self._here.shifts())
+        samples = take_apart(
+            batches, is_pair=self._here.is_pair, counts_trailing=not self._here.shifts(), whole=self._whole
+        )
+        self._whole.update(samples.per_sample())
+        return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
         plan = self.plan
@@ -318,7 +328,8 @@ class Conductor:
 
     def state_dict(self) -> dict[str, Any]:
         plan = self.plan.as_dict() if self.is_decided else None
-        return {"looks": self._looks, "shapes": sorted(self._graph_choice.shapes), "plan": plan}
+        shapes = sorted(self._graph_choice.shapes)
+        return {"looks": self._looks, "shapes": shapes, "whole": sorted(self._whole), "plan": plan}
 
     def follow(self, state: dict[str, Any]) -> None:
         """Do what another process of this run has decided, or nothing where that is impossible here."""
@@ -333,6 +344,7 @@ class Conductor:
         """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
         self._looks = state.get("looks", 0)
         self._graph_choice.shapes = set(state.get("shapes", ()))
+        self._whole = set(state.get("whole", ()))
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
         if plan is None or (plan.changes_anything and plan.made_for != self._here.described()):
             return

@@ -6,7 +6,7 @@ sample. All of that is read from the collated batches, so that it does not matte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,10 @@ SOURCE, TARGET = "source", "target"
 
 class NoSamples(Exception):
     """The batches cannot be taken apart; says why."""
+
+
+class OddSamples(NoSamples):
+    """The same for what some samples are, and others of the run may not be."""
 
 
 @dataclass
@@ -62,6 +66,14 @@ class Samples:
     @property
     def real_tokens(self) -> int:
         return int(sum(axis.lengths.sum() for axis in self.axes.values()))
+
+    def first_targets_are_counted(self) -> bool:
+        """Whether padding before a sample is asked for its first token, which it is not where nothing is before it."""
+        axis, labels = self.axes[SOURCE], self.tensors.get("labels")
+        if axis.is_right_padded or labels is None or "labels" not in axis.names or labels.dim() != 2:
+            return False
+        firsts = labels[torch.arange(len(self)), torch.from_numpy(axis.starts)]
+        return bool((firsts[torch.from_numpy(axis.starts > 0)] != IGNORED).any())
 
     @property
     def squared_lengths(self) -> int:
@@ -106,11 +118,14 @@ class Samples:
         return max(0, axis.width - width), axis.width
 
 
-def take_apart(batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool = True) -> Samples:
+def take_apart(
+    batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool = True, whole: Collection[str] = ()
+) -> Samples:
     """The samples of these batches; raises `NoSamples` with the reason where they cannot be told apart.
 
     `is_pair` says that the batches hold sources and targets (an encoder and a decoder). `counts_trailing` says that
-    without an attention mask every token is real; otherwise tokens after the last target are padding.
+    without an attention mask every token is real; otherwise tokens after the last target are padding. `whole` are names
+    known to run along no tokens, even where there happen to be as many.
     """
     _check(batches)
     sizes = [_rows(batch) for batch in batches]
@@ -122,12 +137,12 @@ def take_apart(batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool =
             raise NoSamples(f"{name!r} does not have one row per sample")
     axes = {}
     joined: dict[str, Tensor] = {}
-    for key, members in _members(tensors, is_pair).items():
+    for key, members in _members(tensors, is_pair, whole).items():
         width = max(part.shape[1] for part in tensors[members[0]])
         found = [_spans(batch, key, members, counts_trailing) for batch in batches]
         lefts = {bool(starts.any()) for starts, _, _ in found}
         if lefts == {True, False} and any((ends < size).any() for starts, ends, size in found if not starts.any()):
-            raise NoSamples("some batches are padded on the left and some on the right")
+            raise OddSamples("some batches are padded on the left and some on the right")
         on_left = True in lefts
         joined.update(
             (name, _join(tensors[name], width, on_left, _padding_of(name, tensors[name], found))) for name in members
@@ -172,8 +187,9 @@ def _rows(batch: Mapping[str, Any]) -> int:
     raise NoSamples("the batches hold no tensors")
 
 
-def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool) -> dict[str, list[str]]:
+def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool, whole: Collection[str]) -> dict[str, list[str]]:
     """Which tensors run along which axis."""
+    tensors = {name: parts for name, parts in tensors.items() if name not in whole}
     main = "attention_mask" if "attention_mask" in tensors else "input_ids"
     if main not in tensors or any(part.dim() != 2 for part in tensors[main]):
         raise NoSamples("there is no attention_mask of shape (samples, tokens)")
@@ -225,13 +241,13 @@ def _spans(
     real = _real(batch, key, members, counts_trailing)
     size = real.shape[1]
     if not real.any(axis=1).all():
-        raise NoSamples("a sample has no tokens at all")
+        raise OddSamples("a sample has no tokens at all")
     starts = real.argmax(axis=1)
     ends = size - real[:, ::-1].argmax(axis=1)
     if (real.sum(axis=1) != ends - starts).any():
-        raise NoSamples("an attention_mask has holes")
+        raise OddSamples("an attention_mask has holes")
     if starts.any() and (ends < size).any():
-        raise NoSamples("a batch is padded on both sides")
+        raise OddSamples("a batch is padded on both sides")
     return starts, ends, size
 
 
@@ -255,7 +271,7 @@ def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:
     places = np.arange(1, axis.width)
     inside = (places > axis.starts[:, None]) & (places < axis.ends[:, None])
     if (np.diff(joined["position_ids"].numpy(), axis=1)[inside] != 1).any():
-        raise NoSamples("position_ids do not count up by one")
+        raise OddSamples("position_ids do not count up by one")
 
 
 def _padding_of(name: str, parts: list[Tensor], found: list[Any]) -> Any:

@@ -1,0 +1,129 @@
+"""Updates unlike the one a plan was made for, or made first: what is trained must be what it is with speed="off"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from loopwright import Trainer
+from loopwright.speed.plan import FLAT, GROUPED
+from tests.speed.architectures import build, collate, samples
+from tests.speed.training import Run, train
+
+transformers = pytest.importorskip("transformers")
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Counting:
+    """A collator that knows how many batches it has made."""
+
+    def __init__(self, change: Any) -> None:
+        self.change, self.made = change, 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.change(collate(rows), self.made)
+        self.made += 1
+        return batch
+
+
+def same_losses(make: Any, data: Any, folder: Path, change: Any, **options: Any) -> Run:
+    options = {"kind": InOrder, "max_steps": 4, "learning_rate": 0.05, **options}
+    plain = train(make(), data, folder / "off", speed="off", data_collator=Counting(change), **options)
+    fast = train(make(), data, folder / "max", speed="max", data_collator=Counting(change), **options)
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
+    return fast
+
+
+def as_made(run: Run) -> list[bool]:
+    """For each update whether its micro-batches have the collator's rows; a laid out one has one row."""
+    return [update[0][0] > 1 for update in run.shapes]
+
+
+@pytest.mark.parametrize("holed", [(0,), (1, 2), (4,)])
+def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tmp_path: Path) -> None:
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        batch["attention_mask"][0, 1] = int(number not in holed)
+        return batch
+
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert run.plan.layout == FLAT, run.plan.lines()
+    odd = {number // 2 for number in holed}
+    assert as_made(run) == [update in odd for update in range(4)]
+
+
+def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
+    from loopwright.speed import conductor
+
+    monkeypatch.setattr(conductor, "LOOKS", 3)
+
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        batch["attention_mask"][0, 1] = 0
+        return batch
+
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert any("an attention_mask has holes" in line for line in run.plan.lines()), run.plan.lines()
+
+
+def on_the_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    missing = (batch["attention_mask"] == 0).sum(1).tolist()
+    return {
+        name: torch.stack([row.roll(by) for row, by in zip(values, missing, strict=True)])
+        for name, values in batch.items()
+    }
+
+
+def test_first_tokens_predicted_from_padding_are_counted_as_the_collator_has_them(tmp_path: Path) -> None:
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        if number < 2:  # what the plan is made from has no such targets
+            batch["labels"][:, 0] = -100
+        return on_the_left(batch)
+
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert run.plan.layout == FLAT and as_made(run) == [False, True, True, True]
+
+
+class WithNumbers(nn.Module):
+    """Classifies by its tokens and by twelve whole numbers of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.albert = build("albert", "class").albert
+        self.config, self.head = self.albert.config, nn.Linear(32 + 12, 3).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, numbers: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        first = self.albert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+        return {"loss": F.cross_entropy(self.head(torch.cat([first, numbers.to(first.dtype)], -1)), labels)}
+
+
+def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: Path) -> None:
+    lengths = [13 if i < 12 else 12 for i in range(48)]
+    data = [
+        {"input_ids": 3 + (7 * i + torch.arange(n if i % 3 else 6)) % 50, "labels": torch.tensor(i % 3)}
+        for i, n in enumerate(lengths)
+    ]
+
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        rows = len(batch["labels"])
+        return {**batch, "numbers": (torch.arange(12) * (1 + torch.arange(rows))[:, None] + number) % 5}
+
+    run = same_losses(WithNumbers, data, tmp_path, change, remove_unused_columns=False)
+    assert run.plan.layout == GROUPED and run.trainer._speed.state_dict()["whole"] == ["labels", "numbers"]
+
+
+def test_compiled_blocks_do_not_compile_again_for_every_number_of_samples(tmp_path: Path) -> None:
+    run = train(
+        build("llama", "causal"), samples(90, "causal"), tmp_path, speed="max", max_steps=6,
+        torch_compile=True, torch_compile_backend="aot_eager", learning_rate=0.05, per_device_train_batch_size=7,
+    )  # fmt: skip
+    assert run.plan.layout == FLAT
+    assert run.trainer.speed_report().numbers["recompiles"] <= 2
