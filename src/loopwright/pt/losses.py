@@ -212,7 +212,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
                     self.strategy.boundary()
                     return outputs[0].cpu()
                 inputs = self._prepare_inputs(inputs)
-                with self.compute_loss_context_manager():
+                with self.compute_loss_context_manager(), self._as_written():
                     model = self.strategy.unwrap(self.model_wrapped)
                     return self._compute_loss(model, inputs, num_items_in_batch=items)
             finally:
@@ -227,7 +227,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self._as_written():
                 loss = find_loss(self.strategy.unwrap(self.model_wrapped)(**self._for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 

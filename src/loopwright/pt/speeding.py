@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..core.batches import Update
 from ..core.overrides import is_overridden
 from ..notices import logger
 from ..speed.attention import HALF
-from ..speed.compiling import repeated_blocks
+from ..speed.compiling import as_written, repeated_blocks
 from ..speed.conductor import Conductor
 from ..speed.graphing import GraphedTraining
 from ..speed.graphs import cannot_capture
@@ -25,6 +25,7 @@ from ..speed.plan import SpeedPlan
 from ..speed.situation import Situation
 from .columns import innermost, without_wrappers
 from .devices import total_memory
+from .kinds import kind_of
 from .loss import check_loss, untouched_buffers
 from .precision import Autocast, Precision
 from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
@@ -208,10 +209,14 @@ class SpeedMethods:
     def _untouched(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
-            with untouched_rng(), untouched_buffers(self.model):
+            with untouched_rng(), untouched_buffers(self.model), self._as_written():
                 yield
         finally:
             self.is_probing = False
+
+    def _as_written(self) -> AbstractContextManager[Any]:
+        """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
+        return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
 
     def _learn_loss(self, batch: Any) -> bool:
         raise NotImplementedError

@@ -128,7 +128,7 @@ def _forward_kernel(
 
 
 def _queries_kernel(
-    Q, K, V, OUT, DO, LSE, INNER, DQ, borders, seed, documents, tokens, scale, drop,
+    Q, K, V, OUT, DO, DQ, LSE, INNER, borders, seed, documents, tokens, scale, drop,
     q_step, q_head, k_step, k_head, v_step, v_head, o_step, o_head, g_step, g_head, dq_step, dq_head,
     G: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, T: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DROP: tl.constexpr, ROOM: tl.constexpr, WIDE: tl.constexpr,
@@ -174,7 +174,7 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-    Q, K, V, DO, LSE, INNER, DK, DV, borders, seed, documents, tokens, scale, drop,
+    Q, K, V, DO, DK, DV, LSE, INNER, borders, seed, documents, tokens, scale, drop,
     q_step, q_head, k_step, k_head, v_step, v_head, g_step, g_head, dk_step, dk_head, dv_step, dv_head,
     G: tl.constexpr, SHARING: tl.constexpr, D: tl.constexpr, T: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DROP: tl.constexpr, ROOM: tl.constexpr, WIDE: tl.constexpr,

@@ -6,6 +6,8 @@ one compilation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,13 +64,36 @@ def compile_blocks(
         notices.tell_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
     names = {module: name for name, module in model.named_modules()}
     session = Compiled(notices, max_recompiles=max_recompiles)
-    session.begin(len(modules) or 1, short_rows=short_rows)
+    session.begin(len(modules) or 1, short_rows=short_rows, constant_numbers=have_equal_numbers(modules))
     for module in modules or [model]:
         module.compile(backend=backend or "inductor", mode=mode, dynamic=dynamic)
         call = CompiledCall(module, names[module] or "the model", session)
         session.calls.append(call)
         module._compiled_call_impl = call
     return session
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Without the compiled forms of a model and its parts: a few samples of another shape would each be compiled."""
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def have_equal_numbers(blocks: list[nn.Module]) -> bool:
+    """Whether the blocks of a class have the same scales, rates and the like."""
+    numbers: dict[type, list[float]] = {}
+    for block in blocks:
+        mine = [value for part in block.modules() for value in vars(part).values() if type(value) is float]
+        if numbers.setdefault(type(block), mine) != mine:
+            return False
+    return bool(blocks)
 
 
 class Compiled:
@@ -83,10 +108,11 @@ class Compiled:
         self._before: list[tuple[Any, str, Any]] = []
         self._kept = 0
 
-    def begin(self, blocks: int, *, short_rows: bool = False) -> None:
+    def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
         """Count compilations, under settings that keep them few."""
         self.counter.start()
-        for config, name, value in [*_settings(blocks), *(_one_fusion() if short_rows else [])]:
+        more = [*(_one_fusion() if short_rows else []), *(_constant_numbers() if constant_numbers else [])]
+        for config, name, value in [*_settings(blocks), *more]:
             if hasattr(config, name):
                 self._before.append((config, name, getattr(config, name)))
                 setattr(config, name, value)
@@ -185,6 +211,13 @@ def _one_fusion() -> list[tuple[Any, str, Any]]:
     import torch._inductor.config
 
     return [(torch._inductor.config.triton, "mix_order_reduction", False)]
+
+
+def _constant_numbers() -> list[tuple[Any, str, Any]]:
+    """Settings under which a block's numbers are constants: as unknowns they can make torch trace a block twice."""
+    import torch._dynamo
+
+    return [(torch._dynamo.config, "specialize_float", True)]
 
 
 def _first_line(error: Exception) -> str:

@@ -7,7 +7,9 @@ runs never differ. What is kept for the backward pass is one number per token an
 
 from __future__ import annotations
 
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -55,12 +57,15 @@ class Shape(NamedTuple):
 def has_kernel() -> bool:
     """Whether there is a GPU that runs these kernels, which torch knows from then on: NVIDIA's from Ampere on."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return False
     if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
         return False
     register()
+    # Triton builds what it launches with when that is asked for first: meanwhile something else can be done.
+    _UNDER_WAY.append(Thread(target=lambda: triton.runtime.driver.active.get_current_device(), daemon=True))
+    _UNDER_WAY[-1].start()
     return True
 
 
@@ -136,13 +141,10 @@ def _forward(
     drop: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     query, key, value = (_rows(each) for each in (query, key, value))
-    output, weights = _fake_forward(query, key, value, borders, seed, causal, window, scale, drop)
-    shape = Shape.of(query, key)
-    blocks = (query.shape[0] + shape.tokens - 1) // shape.tokens + borders.numel() - 1
-    _launch(
-        "forward", (blocks, shape.heads // shape.together), query, borders, (query, key, value, output),
-        (query, key, value, output, weights), seed, shape, causal, window, scale, drop,
-    )  # fmt: skip
+    output, weights = _fake_forward(query)
+    job = Job(Shape.of(query, key), borders, seed, causal, window, scale, drop)
+    _compile_ahead(job, query, key, value, output, weights)
+    job.launch("forward", (query, key, value, output), weights)
     return output, weights
 
 
@@ -152,24 +154,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gradient, query, key, value, output = (_rows(each) for each in (gradient, query, key, value, output))
     to_query, to_key, to_value = (_empty(each) for each in (query, key, value))
-    shape, documents, inner = Shape.of(query, key), borders.numel() - 1, torch.empty_like(weights)
-    rest = (seed, shape, causal, window, scale, drop)
-    blocks = (query.shape[0] + shape.tokens - 1) // shape.tokens + documents
-    _launch(
-        "queries", (blocks, shape.heads // shape.together), query, borders,
-        (query, key, value, output, gradient, to_query),
-        (query, key, value, output, gradient, weights, inner, to_query), *rest,
-    )  # fmt: skip
-    blocks = (query.shape[0] + TILE - 1) // TILE + documents
-    _launch(
-        "keys", (blocks, shape.key_heads), query, borders,
-        (query, key, value, gradient, to_key, to_value),
-        (query, key, value, gradient, weights, inner, to_key, to_value), *rest,
-    )  # fmt: skip
+    inner = torch.empty_like(weights)
+    job = Job(Shape.of(query, key), borders, seed, causal, window, scale, drop)
+    _await()
+    job.launch("queries", (query, key, value, output, gradient, to_query), weights, inner)
+    job.launch("keys", (query, key, value, gradient, to_key, to_value), weights, inner)
     return to_query, to_key, to_value
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, borders: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
@@ -186,16 +179,67 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _launch(
-    name: str, grid: tuple[int, int], query: Tensor, borders: Tensor, strided: tuple[Tensor, ...],
-    tensors: tuple[Tensor, ...], seed: Tensor, shape: Shape, causal: bool, window: int, scale: float, drop: float,
-) -> None:  # fmt: skip
-    documents, tokens = borders.numel() - 1, query.shape[0]
-    strides = [stride for tensor in strided for stride in tensor.stride()[:2]]
-    with torch.cuda.device_of(query):
-        kernels()[name][grid](
-            *tensors, borders, seed, documents, tokens, scale, drop, *strides,
-            G=shape.together, SHARING=shape.sharing, D=shape.size, T=shape.tokens, N=TILE, CAUSAL=causal,
-            WINDOW=window, DROP=drop > 0, ROOM=max(ROOM, 1 << (documents - 1).bit_length()),
-            WIDE=tokens * max(strides) >= 2**31, num_warps=WARPS, num_stages=STAGES[name][shape.size > 64],
-        )  # fmt: skip
+# ---- launching ------------------------------------------------------------------------------------------------------
+
+
+class Job(NamedTuple):
+    """What the kernels of one attention have in common."""
+
+    shape: Shape
+    borders: Tensor
+    seed: Tensor
+    causal: bool
+    window: int
+    scale: float
+    drop: float
+
+    def launch(self, name: str, tensors: tuple[Tensor, ...], *statistics: Tensor, only_compile: bool = False) -> None:
+        """Run a kernel: tensors of (tokens, heads, size), then statistics of (heads, tokens)."""
+        shape, query = self.shape, tensors[0]
+        documents, tokens = self.borders.numel() - 1, query.shape[0]
+        strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
+        per_block, heads = (TILE, shape.key_heads) if name == "keys" else (shape.tokens, shape.heads // shape.together)
+        grid = ((tokens + per_block - 1) // per_block + documents, heads)
+        kernel = kernels()[name]
+        with torch.cuda.device_of(query):
+            (partial(kernel.warmup, grid=grid) if only_compile else kernel[grid])(
+                *tensors, *statistics, self.borders, self.seed, documents, tokens, self.scale, self.drop, *strides,
+                G=shape.together, SHARING=shape.sharing, D=shape.size, T=shape.tokens, N=TILE, CAUSAL=self.causal,
+                WINDOW=self.window, DROP=self.drop > 0, ROOM=room_for(documents),
+                WIDE=tokens * max(strides) >= 2**31, num_warps=WARPS, num_stages=STAGES[name][shape.size > 64],
+            )  # fmt: skip
+
+
+def room_for(documents: int) -> int:
+    """The power of two of documents that a kernel is compiled for."""
+    return max(ROOM, 1 << (documents - 1).bit_length())
+
+
+_UNDER_WAY: list[Thread] = []
+_SEEN: set[Any] = set()
+
+
+def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: Tensor) -> None:
+    """Have the kernels of a new kind of backward pass compiled beside the forward one: they take a second each."""
+    kind = (job.shape, query.dtype, job.causal, job.window, job.drop > 0, room_for(job.borders.numel() - 1))
+    if kind in _SEEN:
+        return
+    _SEEN.add(kind)
+    _await()
+    kernels()
+    for name, tensors in (
+        ("queries", (query, key, value, output, output, query)),
+        ("keys", (query, key, value, output, key, value)),
+    ):
+        _UNDER_WAY.append(Thread(target=_quietly, args=(job, name, tensors, weights), daemon=True))
+        _UNDER_WAY[-1].start()
+
+
+def _await() -> None:
+    while _UNDER_WAY:
+        _UNDER_WAY.pop().join()
+
+
+def _quietly(job: Job, name: str, tensors: tuple[Tensor, ...], weights: Tensor) -> None:
+    with suppress(Exception):  # the launch that needs it says what is wrong
+        job.launch(name, tensors, weights, weights, only_compile=True)
