@@ -91,6 +91,18 @@ def test_first_tokens_predicted_from_padding_are_counted_as_the_collator_has_the
     assert run.plan.layout == FLAT and as_made(run) == [False, True, True, True]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_that_a_collator_has_flattened_have_attention_within_documents(kind: str, tmp_path: Path) -> None:
+    flatten = transformers.DataCollatorWithFlattening()
+    options: dict[str, Any] = {"data_collator": lambda rows: dict(flatten(rows)), "max_steps": 3, "learning_rate": 0.05}
+    plain, fast = (
+        train(build(kind, "causal"), samples(36, "causal"), tmp_path / speed, speed=speed, **options)
+        for speed in ("off", "max")
+    )
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert fast.plan.layout == FLAT and "the rows hold several samples" in fast.plan.lines()[0], fast.plan.lines()
+
+
 class WithNumbers(nn.Module):
     """Classifies by its tokens and by twelve whole numbers of each sample."""
 

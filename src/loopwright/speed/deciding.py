@@ -54,10 +54,11 @@ class Decision:
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
     def _choose_layout(self, reference: Reference, padding: float) -> None:
-        if padding <= 0:
+        if padding <= 0 and not self._samples.share_rows():
             self.plan.note("layouts", False, "there is too little padding to leave out")
             return
-        for name in LAYOUTS:
+        gain = f"{padding:.0%} of the tokens were padding" if padding > 0 else "the rows hold several samples already"
+        for name in LAYOUTS if padding > 0 else (FLAT,):
             layout = self._offered(name)
             if isinstance(layout, str):
                 self.plan.note(name, False, layout)
@@ -68,8 +69,7 @@ class Decision:
                 self.plan.note(name, False, proof.reason, proof.numbers)
                 continue
             self.layout, self.plan.layout = layout, name
-            reason = f"{padding:.0%} of the tokens were padding; {_same(proof)}"
-            self.plan.note(name, True, reason, proof.numbers)
+            self.plan.note(name, True, f"{gain}; {_same(proof)}", proof.numbers)
             return
 
     def _offered(self, name: str) -> Layout | str:

@@ -67,6 +67,13 @@ class Samples:
     def real_tokens(self) -> int:
         return int(sum(axis.lengths.sum() for axis in self.axes.values()))
 
+    def share_rows(self) -> bool:
+        """Whether positions begin anew within rows that have no mask: what a collator has flattened."""
+        axis, positions = self.axes[SOURCE], self.tensors.get("position_ids")
+        if positions is None or positions.dim() != 2 or "attention_mask" in self.tensors:
+            return False
+        return "position_ids" in axis.names and bool((positions[:, 1:] - positions[:, :-1] != 1).any())
+
     def first_targets_are_counted(self) -> bool:
         """Whether padding before a sample is asked for its first token, which it is not where nothing is before it."""
         axis, labels = self.axes[SOURCE], self.tensors.get("labels")
