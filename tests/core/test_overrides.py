@@ -15,6 +15,7 @@ from loopwright.core.overrides import (
     adapt,
     is_overridden,
     names_parameter,
+    reaches_ours,
     refuse_dead_overrides,
 )
 
@@ -108,3 +109,31 @@ def test_overridden_means_by_the_user() -> None:
     assert is_overridden(mine, "log") and not is_overridden(mine, "compute_loss")
     mine.compute_loss = lambda *args: None  # type: ignore[method-assign]
     assert is_overridden(mine, "compute_loss")
+
+
+def test_an_override_that_goes_on_to_ours_is_told_from_one_that_does_not() -> None:
+    class Goes(loopwright.Trainer):
+        def log(self, *args: Any) -> None:
+            super().log(*args)
+
+    class Stops(loopwright.Trainer):
+        def log(self, *args: Any) -> None: ...
+
+    class GoesToStops(Stops):
+        def log(self, *args: Any) -> None:
+            Stops.log(self, *args)
+
+    class Between(Goes):
+        """Overrides nothing."""
+
+    def bare(cls: type) -> Any:
+        return cls.__new__(cls)
+
+    assert reaches_ours(bare(Goes), "log") and reaches_ours(bare(Between), "log")
+    assert not reaches_ours(bare(Stops), "log") and not reaches_ours(bare(GoesToStops), "log")
+    assert reaches_ours(bare(loopwright.Trainer), "log")
+    mine = bare(Goes)
+    mine.log = functools.partial(print)
+    assert not reaches_ours(mine, "log")
+    mine.log = lambda *args: Goes.log(mine, *args)
+    assert reaches_ours(mine, "log")

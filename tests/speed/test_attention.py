@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loopwright.speed import document_attention
 from loopwright.speed.attention import AttentionRefused, Request, attend, one_by_one
 from loopwright.speed.documents import as_mask, borders_of
 
@@ -82,3 +83,39 @@ def test_attention_to_another_row_is_refused() -> None:
     documents = as_mask(borders_of(np.array([3])), 3)
     with pytest.raises(AttentionRefused, match="own row"):
         attend(nn.Module(), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), documents)
+
+
+# ---- our kernels, as far as they can be seen without a GPU (tests/gpu/test_attention_gpu.py runs them) ---------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "together"), [(32, 8, 4), (12, 12, 1), (14, 2, 1), (6, 2, 1), (32, 1, 4)]
+)
+def test_query_heads_that_share_keys_are_taken_together(heads: int, key_heads: int, together: int) -> None:
+    q, k = torch.empty(10, heads, 64), torch.empty(10, key_heads, 64)
+    shape = document_attention.Shape.of(q, k)
+    assert shape.together == together and shape.sharing % together == 0 and heads % together == 0
+    assert shape.tokens * together == document_attention.TILE
+
+
+def test_the_compiler_knows_what_the_operation_returns() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    document_attention.register()
+    with FakeTensorMode():
+        q = torch.empty(8, 30, 16, dtype=torch.bfloat16).transpose(0, 1).requires_grad_()
+        k, v = (torch.empty(30, 2, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        borders = torch.empty(5, dtype=torch.int32)
+        output = document_attention.attend(q, k, v, borders, causal=True, window=0, scale=0.1, drop=0.1)
+        found = torch.autograd.grad(output.sum(), (q, k, v))
+    assert output.shape == q.shape and output.dtype is torch.bfloat16 and output.is_contiguous()
+    assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
+
+
+def test_what_tiles_cannot_hold_is_left_to_others() -> None:
+    def takes(size: int, value_size: int | None = None, documents: int = 4) -> bool:
+        q, v = torch.empty(1, 2, 5, size), torch.empty(1, 2, 5, value_size or size)
+        return document_attention.takes(q, v, documents)
+
+    assert takes(64) and takes(128, documents=4096)
+    assert not (takes(80) or takes(256) or takes(64, 32) or takes(64, documents=5000))

@@ -16,7 +16,7 @@ import loopwright
 from loopwright.notices import Notices
 from loopwright.speed import compile_cache
 from loopwright.speed.compile_cache import cache_file, key_file, load_compile_cache, save_compile_cache
-from loopwright.speed.compiling import compile_blocks, repeated_blocks
+from loopwright.speed.compiling import as_written, compile_blocks, have_equal_numbers, repeated_blocks
 from loopwright.speed.recompiles import plain_reason
 from tests.pt import tiny
 from tests.pt.tiny import samples, trainer_of
@@ -455,3 +455,46 @@ def test_a_decoder_with_a_config_of_its_own_returns_no_cache() -> None:
     loopwright.Trainer(model, loopwright.TrainingArguments("run", use_cpu=True))
     assert [module.config.use_cache for module in (model, model.encoder, model.decoder)] == [False] * 3
     assert len(repeated_blocks(model)) == 4
+
+
+class Factor(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale, self.linear = scale, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+def traced(scales: list[float]) -> tuple[int, int]:
+    """How often blocks with these scales were traced, and how many graphs came of it."""
+    torch._dynamo.reset()
+    tries: list[Any] = []
+    model = nn.Sequential(nn.ModuleList(Factor(scale) for scale in scales))
+    session = compile_blocks(model, backend=lambda graph, inputs: tries.append(graph) or graph, dynamic=True,
+                             notices=Notices())  # fmt: skip
+    x = torch.ones(3, 4, requires_grad=True)
+    for block in model[0]:
+        x = block(x)
+    session.finish()
+    return len(tries), session.counter.compilations
+
+
+def test_numbers_that_blocks_have_in_common_are_constants() -> None:
+    assert have_equal_numbers([Factor(0.5), Factor(0.5)]) and not have_equal_numbers([Factor(0.5), Factor(0.7)])
+    assert not have_equal_numbers([])
+    assert traced([0.5] * 4) == (1, 1)
+    graphs, compilations = traced([0.5, 0.6, 0.7, 0.8])  # as unknowns they are one graph, or few
+    assert graphs <= 2 and compilations <= 2
+
+
+def test_what_is_only_tried_runs_as_it_is_written() -> None:
+    model = nn.Sequential(nn.ModuleList(Factor(0.5) for _ in range(2)))
+    session = compile_blocks(model, backend="eager", notices=Notices())
+    with pytest.raises(ZeroDivisionError), as_written(model):
+        assert all(block._compiled_call_impl is None for block in model[0])
+        model[0][0](torch.ones(3, 4))
+        raise ZeroDivisionError
+    assert session.counter.compilations == 0
+    assert [block._compiled_call_impl for block in model[0]] == session.calls
+    session.finish()
