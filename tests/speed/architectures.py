@@ -173,3 +173,30 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 def _padded(rows: list[torch.Tensor], value: int) -> torch.Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+def on_the_left(made: dict[str, Any]) -> dict[str, Any]:
+    """A batch padded on the right, padded on the left."""
+    for row, length in enumerate(made["attention_mask"].sum(1).tolist()):
+        for name in made:
+            if made[name].dim() > 1:
+                made[name][row] = made[name][row].roll(-length)
+    return made
+
+
+class WithFeatures(nn.Module):
+    """Classifies by its tokens and by twelve numbers of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.albert = build("albert", "class").albert
+        self.config, self.head = self.albert.config, nn.Linear(32 + 12, 3).double()
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, features: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        first = self.albert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
+        return {
+            "loss": nn.functional.cross_entropy(self.head(torch.cat([first, features.to(first.dtype)], -1)), labels)
+        }

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from loopwright import Trainer
 from loopwright.speed.plan import FLAT, GROUPED
-from tests.speed.architectures import build, collate, samples
-from tests.speed.training import Run, train
+from tests.speed.architectures import WithFeatures, build, collate, on_the_left, samples
+from tests.speed.training import InOrder, Run, train
 
 transformers = pytest.importorskip("transformers")
-
-
-class InOrder(Trainer):
-    def _get_train_sampler(self, *args: Any) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
 class Counting:
@@ -73,14 +66,6 @@ def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path,
     assert any("an attention_mask has holes" in line for line in run.plan.lines()), run.plan.lines()
 
 
-def on_the_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    missing = (batch["attention_mask"] == 0).sum(1).tolist()
-    return {
-        name: torch.stack([row.roll(by) for row, by in zip(values, missing, strict=True)])
-        for name, values in batch.items()
-    }
-
-
 def test_first_tokens_predicted_from_padding_are_counted_as_the_collator_has_them(tmp_path: Path) -> None:
     def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         if number < 2:  # what the plan is made from has no such targets
@@ -103,20 +88,6 @@ def test_rows_that_a_collator_has_flattened_have_attention_within_documents(kind
     assert fast.plan.layout == FLAT and "the rows hold several samples" in fast.plan.lines()[0], fast.plan.lines()
 
 
-class WithNumbers(nn.Module):
-    """Classifies by its tokens and by twelve whole numbers of each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.albert = build("albert", "class").albert
-        self.config, self.head = self.albert.config, nn.Linear(32 + 12, 3).double()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, numbers: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        first = self.albert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
-        return {"loss": F.cross_entropy(self.head(torch.cat([first, numbers.to(first.dtype)], -1)), labels)}
-
-
 def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: Path) -> None:
     lengths = [13 if i < 12 else 12 for i in range(48)]
     data = [
@@ -126,10 +97,10 @@ def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: 
 
     def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         rows = len(batch["labels"])
-        return {**batch, "numbers": (torch.arange(12) * (1 + torch.arange(rows))[:, None] + number) % 5}
+        return {**batch, "features": (torch.arange(12) * (1 + torch.arange(rows))[:, None] + number) % 5}
 
-    run = same_losses(WithNumbers, data, tmp_path, change, remove_unused_columns=False)
-    assert run.plan.layout == GROUPED and run.trainer._speed.state_dict()["whole"] == ["labels", "numbers"]
+    run = same_losses(WithFeatures, data, tmp_path, change, remove_unused_columns=False)
+    assert run.plan.layout == GROUPED and run.trainer._speed.state_dict()["whole"] == ["features", "labels"]
 
 
 def test_compiled_blocks_do_not_compile_again_for_every_number_of_samples(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from loopwright import Trainer
 from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
 from loopwright.speed.probe import gradient_distance
-from tests.speed.architectures import SIZES, build, collate, samples
-from tests.speed.training import Run, train
+from tests.speed.architectures import SIZES, WithFeatures, build, collate, on_the_left, samples
+from tests.speed.training import InOrder, Run, train
 
 transformers = pytest.importorskip("transformers")
 DATA = samples(36, "causal")
@@ -91,14 +91,6 @@ def test_positions_of_the_collator_are_kept_also_when_they_change(
     ]
     assert runs[1].plan.layout == layout
     assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-5)
-
-
-def on_the_left(made: dict[str, Any]) -> dict[str, Any]:
-    for row, length in enumerate(made["attention_mask"].sum(1).tolist()):
-        for name in made:
-            if made[name].dim() > 1:
-                made[name][row] = made[name][row].roll(-length)
-    return made
 
 
 class ChangingSides:
@@ -292,20 +284,6 @@ def test_a_loss_over_the_batch_leaves_the_head_as_it_is(tmp_path: Path) -> None:
     assert run.plan.layout == AS_MADE and run.plan.linear_loss, run.plan.lines()
 
 
-class WithFeatures(nn.Module):
-    """Classifies by its tokens and by twelve numbers of each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.albert = build("albert", "class").albert
-        self.config, self.head = self.albert.config, nn.Linear(32 + 12, 3).double()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, features: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        first = self.albert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0]
-        return {"loss": F.cross_entropy(self.head(torch.cat([first, features.to(first.dtype)], -1)), labels)}
-
-
 def test_as_many_features_as_tokens_are_still_features(tmp_path: Path) -> None:
     lengths = [13 if i < 12 else 12 for i in range(36)]  # the first update is another one than the rest
     data = [
@@ -319,10 +297,6 @@ def test_as_many_features_as_tokens_are_still_features(tmp_path: Path) -> None:
             **made,
             "features": torch.tensor([[sample["place"] * j % 7 / 7 for j in range(12)] for sample in batch]),
         }
-
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *args: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     options: dict[str, Any] = {"kind": InOrder, "data_collator": with_features, "remove_unused_columns": False,
                                "max_steps": 3, "learning_rate": 0.05}  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.speed.plan import SpeedPlan
@@ -29,6 +30,13 @@ class Run:
     @property
     def plan(self) -> SpeedPlan:
         return SpeedPlan() if self.trainer._speed is None else self.trainer._speed.plan
+
+
+class InOrder(Trainer):
+    """Samples in the order of the data."""
+
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return SequentialSampler(self.train_dataset)
 
 
 class _Watch(TrainerCallback):

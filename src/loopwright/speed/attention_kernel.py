@@ -15,6 +15,7 @@ place_of: Any = None
 is_seen: Any = None
 is_kept: Any = None
 
+
 @cache
 def kernels() -> dict[str, Any]:
     """The compiled-on-first-use kernels."""

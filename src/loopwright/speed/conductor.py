@@ -205,7 +205,7 @@ class Conductor:
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float) -> None:
         here, real = self._here, samples.real_tokens
-        if here.why_not_compile is None and not here.is_pair and self._pays_to_compile(real):
+        if self._wants_compiling(real) and here.why_not_compile is None and not here.is_pair:
             get_ready()
         decision = Decision(here, samples)
         self.plan = decision.make(padding=padding)
@@ -235,14 +235,15 @@ class Conductor:
             reason = "groups change in number and length, which takes many compilations"
         if reason is None and self.plan.activations == "full":
             reason = "whole blocks are recomputed"
-        if reason is None and not (self._pays_to_compile(tokens) or here.level == "max"):
+        if reason is None and not self._wants_compiling(tokens):
             reason = "the run is too short to make up for compiling"
         self.plan.compiled, self.plan.short_rows = reason is None, tokens < SHORT_ROW
         self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
 
-    def _pays_to_compile(self, tokens: int) -> bool:
+    def _wants_compiling(self, tokens: int) -> bool:
         here = self._here
-        return pays_to_compile(tokens * here.operations_per_token * here.updates_left(), here.device.type)
+        operations = tokens * here.operations_per_token * here.updates_left()
+        return here.on_gpu and (here.level == "max" or pays_to_compile(operations, here.device.type))
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
         self._layout, self._head = layout, head
@@ -314,7 +315,7 @@ class Conductor:
             # What the collator's own batches take fits: the user asked for it.
             budget = max(padded_tokens([batch], samples) for batch in batches)
             if plan.fill and plan.layout in (FLAT, UNPADDED):
-                budget = max(budget, GROUP_TOKENS)
+                budget = max(budget, GROUP_TOKENS)  # and not a longer row: what it takes has not been measured
         # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
         overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
         return Limits(budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor)

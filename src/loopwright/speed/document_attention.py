@@ -2,7 +2,8 @@
 
 A program takes a few tokens of one document with all the query heads that share a key head: keys are read once for all
 of them, little of a tile lies outside a short document, and the gradient of a key is summed in one place, so that two
-runs never differ. What is kept for the backward pass is one number per token and head.
+runs never differ. What is kept for the backward pass is one number per token and head: the sum of its
+exponentials, as a logarithm.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ def takes(query: Tensor, value: Tensor, documents: int) -> bool:
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-SIGNATURE = "Tensor query, Tensor key, Tensor value, Tensor borders, Tensor seed{more}, bool causal, int window, "
-SIGNATURE += "float scale, float drop"
+SIGNATURE = (
+    "Tensor query, Tensor key, Tensor value, Tensor borders, Tensor seed{more}, bool causal, int window, float scale, "
+    "float drop"
+)
 _LIBRARY: list[torch.library.Library] = []
 
 
@@ -87,15 +90,15 @@ def register() -> None:
     """Make the operation known to torch and to its compiler."""
     library = torch.library.Library("loopwright", "FRAGMENT")
     _LIBRARY.append(library)  # what it defines goes with it
-    saved = SIGNATURE.format(more=", Tensor output, Tensor weights")
+    saved = SIGNATURE.format(more=", Tensor output, Tensor sums")
     library.define(f"document_attention({SIGNATURE.format(more='')}) -> (Tensor, Tensor)")
     library.define(f"document_attention_backward(Tensor gradient, {saved}) -> (Tensor, Tensor, Tensor)")
-    for name, run, fake in (
-        ("document_attention", _forward, _fake_forward),
-        ("document_attention_backward", _backward, _fake_backward),
+    for name, run, empty in (
+        ("document_attention", _forward, _empty_forward),
+        ("document_attention_backward", _backward, _empty_backward),
     ):
         library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"loopwright::{name}", fake, lib=library)
+        torch.library.register_fake(f"loopwright::{name}", empty, lib=library)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.save_for_backward(*inputs[:5], *output)
@@ -113,8 +116,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output, weights = _forward(*inputs)
-        ctx.save_for_backward(*inputs[:5], output, weights)
+        output, sums = _forward(*inputs)
+        ctx.save_for_backward(*inputs[:5], output, sums)
         ctx.rest = inputs[5:]
         return output
 
@@ -141,32 +144,32 @@ def _forward(
     drop: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     query, key, value = (_rows(each) for each in (query, key, value))
-    output, weights = _fake_forward(query)
+    output, sums = _empty_forward(query)
     job = Job(Shape.of(query, key), borders, seed, causal, window, scale, drop)
-    _compile_ahead(job, query, key, value, output, weights)
-    job.launch("forward", (query, key, value, output), weights)
-    return output, weights
+    _compile_ahead(job, query, key, value, output, sums)
+    job.launch("forward", (query, key, value, output), sums)
+    return output, sums
 
 
 def _backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, seed: Tensor, output: Tensor,
-    weights: Tensor, causal: bool, window: int, scale: float, drop: float,
+    sums: Tensor, causal: bool, window: int, scale: float, drop: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     gradient, query, key, value, output = (_rows(each) for each in (gradient, query, key, value, output))
-    to_query, to_key, to_value = (_empty(each) for each in (query, key, value))
-    inner = torch.empty_like(weights)
+    to_query, to_key, to_value = _empty_backward(gradient, query, key, value)
+    inner = torch.empty_like(sums)
     job = Job(Shape.of(query, key), borders, seed, causal, window, scale, drop)
     _await()
-    job.launch("queries", (query, key, value, output, gradient, to_query), weights, inner)
-    job.launch("keys", (query, key, value, gradient, to_key, to_value), weights, inner)
+    job.launch("queries", (query, key, value, output, gradient, to_query), sums, inner)
+    job.launch("keys", (query, key, value, gradient, to_key, to_value), sums, inner)
     return to_query, to_key, to_value
 
 
-def _fake_forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _empty_forward(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return _empty(query), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
 
 
-def _fake_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _empty_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return _empty(query), _empty(key), _empty(value)
 
 
@@ -219,7 +222,7 @@ _UNDER_WAY: list[Thread] = []
 _SEEN: set[Any] = set()
 
 
-def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, weights: Tensor) -> None:
+def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor) -> None:
     """Have the kernels of a new kind of backward pass compiled beside the forward one: they take a second each."""
     kind = (job.shape, query.dtype, job.causal, job.window, job.drop > 0, room_for(job.borders.numel() - 1))
     if kind in _SEEN:
@@ -231,7 +234,7 @@ def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: 
         ("queries", (query, key, value, output, output, query)),
         ("keys", (query, key, value, output, key, value)),
     ):
-        _UNDER_WAY.append(Thread(target=_quietly, args=(job, name, tensors, weights), daemon=True))
+        _UNDER_WAY.append(Thread(target=_quietly, args=(job, name, tensors, sums), daemon=True))
         _UNDER_WAY[-1].start()
 
 
@@ -240,6 +243,6 @@ def _await() -> None:
         _UNDER_WAY.pop().join()
 
 
-def _quietly(job: Job, name: str, tensors: tuple[Tensor, ...], weights: Tensor) -> None:
+def _quietly(job: Job, name: str, tensors: tuple[Tensor, ...], sums: Tensor) -> None:
     with suppress(Exception):  # the launch that needs it says what is wrong
-        job.launch(name, tensors, weights, weights, only_compile=True)
+        job.launch(name, tensors, sums, sums, only_compile=True)
