@@ -10,7 +10,6 @@ own took more than before, on a GPU the allocator's peak.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -124,8 +123,8 @@ def main() -> None:
     for name, found in results.items():
         print(f"{name:<8}{found['ms']:9.1f} ms {found['mib']:9.0f} MiB   {found['apart']:.1g} apart  {found['status']}")
     told = {name: value for name, value in vars(options).items() if name not in ("json", "memory_of")}
-    content = {**described(), "benchmark": "linear-loss", "options": json.loads(json.dumps(told)), "results": results}
-    write_json(options.json or default_file("linear-loss"), content)
+    content = {**described(), "benchmark": "linear-loss", "options": told, "results": results}
+    write_json(options.json or default_file(f"linear-loss-{options.dtype}"), content)
 
 
 if __name__ == "__main__":
