@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 
 from ..core.batches import Update
-from .loss import LossKind, LossProbe, check_loss, count_samples, count_targets
+from .loss import LossKind, LossProbe, check_loss, count_samples, count_targets, find_targets
 from .oom import is_out_of_memory, split_all
+from .shapes import IGNORED
+
+ENOUGH_TOKENS = 16_384
+"""Tokens that tell what a loss is; the logits of a very long row would take more memory than training it."""
 
 
 class LossAccounting:
@@ -53,8 +57,17 @@ class LossAccounting:
     def learn(self, inputs: Any, probe: LossProbe) -> None:
         """Compute the loss of one batch a few times to see which targets it counts and how it is scaled.
 
-        A batch may be unable to tell; then the next one is asked.
+        A batch may be unable to tell; then the next one is asked. Of a very long one a part is.
         """
+        part = _part_of(inputs, self.label_names)
+        if part is not inputs:
+            try:
+                return self._learn_or_halve(part, probe)
+            except Exception:  # a model may want its samples whole
+                pass
+        self._learn_or_halve(inputs, probe)
+
+    def _learn_or_halve(self, inputs: Any, probe: LossProbe) -> None:
         while True:
             try:
                 return self._learn(inputs, probe)
@@ -147,6 +160,25 @@ class LossAccounting:
         if isinstance(count, Tensor):  # a whole number would be divided in single precision
             count = count.to(torch.promote_types(loss.dtype, torch.float32))
         return count
+
+
+def _part_of(inputs: Any, label_names: list[str]) -> Any:
+    """Not many more tokens of a batch than are enough: a few of its rows, or of its only row the end of its targets."""
+    targets = find_targets(inputs, label_names)
+    if targets is None or targets.dim() != 2 or targets.numel() <= ENOUGH_TOKENS:
+        return inputs
+    if len(targets) > 1:
+        return _part_of(split_all([inputs], 2)[0], label_names)
+    width, counted = targets.shape[1], (targets[0] != IGNORED).nonzero()
+    if any(width in value.shape[2:] for value in inputs.values() if isinstance(value, Tensor)):
+        return inputs  # a mask of every token with every other, say
+    end = max(int(counted.max()) + 1, ENOUGH_TOKENS) if len(counted) else width
+
+    def cut(value: Any) -> Any:
+        is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == width
+        return value[:, end - ENOUGH_TOKENS : end] if is_along else value
+
+    return {name: cut(value) for name, value in inputs.items()}
 
 
 def _one_if_none(count: Any) -> Any:

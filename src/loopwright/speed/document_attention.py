@@ -22,7 +22,7 @@ from .attention_kernel import kernels
 
 SIZES = (16, 32, 64, 128)
 """Sizes of a head that fill tiles without a rest."""
-ROOM, MOST_DOCUMENTS = 64, 4096
+ROOM, MOST_DOCUMENTS = 128, 4096
 """Every program looks its document up among all of them: kernels are compiled for so many, and not for more."""
 TILE = 64
 """Rows of queries, and of keys, of a tile; a row is a token for one head."""
