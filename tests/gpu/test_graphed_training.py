@@ -255,14 +255,41 @@ def test_hooks_and_several_shapes() -> None:
     model.bert.pooler.register_forward_hook(lambda *_: None)
     trainer, _, _ = train(model, fixed(512))
     say(f"bert with a hook: graphs: {graphs_of(trainer)}")
-    assert "has hooks" in graphs_of(trainer)
+    assert "a hook on bert.pooler" in graphs_of(trainer)
     data = [{name: value[: (32, 64, 128)[n // 16 % 3]] if value.dim() else value for name, value in row.items()}
             for n, row in enumerate(fixed(960))]  # fmt: skip
     options = {"train_sampling_strategy": "sequential"}
     _, slow, _ = train(bert(0.0), data, speed="off", **options)
     trainer, fast, _ = train(bert(0.0), data, **options)
     say(f"bert, three lengths: graphs {graphs_of(trainer)}, losses differ by {apart(fast, slow):.1e}")
-    assert graphs_of(trainer) == "on" and apart(fast, slow) < 1e-4
+    assert graphs_of(trainer) == "on" and apart(fast, slow) < 5e-3
+
+
+def uneven(count: int) -> list[dict[str, Any]]:
+    """Samples of many lengths, most of them short."""
+    draws = torch.Generator().manual_seed(1)
+    lengths = (torch.rand(count, generator=draws) ** 3 * (LENGTH - 8)).long() + 8
+    return [{"input_ids": row["input_ids"][:length], "labels": row["labels"]}
+            for row, length in zip(fixed(count), lengths.tolist(), strict=True)]  # fmt: skip
+
+
+def test_rows_of_a_few_lengths() -> None:
+    data, options = uneven(2048), {"data_collator": collate, "max_steps": 60}
+    Clock.first, Clock.last = 40, 60
+    try:
+        compare(bert(0.0), data, 5e-3, "bert, uneven, dropout 0, bf16", **options)
+        compare(bert(0.1), data, 0.15, "bert, uneven, dropout 0.1, bf16", **options)
+    finally:
+        Clock.first, Clock.last = 10, 30
+    folder = tempfile.mkdtemp()
+    options |= {"save_strategy": "steps", "save_steps": 20}
+    whole, losses, _ = train(bert(0.1), data, folder, **options)
+    rest, again, _ = train(bert(0.1), data, folder, resume=f"{folder}/checkpoint-20", **options)
+    assert whole._speed.plan.few_shapes and rest._speed.plan.few_shapes
+    pairs = zip(whole.model.state_dict().values(), rest.model.state_dict().values(), strict=True)
+    exact, off = all(torch.equal(a, b) for a, b in pairs), apart(again[-40:], losses[-40:])
+    say(f"bert, uneven: resumed at 20: losses differ by {off:.1e}, weights bit for bit: {exact}")
+    assert off < 1e-3
 
 
 # ---- token budgets ---------------------------------------------------------------------------------------------------
@@ -283,7 +310,8 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True, padding_value=value)
 
     ids = pad("input_ids", 0)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": pad("labels", -100)}
+    labels = pad("labels", -100) if rows[0]["labels"].dim() else torch.stack([row["labels"] for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 
 def t5() -> nn.Module:

@@ -19,9 +19,9 @@ from loopwright import Trainer, TrainerCallback
 from loopwright.core.batches import Update
 from loopwright.speed.conductor import GRAPHS
 from loopwright.speed.graphing import GraphedTraining, operations_of, share_of
-from loopwright.speed.plan import AS_MADE, SpeedPlan
+from loopwright.speed.plan import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, samples
-from tests.speed.training import Run, train
+from tests.speed.training import InOrder, Run, train
 
 pytest.importorskip("transformers")
 LENGTH = 12
@@ -191,9 +191,10 @@ def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkey
     assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._speed.is_idle
 
 
-def test_a_layout_that_leaves_padding_out_comes_first(tmp_path: Any, recorder: Recorder) -> None:
-    run = train(build("bert", "class"), samples(48, "class"), tmp_path, max_steps=4, speed="max")
-    assert run.plan.layout != AS_MADE and not run.plan.graphed and recorder.recorded == 0
+def test_groups_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
+    """They have many shapes, and leave more padding out than a graph would gain."""
+    run = train(build("t5", "pair"), samples(48, "pair"), tmp_path, max_steps=4, speed="max")
+    assert run.plan.layout in IN_GROUPS and not run.plan.graphed and recorder.recorded == 0
 
 
 def test_large_computations_and_short_runs_are_not_recorded(
@@ -242,6 +243,77 @@ def test_micro_batches_without_targets_run_as_they_are(tmp_path: Any, recorder: 
     run = train(build("llama", "causal"), data, tmp_path, **options)
     assert run.plan.graphed and 0 < recorder.replays < 17
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+# ---- rows of a few lengths ---------------------------------------------------------------------------------------
+
+
+ROWS = {"max_steps": 16, "gradient_accumulation_steps": 1, "learning_rate": 0.1}
+
+
+def uneven(task: str, count: int = 96) -> list[dict[str, Any]]:
+    """Samples of many lengths, the longest of them late."""
+    return sorted(samples(count, task, longest=60), key=lambda sample: len(sample["input_ids"]) > 50)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "layout"),
+    [("bert", "class", UNPADDED), ("roberta", "class", UNPADDED), ("bert", "tokens", FLAT), ("llama", "causal", FLAT)],
+)
+def test_rows_are_graphs_of_a_few_lengths(
+    kind: str, task: str, layout: str, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(speed_plan.PER_LAUNCH, "cpu", 1e-3)
+    data = uneven(task)
+    plain = train(build(kind, task), data, tmp_path, speed="off", kind=InOrder, **ROWS)
+    run = train(build(kind, task), data, tmp_path, kind=InOrder, **ROWS)
+    assert run.plan.layout == layout and run.plan.few_shapes, run.plan.lines()
+    assert 0 < recorder.recorded <= 4 and recorder.replays > 8
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    for name, value in plain.trainer.model.state_dict().items():
+        torch.testing.assert_close(run.trainer.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [1, 5, 10, 15])
+def test_a_resumed_run_records_rows_when_the_whole_one_did(start: int, tmp_path: Any, recorder: Recorder) -> None:
+    """With dropout, whose draws follow the shapes, to the last bit."""
+    options: dict[str, Any] = {**ROWS, "save_strategy": "steps", "save_steps": 1, "kind": InOrder}
+    data = uneven("class")
+    whole = train(dropping("bert", "class"), data, tmp_path, **options)
+    replays, recorder.replays = recorder.replays, 0
+    rest = train(dropping("bert", "class"), data, tmp_path, resume=str(tmp_path / f"checkpoint-{start}"), **options)
+    assert whole.plan.few_shapes and rest.plan == whole.plan and exact(whole, rest)
+    assert rest.trainer._speed.state_dict() == whole.trainer._speed.state_dict()
+    assert 0 < recorder.replays <= replays
+
+
+def test_rows_that_cannot_be_recorded_are_rows_still(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(function: Any) -> Any:
+        raise RuntimeError("not while recording")
+
+    data = uneven("class")
+    plain = train(build("bert", "class"), data, tmp_path, speed="off", kind=InOrder, **ROWS)
+    monkeypatch.setattr(Trainer, "graph_recorder", staticmethod(fails))
+    run = train(build("bert", "class"), data, tmp_path, kind=InOrder, **ROWS)
+    assert run.plan.layout == UNPADDED and not run.plan.graphed and reason_of(run) == "not while recording"
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_filling_that_changes_the_model_is_no_graph(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills rows up is proved to count for nothing."""
+    import loopwright.speed.layouts as layouts
+
+    def spoil(batch: dict[str, Any], axis: Any, width: int) -> None:
+        spoiled.append(batch["input_ids"][0, 0].fill_(1))
+
+    spoiled: list[Any] = []
+    monkeypatch.setattr(layouts, "_widen", spoil)
+    run = train(build("bert", "class"), uneven("class"), tmp_path, **ROWS)
+    assert spoiled and run.plan.layout == UNPADDED and not run.plan.graphed and recorder.recorded == 0
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -184,3 +185,26 @@ def test_documents_survive_as_a_mask() -> None:
 @given(st.integers(1, 100_000))
 def test_filling_costs_little(tokens: int) -> None:
     assert -tokens % filling(tokens) <= max(64, tokens / 31)
+
+
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.integers(0, 30))
+def test_rows_of_a_few_lengths_hold_every_token_once(lengths: list[int], size: int, flat: bool, wider: int) -> None:
+    samples = apart(lengths, size)
+    limits = Limits(10_000, 0, few_shapes=True, width=max(lengths) + wider)
+    lay = partial(lay_flat, shifts=False) if flat else lay_unpadded
+    (batch,) = lay(samples, limits, fill=True).batches
+    total, borders = sum(lengths), batch[BORDERS]
+    row = batch["input_ids"][0] if flat else batch[PLACES]
+    assert len(row) == -(-total // filling(total, 8)) * filling(total, 8) and len(row) <= total + max(64, total / 7)
+    assert torch.diff(borders)[: len(lengths)].tolist() == lengths and borders[-1] == len(row)
+    assert len(borders) % 64 == 1 and batch[LONGEST] >= max(lengths)
+    if flat:
+        assert (batch["labels"][0, total:] == -100).all()
+        return
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    assert ids.shape == mask.shape == batch["labels"].shape == (len(lengths), max(lengths) + wider)
+    assert torch.equal(ids.flatten()[row[:total]], samples.tensors["input_ids"][samples.tensors["attention_mask"] > 0])
+    assert (row[total:] == ids.numel()).all(), "behind the last place of the batch"
+    assert (batch["labels"][mask == 0] == -100).all()
+    if samples.tensors["attention_mask"].shape[1] > min(lengths):  # the collator has padded
+        assert len(ids[mask == 0].unique()) <= 1

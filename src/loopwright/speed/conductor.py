@@ -19,21 +19,21 @@ from .layouts import Limits, padded_tokens
 from .pending import PendingHead
 from .plan import (
     AS_MADE,
-    FLAT,
     GROUP_TOKENS,
     IN_GROUPS,
+    IN_ROWS,
     SHORT_ROW,
     UNPADDED,
     SpeedPlan,
     is_worth_it,
     pays_to_compile,
 )
-from .samples import NoSamples, OddSamples, Samples, take_apart
+from .samples import SOURCE, NoSamples, OddSamples, Samples, take_apart
 from .situation import Situation
 
 LOOKS = 20
 """Updates looked at before it is settled that their padding is not worth anything."""
-GRAPHS = "micro-batches as CUDA graphs"
+GRAPHS, COMPILED = "micro-batches as CUDA graphs", "compiled blocks"
 
 PACKED_LOOKS = 5
 """Updates that may come without padding before packed samples are believed to have none."""
@@ -59,6 +59,10 @@ class Conductor:
         self._last: tuple[list[Any], Samples] | None = None
         """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
         self._undo: list[Callable[[], None]] = []
+        self._widest = 0
+        """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
+        self._tokens = 0
+        """The real tokens of the update that decided."""
         self._whole: set[str] = set()
         """Entries of batches that were seen to run along no tokens."""
         self._graph_choice = GraphChoice(situation)
@@ -90,11 +94,20 @@ class Conductor:
 
     def _lay(self, update: Update, batches: list[Any], samples: Samples) -> None:
         assert self._layout is not None
+        if self.plan.few_shapes:
+            self._look_at_widths(samples)
         limits = self._limits(batches, samples)
         laid = self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill)
         update.batches = laid.batches
         update.real_tokens, update.computed_tokens = samples.real_tokens, laid.computed_tokens
         update.squared_lengths = samples.squared_lengths
+
+    def _look_at_widths(self, samples: Samples) -> None:
+        longest = int(samples.axes[SOURCE].ends.max())
+        if longest > self._widest:
+            self._widest = longest
+            if self._graphed is not None and self.plan.layout == UNPADDED:
+                self._graphed.step.forget()
 
     @property
     def is_laid(self) -> bool:
@@ -144,7 +157,8 @@ class Conductor:
         batch = update.batches[index]
         if self._layout is None or not self.is_laid:
             return batch
-        return self._layout.for_model(self._here.put(batch))
+        batch = self._here.put(batch)
+        return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph does that inside
 
     def rearrange(self, update: Update) -> bool:
         """Lay an update out in micro-batches half as large, after memory ran out; returns whether that is possible."""
@@ -205,6 +219,7 @@ class Conductor:
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float) -> None:
         here, real = self._here, samples.real_tokens
+        self._tokens = real
         if self._wants_compiling(real) and here.why_not_compile is None and not here.is_pair:
             get_ready()
         decision = Decision(here, samples)
@@ -219,11 +234,20 @@ class Conductor:
                 head=decision.head,
                 prove=decision.prove_recomputing,
             )
-        self._note_graphs(self._graph_choice.why_not(self.plan, batches))
+        self._choose_graphs(decision, batches, samples)
         self._choose_compiling(real)
         self._carry_out(decision.layout, decision.head)
         self._announce(self.plan)
         return self._tell_no_budget(padding)
+
+    def _choose_graphs(self, decision: Decision, batches: list[Any], samples: Samples) -> None:
+        row = min(samples.real_tokens, self._limits(batches, samples).budget)
+        reason = self._graph_choice.why_not(self.plan, batches, row=row)
+        if reason is None and self.plan.layout in IN_ROWS:
+            self.plan.graphed = True
+            proof = decision.prove_few_shapes()
+            reason = None if proof.accepted else f"with rows of a few lengths {proof.reason}"
+        self._note_graphs(reason)
 
     def _choose_compiling(self, tokens: int) -> None:
         """Compile where a GPU has enough left to compute."""
@@ -238,7 +262,8 @@ class Conductor:
         if reason is None and not self._wants_compiling(tokens):
             reason = "the run is too short to make up for compiling"
         self.plan.compiled, self.plan.short_rows = reason is None, tokens < SHORT_ROW
-        self.plan.note("compiled blocks", reason is None, reason or "one compilation for all lengths")
+        self.plan.forget(COMPILED)
+        self.plan.note(COMPILED, reason is None, reason or "one compilation for all lengths")
 
     def _wants_compiling(self, tokens: int) -> bool:
         here = self._here
@@ -254,6 +279,8 @@ class Conductor:
         if self.plan.graphed and self._here.graph is not None:
             self._graphed = self._here.graph()
             self._undo.append(self._graphed.close)
+            if layout is not None:
+                self._graphed.take_rows(layout.for_model)
         self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
         self.is_idle = not self.is_active
 
@@ -269,12 +296,17 @@ class Conductor:
         if reason is None:
             plan.made_for = here.described()
         if reason is None or here.on_gpu:
-            plan.note(GRAPHS, plan.graphed, reason or "launching takes longer than computing, and shapes repeat")
+            repeat = "rows are filled up to a few lengths" if plan.few_shapes else "shapes repeat"
+            plan.note(GRAPHS, plan.graphed, reason or f"launching takes longer than computing, and {repeat}")
 
     def give_up_graphs(self, reason: str) -> None:
         """Micro-batches turned out to be no graphs: the run goes on without, and so does whoever resumes it."""
         self.plan.graphed = False
         self.plan.take_back(GRAPHS, reason)
+        if self._tokens:
+            self._choose_compiling(self._tokens)
+        if self.plan.compiled:
+            self._here.compile(self.plan.short_rows)
         self._announce(self.plan)
 
     def _is_large(self, batches: list[Any]) -> bool:
@@ -314,11 +346,14 @@ class Conductor:
         if not budget:
             # What the collator's own batches take fits: the user asked for it.
             budget = max(padded_tokens([batch], samples) for batch in batches)
-            if plan.fill and plan.layout in (FLAT, UNPADDED):
+            if plan.fill and plan.layout in IN_ROWS:
                 budget = max(budget, GROUP_TOKENS)  # and not a longer row: what it takes has not been measured
         # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
         overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
-        return Limits(budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor)
+        return Limits(
+            budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor, few_shapes=plan.few_shapes,
+            width=self._widest,
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Leave the model as it was found."""
@@ -330,7 +365,10 @@ class Conductor:
     def state_dict(self) -> dict[str, Any]:
         plan = self.plan.as_dict() if self.is_decided else None
         shapes = sorted(self._graph_choice.shapes)
-        return {"looks": self._looks, "shapes": shapes, "whole": sorted(self._whole), "plan": plan}
+        seen = {"shapes": shapes, "whole": sorted(self._whole), "widest": self._widest, "tokens": self._tokens}
+        if self._graphed is not None:
+            seen["times"] = dict(self._graphed.step.times)
+        return {"looks": self._looks, **seen, "plan": plan}
 
     def follow(self, state: dict[str, Any]) -> None:
         """Do what another process of this run has decided, or nothing where that is impossible here."""
@@ -346,6 +384,7 @@ class Conductor:
         self._looks = state.get("looks", 0)
         self._graph_choice.shapes = set(state.get("shapes", ()))
         self._whole = set(state.get("whole", ()))
+        self._widest, self._tokens = state.get("widest", 0), state.get("tokens", 0)
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
         if plan is None or (plan.changes_anything and plan.made_for != self._here.described()):
             return
@@ -358,3 +397,5 @@ class Conductor:
             return
         self.plan = plan
         self._carry_out(layout, None if head is None else PendingHead(head))
+        if self._graphed is not None:
+            self._graphed.step.times.update(state.get("times", {}))

@@ -15,7 +15,7 @@ from .layouts import Limits
 from .pending import PendingHead
 from .plan import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
 from .probe import Candidate, Prober, Proof, Reference, Refused
-from .samples import Samples, few_of
+from .samples import SOURCE, Samples, few_of
 from .situation import Situation
 
 PROBE_SAMPLES, PROBE_TOKENS = 4, 256
@@ -109,7 +109,8 @@ class Decision:
         here, plan = self._here, self.plan
         if layout is None:
             return [here.put(samples.padded())]
-        limits = replace(limits, round_to=plan.round_to)
+        widest = int(samples.axes[SOURCE].width) if SOURCE in samples.axes else 0
+        limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest)
         laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
         return [here.put(batch) for batch in laid.batches]
 
@@ -143,7 +144,12 @@ class Decision:
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
         self.plan.note(proof.name, proof.accepted, reason, proof.numbers)
 
-    # ---- recomputing ------------------------------------------------------------------------------------------------
+    # ---- graphs and recomputing -------------------------------------------------------------------------------------
+
+    def prove_few_shapes(self) -> Proof:
+        """Whether the model is the same when its rows are filled up to a few lengths, as the plan says now."""
+        assert self.reference is not None
+        return self._proved(self._with("rows of a few lengths", self.head), self.reference)
 
     def prove_recomputing(self, policy: str) -> Proof:
         """Whether the model is the same when activations are recomputed, with all else that was chosen in place."""

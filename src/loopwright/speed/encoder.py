@@ -18,7 +18,7 @@ class UnpaddedEncoder:
     def __init__(self, encoder: nn.Module) -> None:
         self.encoder = encoder
         self.places: Tensor | None = None
-        """Which tokens of the padded batch are real; None leaves the encoder as it is."""
+        """Which tokens of the padded batch are real, one behind the last for none; None leaves the encoder as it is."""
         self._forward = encoder.forward
 
     def install(self) -> None:
@@ -31,7 +31,8 @@ class UnpaddedEncoder:
         if self.places is None:
             return self._forward(hidden_states, *args, **kwargs)
         rows, width, size = hidden_states.shape
-        row = hidden_states.reshape(rows * width, size).index_select(0, self.places).unsqueeze(0)
+        row = hidden_states.reshape(rows * width, size).index_select(0, self.places.clamp_max(rows * width - 1))
+        row = row.unsqueeze(0)
         return self._padded(self._forward(row, *args, **kwargs), rows, width)
 
     def _padded(self, output: Any, rows: int, width: int) -> Any:
@@ -43,8 +44,8 @@ class UnpaddedEncoder:
         return output
 
     def _spread(self, row: Tensor, rows: int, width: int) -> Tensor:
-        padded = row.new_zeros(rows * width, row.shape[-1])
-        return padded.index_copy(0, self.places, row.squeeze(0)).view(rows, width, -1)
+        padded = row.new_zeros(rows * width + 1, row.shape[-1])
+        return padded.index_copy(0, self.places, row.squeeze(0))[:-1].view(rows, width, -1)
 
 
 def find_encoder(model: nn.Module) -> nn.Module | None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from .graphs import MOST_SHAPES, GraphedStep, Recorder, shape_key
 from .layouts import MASK
-from .plan import AS_MADE, SpeedPlan, pays_to_record, seconds, seconds_launching
+from .plan import IN_GROUPS, IN_ROWS, SpeedPlan, pays_to_record, pays_to_record_rows, seconds, seconds_launching
 from .situation import Situation
 from .untouched import any_wait_is_fine, undone
 
+MOST_ROWS = 32
+"""Lengths of rows that are graphs; each is one from the second time on that it occurs."""
 SAME_LOSS = 1e-3
 """How far the loss that goes into a graph may be off, relatively: half precision, not another loss."""
 
@@ -36,34 +38,38 @@ class GraphChoice:
         if self._here.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
-    def why_not(self, plan: SpeedPlan, batches: Sequence[Any]) -> str | None:
-        """Why micro-batches stay as they are, or None when they become graphs."""
-        here = self._here
+    def why_not(self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0) -> str | None:
+        """Why micro-batches stay as they are, or None when they become graphs; `row` is the tokens of a row."""
+        here, in_rows = self._here, plan.layout in IN_ROWS
         if here.why_not_graph is not None:
             return here.why_not_graph
         for reason, is_so in (
-            ("the layout gives micro-batches of many shapes", plan.layout != AS_MADE),
+            ("the layout gives micro-batches of many shapes", plan.layout in IN_GROUPS),
             ("the loss without logits has another number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
             ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
-            (f"micro-batches have more than {MOST_SHAPES} shapes", len(self.shapes) > MOST_SHAPES),
+            (f"micro-batches have more than {MOST_SHAPES} shapes", not in_rows and len(self.shapes) > MOST_SHAPES),
         ):
             if is_so:
                 return reason
-        return self._why_not_worth_it(batches)
+        here = self._here
+        if in_rows:
+            return self._why_not_worth_it(row * here.operations_per_token, 1, pays_to_record_rows)
+        return self._why_not_worth_it(operations_of(batches, here.operations_per_token), len(batches), pays_to_record)
 
-    def _why_not_worth_it(self, batches: Sequence[Any]) -> str | None:
+    def _why_not_worth_it(
+        self, operations: float | None, micro_batches: int, pays: Callable[[float, str], bool]
+    ) -> str | None:
         here, kind = self._here, self._here.device.type
         # Where everything possible is wanted, blocks that can be compiled gain more by that, once they compute enough.
         wants_all = here.level == "max"
-        operations = operations_of(batches, here.operations_per_token)
         if operations is None:
             return None if wants_all else "what a micro-batch computes cannot be told from its shapes"
         launching = seconds_launching(here.modules, kind)
         saved = launching - seconds(operations, kind)
         if saved <= 0 and not (wants_all and here.why_not_compile is not None):
             return "computing takes longer than launching"
-        if not wants_all and not pays_to_record(saved * len(batches) * here.updates_left(), kind):
+        if not wants_all and not pays(saved * micro_batches * here.updates_left(), kind):
             return "the run is too short to make up for recording"
         return None
 
@@ -113,8 +119,9 @@ class GraphedTraining:
         tell: Callable[[str], None],
         recorder: Recorder | None = None,
     ) -> None:
-        self._model, self._loss_of, self._weigh = model, loss_of, weigh
-        self._backward, self._put, self._plain, self._give_up = backward, put, plain, give_up
+        self._model, self._given_loss_of, self._weigh = model, loss_of, weigh
+        self._backward, self._put, self._given_plain, self._give_up = backward, put, plain, give_up
+        self._prepare: Callable[[Any], Any] = lambda inputs: inputs
         self.share: float | None = None
         """Set before each micro-batch: its part of the update's targets; None where it has to run as it is."""
         self._is_proved = False
@@ -132,6 +139,17 @@ class GraphedTraining:
             if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
         return self.step.step(self._without_mask(given, inputs), self.share)
+
+    def take_rows(self, prepare: Callable[[Any], Any]) -> None:
+        """Micro-batches come laid out in rows; `prepare` makes what the model takes of one on the device."""
+        self._prepare = prepare
+        self.step.most, self.step.from_time = MOST_ROWS, 2
+
+    def _loss_of(self, inputs: dict[str, Any], items: Any) -> Tensor:
+        return self._given_loss_of(self._prepare(inputs), items)
+
+    def _plain(self, model: nn.Module, inputs: Any, **more: Any) -> Tensor:
+        return self._given_plain(model, self._prepare(inputs), **more)
 
     def close(self) -> None:
         """Let go of all graphs; steps are the trainer's own from here on."""

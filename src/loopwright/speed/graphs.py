@@ -8,6 +8,7 @@ replays, so that recording it too would gain nothing and would forbid every chan
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,8 @@ from .untouched import (
 )
 
 MOST_SHAPES = 8
-CHECKS = 2
-"""Replays of each shape that are compared with an eager run: on the recorded batch, and on another one."""
+CHECKS, LATER_CHECKS = 2, 1
+"""Replays that are compared with an eager run: of the first shape on the recorded batch and on another one."""
 
 TOLERANCE = 1e-2
 """Relative difference of loss and gradients: kernels that add in any order, in bf16, not another computation."""
@@ -107,11 +108,16 @@ class GraphedStep:
     ) -> None:
         self._run, self._model, self._tell = run, model, tell
         self._key_of_batch = key_of_batch or shape_key
-        self._most = most_shapes
+        self.most = most_shapes
+        self.from_time = 1
+        """Which time a shape is seen it is recorded: a shape that never comes again is not worth it."""
         self._all = list(model.parameters())
         self.device = self._all[0].device
-        self._look_at_parameters()
         self._recorder = recorder
+        self._graphs: dict[Hashable, Graph] = {}
+        self.times: Counter[str] = Counter()
+        """How often each shape has come before it was a graph, by its description: a run that is resumed goes on."""
+        self._look_at_parameters()
         self.reason = cannot_capture(model, self.device) if recorder is None else None
         if self.reason is not None:
             tell(f"no CUDA graph: {self.reason}")
@@ -130,10 +136,17 @@ class GraphedStep:
         graph.replay()
         return graph.loss.clone()
 
+    def forget(self) -> None:
+        """Let go of all graphs: their shapes do not come again."""
+        self._graphs.clear()
+        self.times.clear()
+        if isinstance(self._recorder, CudaRecorder):
+            self._recorder.take_new_memory()  # torch lets go of a pool with its last graph
+
     def close(self) -> None:
         """Let go of all graphs and their memory; steps are eager from here on."""
         self.reason = self.reason or "closed"
-        self._graphs.clear()
+        self.forget()
         self._places.clear()
         self._recorder = None
 
@@ -141,7 +154,7 @@ class GraphedStep:
         """Start anew with the parameters as they are now: a graph knows addresses, and who wants a gradient."""
         self._stamp = [(p.data_ptr(), p.requires_grad) for p in self._all]
         self._parameters = [p for p in self._all if p.requires_grad]
-        self._graphs: dict[Hashable, Graph] = {}
+        self.forget()
         self._places: dict[int, Tensor] = {}
 
     # ---- recording --------------------------------------------------------------------------------------------------
@@ -155,8 +168,11 @@ class GraphedStep:
         key = (shapes, self._model.training)
         if key in self._graphs:
             return self._graphs[key]
-        if len(self._graphs) == self._most:
-            self._tell(f"CUDA graphs are kept for {self._most} shapes; micro-batches of other shapes run without")
+        if len(self._graphs) == self.most:
+            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run without")
+            return None
+        self.times[repr(key)] += 1
+        if self.times[repr(key)] < self.from_time:
             return None
         try:
             self._graphs[key] = self._record(inputs)
@@ -180,7 +196,7 @@ class GraphedStep:
             replay, loss = self._recorder(lambda: self._run(static, weight))
             if any(parameter.grad is not place for parameter, place in gradients):
                 raise Uncapturable("the backward pass replaces gradients instead of adding to them")
-        return Graph(static, weight, loss, replay, gradients)
+        return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS)
 
     def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
         """Run eagerly until nothing is set up for the first time any more; returns the parameters reached."""
@@ -189,7 +205,8 @@ class GraphedStep:
             self._run_alone(inputs, weight)
             with no_wait(self.device):  # found here it does no harm; a wait breaks a recording, and torch with it
                 self._run_alone(inputs, weight)
-            self._run_alone(inputs, weight)
+            if not self._graphs:
+                self._run_alone(inputs, weight)
         if host_streams(self.device) != before:
             raise Uncapturable("the forward pass draws random numbers on the host")
         reached = [p for p in self._parameters if p.grad is not None]
@@ -254,8 +271,13 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self.take_new_memory()
+
+    def take_new_memory(self) -> None:
+        """Record into another pool from here on."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._is_first = True
 
     def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -270,22 +292,30 @@ class CudaRecorder:
         return graph.replay, loss
 
     def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
-        gc.collect()  # garbage that owns graphs or events must not be found in the middle of a recording
+        if self._is_first:  # what nobody needs any more is room for the pool; later it would only cost time
+            gc.collect()
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize(self._device)
         collects, cause = gc.isenabled(), None
-        gc.disable()
+        gc.disable()  # garbage that owns graphs or events must not be found in the middle of a recording
         try:
-            # Other threads (loaders that pin memory, checkpoints being written) may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.stream(self._stream):
+                # Other threads (loaders that pin memory, checkpoints being written) may call CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    return function()
+                    loss = function()
                 except Exception as error:
                     cause = error
                     raise
+                finally:
+                    graph.capture_end()
         except Exception as error:
             raise cause or error from None  # ending a broken recording fails too, and says nothing
         finally:
             if collects:
                 gc.enable()
+        self._is_first = False
+        return loss
 
     def _repair(self, graph: Any, generator: Any) -> None:
         """Bring torch back to order after a recording that broke off: it leaves generator and pool half way."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .cutting import cut_by_length, split_into_rows
 from .documents import borders_of
-from .samples import IGNORED, SOURCE, Samples
+from .samples import IGNORED, SOURCE, Axis, Samples
 
 MASK = "attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
@@ -36,6 +36,10 @@ class Limits:
     round_to: int = 1
     floor: int = 0
     """Tokens below which a micro-batch takes no less time."""
+    few_shapes: bool = False
+    """Whether rows are filled up to one of a few lengths, so that each of them can be a graph."""
+    width: int = 0
+    """How wide padded batches are then, at least."""
 
 
 @dataclass
@@ -74,16 +78,17 @@ def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> L
     """
     lengths = samples.axes[SOURCE].lengths
     rows = split_into_rows(lengths, budget=limits.budget)
-    batches = [_row(samples if len(row) == len(samples) else samples.select(row), shifts, fill) for row in rows]
+    part = _part_to_fill(fill, limits)
+    batches = [_row(samples if len(row) == len(samples) else samples.select(row), shifts, part) for row in rows]
     return Laid(batches, sum(batch["input_ids"].numel() for batch in batches))
 
 
-def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
+def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
     axis = samples.axes[SOURCE]
     lengths = axis.lengths
     real = _real_tokens(axis.starts, axis.ends, axis.width)
     total = int(lengths.sum())
-    missing = -total % filling(total) if fill else 0
+    missing = -total % filling(total, part) if part else 0
     batch = {}
     for name in axis.names:
         tokens = samples.tensors[name][real]
@@ -96,8 +101,8 @@ def _row(samples: Samples, shifts: bool, fill: bool) -> dict[str, Any]:
         places = np.concatenate([np.arange(length) for length in documents])
         batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
     batch.pop(MASK, None)
-    batch[BORDERS] = borders_of(documents, fill=fill)
-    batch[LONGEST] = _rounded_up(int(documents.max()), 128) if fill else int(documents.max())
+    batch[BORDERS] = borders_of(documents, fill=part > 0)
+    batch[LONGEST] = _longest(documents, part, within=total + missing)
     return {**batch, **samples.constants}
 
 
@@ -112,18 +117,40 @@ def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
     """Padded batches whose encoder is told which tokens are real."""
     rows = split_into_rows(samples.axes[SOURCE].lengths, budget=limits.budget)
+    part = _part_to_fill(fill, limits)
     batches, computed = [], 0
     for row in rows:
         chosen = samples if len(row) == len(samples) else samples.select(row)
         lengths = chosen.axes[SOURCE].lengths
-        batch = chosen.trimmed({SOURCE: _rounded_up(int(lengths.max()), 64)} if fill else None)
-        places = np.flatnonzero(batch[MASK].numpy())
+        width = limits.width if limits.few_shapes else _rounded_up(int(lengths.max()), 64) if fill else 0
+        batch = chosen.trimmed({SOURCE: width})
+        if limits.few_shapes:
+            _widen(batch, chosen.axes[SOURCE], width)
+        places, documents = np.flatnonzero(batch[MASK].numpy()), lengths
+        if limits.few_shapes:
+            missing = -len(places) % filling(len(places), part)
+            # Behind the last place of the batch there is one for what belongs to no sample.
+            places = np.append(places, np.full(missing, batch[MASK].numel()))
+            documents = np.append(lengths, missing)
         batch[PLACES] = torch.from_numpy(places)
-        batch[BORDERS] = borders_of(lengths, fill=fill)
-        batch[LONGEST] = _rounded_up(int(lengths.max()), 128) if fill else int(lengths.max())
+        batch[BORDERS] = borders_of(documents, fill=part > 0)
+        batch[LONGEST] = _longest(lengths, part, within=batch[MASK].shape[1])
         batches.append(batch)
         computed += len(places)
     return Laid(batches, computed)
+
+
+def _widen(batch: dict[str, Any], axis: Axis, width: int) -> None:
+    """Add padding on the right, of the kind the collator has used."""
+    missing = width - batch[MASK].shape[1]
+    if missing <= 0 or not axis.is_right_padded:
+        return
+    mask = batch[MASK].numpy()
+    row, place = np.unravel_index(mask.argmin(), mask.shape)
+    for name in axis.names:
+        values = batch[name]
+        used = values.new_tensor(IGNORED if "label" in name else 0) if mask[row, place] else values[row, place]
+        batch[name] = torch.cat([values, used.expand(len(values), missing, *values.shape[2:])], dim=1)
 
 
 def _real_tokens(starts: np.ndarray, ends: np.ndarray, width: int) -> Tensor:
@@ -141,9 +168,25 @@ def _rounded_up(number: int, to: int) -> int:
     return -(-number // to) * to
 
 
-def filling(tokens: int) -> int:
-    """What the length of a row is rounded up to: a power of two, at most about 3 % of the row."""
-    return max(64, 1 << max(0, (tokens // 32).bit_length() - 1))
+FILLED, COARSELY_FILLED = 32, 8
+"""A row is filled up by no more than this part of it."""
+
+
+def _part_to_fill(fill: bool, limits: Limits) -> int:
+    return COARSELY_FILLED if limits.few_shapes else FILLED * fill
+
+
+def filling(tokens: int, part: int = FILLED) -> int:
+    """What the length of a row is rounded up to: a power of two, at most about that part of the row."""
+    return max(64, 1 << max(0, (tokens // part).bit_length() - 1))
+
+
+def _longest(lengths: np.ndarray, part: int, *, within: int) -> int:
+    """The length of the longest document, or no less than that where few shapes are wanted."""
+    longest = int(lengths.max())
+    if part == COARSELY_FILLED:
+        return within
+    return _rounded_up(longest, 128) if part else longest
 
 
 def padded_tokens(batches: Sequence[Any], samples: Samples) -> int:

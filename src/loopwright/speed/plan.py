@@ -8,7 +8,8 @@ from typing import Any
 AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "as made", "grouped", "grouped without mask", "unpadded", "flat"
 BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
-LAYOUTS = (FLAT, UNPADDED, *IN_GROUPS)
+IN_ROWS = (FLAT, UNPADDED)
+LAYOUTS = (*IN_ROWS, *IN_GROUPS)
 """Layouts from the one that saves most to the one that asks least of a model."""
 
 
@@ -52,6 +53,11 @@ class SpeedPlan:
         switches = (self.linear_loss, self.compiled, self.graphed, self.activations != "none")
         return self.layout != AS_MADE or any(switches)
 
+    @property
+    def few_shapes(self) -> bool:
+        """Whether rows are filled up to a few lengths, since each is a graph."""
+        return self.graphed and self.layout in IN_ROWS
+
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(Choice(name, is_on, reason, numbers or {}))
 
@@ -60,6 +66,10 @@ class SpeedPlan:
         for choice in self.choices:
             if choice.name == name:
                 choice.is_on, choice.reason = False, reason
+
+    def forget(self, name: str) -> None:
+        """Leave out what was noted, to note it anew."""
+        self.choices = [choice for choice in self.choices if choice.name != name]
 
     def lines(self) -> list[str]:
         """The plan in a few lines, for people."""
@@ -126,6 +136,15 @@ def seconds_launching(modules: int, device_type: str) -> float:
 def pays_to_record(saved_seconds: float, device_type: str) -> bool:
     """Whether so much launching is saved that recording graphs and comparing them is soon made up for."""
     return saved_seconds >= _of(WORTH_SECONDS, device_type)
+
+
+RECORDING_SECONDS = {"cpu": 0.0, "cuda": 10.0}
+"""Seconds it is reckoned to take to record rows of all the lengths that occur."""
+
+
+def pays_to_record_rows(saved_seconds: float, device_type: str) -> bool:
+    """The same for rows of a few lengths."""
+    return pays_to_record(saved_seconds - _of(RECORDING_SECONDS, device_type), device_type)
 
 
 def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:
