@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,8 +184,8 @@ class Benchmark:
     targets: Callable[[argparse.Namespace], list[Target]] = lambda options: []
     columns: tuple[Column, ...] = COLUMNS
     key: str = "tokens_per_s"
-    afterwards: Callable[[argparse.Namespace, list[str], Results], Result] | None = None
-    """More to measure once the arms are done, with processes of its own."""
+    afterwards: Callable[[argparse.Namespace, list[str], Results], Iterator[Result]] = lambda *told: iter(())
+    """More to measure once the arms are done, with processes of its own: what is known so far, again and again."""
     results: Results = field(default_factory=dict)
 
 
@@ -219,7 +219,9 @@ def main(benchmark: Benchmark, parser: argparse.ArgumentParser, words: list[str]
         print(f"{benchmark_line(result)}, {result['process_s']:.0f} s in all", flush=True)
         save(benchmark, options)
     judge(benchmark.results, benchmark.tolerance(options))
-    more = benchmark.afterwards(options, words, benchmark.results) if benchmark.afterwards else {}
+    more: Result = {}
+    for more in benchmark.afterwards(options, words, benchmark.results):
+        save(benchmark, options, more)
     print(f"\n{table(benchmark.results, benchmark.columns, benchmark.key)}\n")
     for verdict in verdicts(benchmark, options):
         print(verdict_line(verdict))

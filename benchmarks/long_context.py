@@ -9,6 +9,7 @@ in a fresh process, until one does not fit, fails, or takes longer than the time
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 from arms import ARMS, Benchmark, Results, Target, Tolerance, add_options, main
 from processes import Result, run_arm
@@ -22,7 +23,7 @@ def work(options: argparse.Namespace, arm: str) -> Result:
     return run(arm, task(options, context=options.context))
 
 
-def largest_that_fits(options: argparse.Namespace, words: list[str], results: Results) -> Result:
+def largest_that_fits(options: argparse.Namespace, words: list[str], results: Results) -> Iterator[Result]:
     """Double the context of ours from the one measured until one update does not come through."""
     tried: list[Result] = []
     context = options.context
@@ -36,8 +37,9 @@ def largest_that_fits(options: argparse.Namespace, words: list[str], results: Re
         tried.append({"context": context, **{name: result.get(name) for name in kept}})
         print(f"{result['status']} {result.get('note', '')} {result.get('peak_gib') or 0:.1f} GiB", flush=True)
         fits = context if result["status"] == "ok" else fits
+        yield {"largest_context": fits, "contexts": tried}
     print(f"largest context of ours that fits: {fits:,}" if fits else "ours did not come through")
-    return {"largest_context": fits, "contexts": tried}
+    yield {"largest_context": fits, "contexts": tried}
 
 
 def about(options: argparse.Namespace) -> Result:
@@ -62,7 +64,7 @@ if __name__ == "__main__":
         work=work,
         about=about,
         tolerance=lambda options: Tolerance(),
-        targets=lambda options: [Target("31,000 tokens/s", "tokens_per_s", 31_000.0)],
+        targets=lambda options: [Target("31,000 tokens/s", "tokens_per_s", 31_000.0)] * (options.context == 32_768),
         afterwards=largest_that_fits,
     )
     main(benchmark, parser())
