@@ -350,10 +350,7 @@ class Conductor:
                 budget = max(budget, GROUP_TOKENS)  # and not a longer row: what it takes has not been measured
         # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
         overhead, floor = (0, plan.overhead) if self._here.on_gpu else (plan.overhead, 0)
-        return Limits(
-            budget=budget, overhead=overhead, round_to=plan.round_to, floor=floor, few_shapes=plan.few_shapes,
-            width=self._widest,
-        )  # fmt: skip
+        return Limits(budget, overhead, plan.round_to, floor, few_shapes=plan.few_shapes, width=self._widest)
 
     def finish(self) -> None:
         """Leave the model as it was found."""
