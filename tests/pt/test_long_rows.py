@@ -86,3 +86,14 @@ def test_gradients_are_those_of_one_large_batch(tmp_path: Path) -> None:
     parts = trained_gradients(model, data, tmp_path / "parts", **options)[0]
     whole = trained_gradients(model, data, tmp_path / "whole", per_device_train_batch_size=4)[0]
     assert_close(parts, whole)
+
+
+def test_a_batch_whose_first_entry_is_not_its_samples_is_left_whole() -> None:
+    batch = {"scale": torch.ones(1), **pad(samples((40, 40)))}
+    assert accounting._part_of(batch, []) is batch
+
+
+def test_a_row_whose_documents_are_told_by_borders_is_left_whole() -> None:
+    """A kernel that is told of more tokens than there are reads what is not its own."""
+    batch = {**pad(samples((40,))), "cu_seq_lens_q": torch.tensor([0, 15, 40], dtype=torch.int32)}
+    assert accounting._part_of(batch, []) is batch

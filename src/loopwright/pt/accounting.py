@@ -168,10 +168,14 @@ def _part_of(inputs: Any, label_names: list[str]) -> Any:
     if targets is None or targets.dim() != 2 or targets.numel() <= ENOUGH_TOKENS:
         return inputs
     if len(targets) > 1:
-        return _part_of(split_all([inputs], 2)[0], label_names)
+        half = split_all([inputs], 2)[0]
+        fewer = find_targets(half, label_names)
+        is_less = fewer is not None and len(fewer) < len(targets)
+        return _part_of(half, label_names) if is_less else inputs
     width, counted = targets.shape[1], (targets[0] != IGNORED).nonzero()
-    if any(width in value.shape[2:] for value in inputs.values() if isinstance(value, Tensor)):
-        return inputs  # a mask of every token with every other, say
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    if any(width in value.shape[2:] or len(value) != 1 for value in tensors):
+        return inputs  # a mask of every token with every other, say, or where the documents of a row begin
     end = max(int(counted.max()) + 1, ENOUGH_TOKENS) if len(counted) else width
 
     def cut(value: Any) -> Any:
