@@ -87,7 +87,8 @@ class EvaluationMethods(AssessingMethods):
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.model.training
-        self._bind_overrides()  # type: ignore[attr-defined]
+        if not self.is_in_train:  # a run has bound them, and may have put graphs in the place of its training step
+            self._bind_overrides()  # type: ignore[attr-defined]
         strategy.evaluating()
         casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
         try:
