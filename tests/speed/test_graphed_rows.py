@@ -31,6 +31,78 @@ def batch_of(lengths: list[int], padding: int = 0) -> dict[str, Tensor]:
     return {"input_ids": padded(ids, padding_value=padding), "attention_mask": padded([i * 0 + 1 for i in ids])}
 
 
+# ---- what fills rows up ----------------------------------------------------------------------------------------------
+
+
+def test_what_fills_a_row_up_may_be_longer_than_a_model_has_positions(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(speed_plan.PER_LAUNCH, "cpu", 1e-2)
+    data = samples(400, "causal", longest=60)
+    options: dict[str, Any] = {**ROWS, "max_steps": 8, "per_device_train_batch_size": 48, "kind": InOrder}
+    plain = train(build("gpt2", "causal"), data, tmp_path, speed="off", **options)
+    run = train(build("gpt2", "causal"), data, tmp_path, **options)
+    real = [sum(len(each["input_ids"]) for each in data[48 * i : 48 * i + 48]) for i in range(8)]
+    assert any(row[0][1] - tokens > 64 for row, tokens in zip(run.shapes, real, strict=True)), "more than its positions"
+    assert run.plan.layout == FLAT and run.plan.few_shapes and run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, 113, 230, 900])
+def test_no_document_is_longer_than_kernels_are_told(count: int) -> None:
+    """What fills a row up is one too: kernels that are told less leave the rest of it unwritten."""
+    taken = take_apart([batch_of([9, 5, 4, 10] * count)], is_pair=False)
+    (batch,) = lay_unpadded(taken, Limits(100_000, 0, few_shapes=True, width=10), fill=True).batches
+    assert batch[LONGEST] >= int(torch.diff(batch[BORDERS]).max())
+    full = len(batch[PLACES]) // 7 * [7]
+    (other,) = lay_unpadded(
+        take_apart([batch_of([10, *full])], is_pair=False), Limits(100_000, 0, few_shapes=True, width=10), fill=True
+    ).batches
+    assert len(other[PLACES]) != len(batch[PLACES]) or other[LONGEST] == batch[LONGEST], "it is a part of the shape"
+
+
+class MeanOfTokens(nn.Module):
+    """Classifies by the mean of all that is not padding, which it knows by its token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bert = build("bert", "class").bert
+        self.config, self.head = self.bert.config, nn.Linear(32, 3).double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        real = (input_ids != 1).unsqueeze(-1)
+        states = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
+        mean = (states * real).sum(1) / real.sum(1)
+        return {"loss": nn.functional.cross_entropy(self.head(mean), labels)}
+
+
+def collate_with_ones(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    made = collate(rows)
+    made["input_ids"][made["attention_mask"] == 0] = 1
+    return made
+
+
+def test_batches_are_widened_with_the_padding_of_their_collator_or_not_at_all(
+    tmp_path: Any, recorder: Recorder
+) -> None:
+    """A batch of samples of one length shows none."""
+    data = samples(60, "class", longest=50)
+    for sample in data[30:]:
+        sample["input_ids"] = sample["input_ids"].repeat(9)[:20]
+    options: dict[str, Any] = {**ROWS, "max_steps": 10, "kind": InOrder, "data_collator": collate_with_ones}
+    plain = train(MeanOfTokens(), data, tmp_path, speed="off", **options)
+    run = train(MeanOfTokens(), data, tmp_path, **options)
+    assert run.plan.layout == UNPADDED and run.plan.few_shapes, run.plan.lines()
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
+def test_a_row_without_padding_is_widened_with_that_of_the_other_rows() -> None:
+    taken = take_apart([batch_of([5, 5, 3, 4], padding=1)], is_pair=False)
+    laid = lay_unpadded(taken, Limits(10, 0, few_shapes=True, width=8), fill=True)
+    assert [tuple(batch["input_ids"].shape) for batch in laid.batches] == [(2, 8), (2, 8)]
+    assert laid.batches[0]["input_ids"][:, 5:].tolist() == [[1] * 3] * 2
+
+
 # ---- evaluation in between -------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .cutting import cut_by_length, split_into_rows
 from .documents import borders_of
-from .samples import IGNORED, SOURCE, Axis, Samples
+from .samples import IGNORED, SOURCE, Samples
 
 MASK = "attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
@@ -96,10 +96,11 @@ def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
             tokens[np.cumsum(lengths) - lengths] = IGNORED
         batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
     documents = _documents(lengths, batch.get("position_ids"), is_masked=MASK in batch)
-    documents = np.append(documents, missing) if missing else documents
     if "position_ids" not in batch:  # those of the collator are what the padded batch has
-        places = np.concatenate([np.arange(length) for length in documents])
-        batch["position_ids"] = torch.from_numpy(places).unsqueeze(0)
+        places = torch.from_numpy(np.concatenate([np.arange(length) for length in documents]))
+        # What fills a row up may be longer than any sample, and than a model has positions for.
+        batch["position_ids"] = _filled(places, missing, 0).unsqueeze(0)
+    documents = np.append(documents, missing) if missing else documents
     batch.pop(MASK, None)
     batch[BORDERS] = borders_of(documents, fill=part > 0)
     batch[LONGEST] = _longest(documents, part, within=total + missing)
@@ -125,31 +126,29 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
         width = limits.width if limits.few_shapes else _rounded_up(int(lengths.max()), 64) if fill else 0
         batch = chosen.trimmed({SOURCE: width})
         if limits.few_shapes:
-            _widen(batch, chosen.axes[SOURCE], width)
-        places, documents = np.flatnonzero(batch[MASK].numpy()), lengths
+            _widen(batch, samples, width)
+        places, documents, within = np.flatnonzero(batch[MASK].numpy()), lengths, batch[MASK].shape[1]
         if limits.few_shapes:
             missing = -len(places) % filling(len(places), part)
             # Behind the last place of the batch there is one for what belongs to no sample.
             places = np.append(places, np.full(missing, batch[MASK].numel()))
-            documents = np.append(lengths, missing)
+            documents, within = np.append(lengths, missing), max(within, filling(len(places), part))
         batch[PLACES] = torch.from_numpy(places)
         batch[BORDERS] = borders_of(documents, fill=part > 0)
-        batch[LONGEST] = _longest(lengths, part, within=batch[MASK].shape[1])
+        batch[LONGEST] = _longest(lengths, part, within=within)
         batches.append(batch)
         computed += len(places)
     return Laid(batches, computed)
 
 
-def _widen(batch: dict[str, Any], axis: Axis, width: int) -> None:
-    """Add padding on the right, of the kind the collator has used."""
-    missing = width - batch[MASK].shape[1]
-    if missing <= 0 or not axis.is_right_padded:
-        return
-    mask = batch[MASK].numpy()
+def _widen(batch: dict[str, Any], samples: Samples, width: int) -> None:
+    """Add padding on the right, of the kind the collator has used for these samples."""
+    missing, axis, mask = width - batch[MASK].shape[1], samples.axes[SOURCE], samples.tensors[MASK].numpy()
+    if missing <= 0 or not axis.is_right_padded or mask.all():
+        return  # a model may know padding by its token, and which one that is does not show
     row, place = np.unravel_index(mask.argmin(), mask.shape)
     for name in axis.names:
-        values = batch[name]
-        used = values.new_tensor(IGNORED if "label" in name else 0) if mask[row, place] else values[row, place]
+        values, used = batch[name], samples.tensors[name][row, place]
         batch[name] = torch.cat([values, used.expand(len(values), missing, *values.shape[2:])], dim=1)
 
 
