@@ -122,3 +122,98 @@ def test_an_evaluation_in_between_leaves_graphs_in_their_place(
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     evals = [[row["eval_loss"] for row in r.trainer.state.log_history if "eval_loss" in row] for r in (run, plain)]
     assert evals[0] == pytest.approx(evals[1], rel=1e-6)
+
+
+# ---- how many shapes there are ---------------------------------------------------------------------------------------
+
+
+def test_several_rows_of_an_update_have_equally_many_samples() -> None:
+    shapes = set()
+    for seed in range(40):
+        data = samples(128, "class", seed=seed, longest=60)
+        taken = take_apart([collate(data)], is_pair=False)
+        for batch in lay_unpadded(taken, Limits(2300, 0, few_shapes=True, width=60), fill=True).batches:
+            assert len(batch[PLACES]) <= 2300 + 256
+            shapes.add((tuple(batch["input_ids"].shape), len(batch[PLACES])))
+    assert {shape[0][0] for shape in shapes} == {64, 42, 43} and len(shapes) <= 12
+
+
+def test_rows_of_too_many_shapes_are_no_graphs_and_are_not_filled_up(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphing, "MOST_ROWS", 2)
+    monkeypatch.setitem(speed_plan.PER_LAUNCH, "cpu", 1e-2)
+    data = samples(600, "causal", longest=60)
+    grow = {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 1, "max_steps": 20, "kind": InOrder}
+    with caplog.at_level(logging.INFO, logger="loopwright"):
+        run = train(build("llama", "causal"), sorted(data, key=lambda s: len(s["input_ids"])), tmp_path, **grow)
+    assert run.plan.layout == FLAT and not run.plan.graphed
+    assert reason_of(run) == "micro-batches have more than 4 shapes" and reason_of(run) in caplog.text
+    assert any(row[0][1] % 64 for row in run.shapes[-3:]), "as long as their samples"
+
+
+class Telling(Recorder):
+    """A replay whose loss shows that it is one."""
+
+    def __call__(self, function: Callable[[], Tensor]) -> Any:
+        return super().__call__(lambda: function() * (1 + 1e-5))
+
+
+@pytest.mark.parametrize("start", [4, 9, 14])
+def test_a_resumed_run_has_graphs_of_the_same_shapes(
+    start: int, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where more shapes repeat than are recorded."""
+    monkeypatch.setattr(graphing, "MOST_ROWS", 2)
+    monkeypatch.setattr(Trainer, "graph_recorder", Telling())
+    options: dict[str, Any] = {**ROWS, "max_steps": 20, "save_strategy": "steps", "save_steps": 1, "kind": InOrder}
+    short, long = samples(30, "causal", longest=20), samples(90, "causal", seed=1, longest=60)
+    data = [*short[:12], *long[:60], *short[12:], *long[60:]]
+    whole = train(build("llama", "causal"), data, tmp_path, **options)
+    rest = train(build("llama", "causal"), data, tmp_path, resume=str(tmp_path / f"checkpoint-{start}"), **options)
+    assert whole.plan.few_shapes and rest.losses[-(20 - start) :] == whole.losses[start:]
+
+
+# ---- giving up, and memory -------------------------------------------------------------------------------------------
+
+
+def fails(function: Any) -> Any:
+    raise RuntimeError("not while recording")
+
+
+def given_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Run:
+    monkeypatch.setattr(Trainer, "graph_recorder", staticmethod(fails))
+    options = {**ROWS, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "kind": InOrder, **more}
+    return train(dropping("bert", "class"), samples(96, "class", longest=60), tmp_path, **options)
+
+
+def test_a_checkpoint_knows_that_graphs_were_given_up(
+    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever resumes there does not fill rows up again, which dropout would show."""
+    whole = given_up(tmp_path, monkeypatch)
+    assert not whole.plan.graphed and reason_of(whole) == "not while recording"
+    for start in range(1, 12):
+        rest = given_up(tmp_path, monkeypatch, resume=str(tmp_path / f"checkpoint-{start}"))
+        assert rest.shapes == whole.shapes[start:] and exact(whole, rest), start
+
+
+def test_rows_made_shorter_for_want_of_memory_leave_no_graphs_of_longer_ones(tmp_path: Any, recorder: Recorder) -> None:
+    kept: list[tuple[int, int]] = []
+
+    class Short(InOrder):
+        """Runs out of memory once, in the last but three."""
+
+        def run_micro_batches(self, update: Any) -> Any:
+            if self.state.global_step == 12 and self._speed is not None:
+                step = self._speed._graphed.step
+                assert step._graphs and self._halve(update)
+                kept.append((len(step._graphs), len(update.batches)))
+            return super().run_micro_batches(update)
+
+    options = {**ROWS, "auto_find_batch_size": True}
+    data = sorted(samples(96, "class", longest=60), key=lambda sample: len(sample["input_ids"]) < 50)
+    run = train(build("bert", "class"), data, tmp_path, **options, kind=Short)
+    plain = train(build("bert", "class"), data, tmp_path, speed="off", **options, kind=InOrder)
+    assert kept == [(0, 2)] and run.plan.few_shapes and run.plan.budget
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from loopwright.speed.cutting import cut_by_length, padded_size, split_into_rows
+from loopwright.speed.cutting import cut_by_length, padded_size, split_evenly, split_into_rows
 from loopwright.speed.documents import as_mask, borders_in, borders_of, is_documents, longest_in
 from loopwright.speed.layouts import BORDERS, LONGEST, PLACES, Limits, filling, lay_flat, lay_grouped, lay_unpadded
 from loopwright.speed.samples import NoSamples, Samples, few_of, take_apart
@@ -116,9 +116,9 @@ def test_no_other_cut_of_the_sorted_samples_is_cheaper(
         assert found <= other
 
 
-@given(LENGTHS, st.integers(1, 300))
-def test_rows_are_neighbours_and_within_budget(lengths: list[int], budget: int) -> None:
-    rows = split_into_rows(np.array(lengths), budget=budget)
+@given(LENGTHS, st.integers(1, 300), st.sampled_from([split_into_rows, split_evenly]))
+def test_rows_are_neighbours_and_within_budget(lengths: list[int], budget: int, split: Any) -> None:
+    rows = split(np.array(lengths), budget=budget)
     assert np.concatenate(rows).tolist() == list(range(len(lengths)))
     for row in rows:
         assert np.array(lengths)[row].sum() <= budget or len(row) == 1

@@ -171,6 +171,8 @@ class Conductor:
             return False
         self.plan.budget = max(longest, budget // 2)
         self._tell(f"out of memory: micro-batches have at most {self.plan.budget:,} tokens from here on")
+        if self._graphed is not None:
+            self._graphed.step.forget()
         self._lay(update, batches, samples)
         return True
 

@@ -138,7 +138,9 @@ class GraphedTraining:
             self._prove(given, inputs, num_items_in_batch)
             if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
-        return self.step.step(self._without_mask(given, inputs), self.share)
+        loss = self.step.step(self._without_mask(given, inputs), self.share)
+        self._is_possible()  # a checkpoint of this update is to say so
+        return loss
 
     def take_rows(self, prepare: Callable[[Any], Any]) -> None:
         """Micro-batches come laid out in rows; `prepare` makes what the model takes of one on the device."""

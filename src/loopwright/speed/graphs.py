@@ -168,18 +168,23 @@ class GraphedStep:
         key = (shapes, self._model.training)
         if key in self._graphs:
             return self._graphs[key]
-        if len(self._graphs) == self.most:
-            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run without")
-            return None
-        self.times[repr(key)] += 1
-        if self.times[repr(key)] < self.from_time:
-            return None
         try:
-            self._graphs[key] = self._record(inputs)
+            if self._is_due(repr(key)):
+                self._graphs[key] = self._record(inputs)
         except Exception as error:  # whatever a model does that a graph cannot: eager training still can
             self._give_up(error)
-            return None
-        return self._graphs[key]
+        return self._graphs.get(key)
+
+    def _is_due(self, shape: str) -> bool:
+        """Whether a shape has come often enough to be recorded, and not too many did before: told by times alone."""
+        due = sum(times >= self.from_time for times in self.times.values())
+        if self.times[shape] < self.from_time and due == self.most:
+            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run without")
+            return False
+        self.times[shape] += 1
+        if len(self.times) > 2 * self.most:
+            raise Uncapturable(f"micro-batches have more than {2 * self.most} shapes")
+        return self.times[shape] >= self.from_time
 
     def _record(self, inputs: Inputs) -> Graph:
         static = {

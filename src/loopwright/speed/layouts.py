@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cutting import cut_by_length, split_into_rows
+from .cutting import cut_by_length, split_evenly, split_into_rows
 from .documents import borders_of
 from .samples import IGNORED, SOURCE, Samples
 
@@ -117,7 +117,8 @@ def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool
 
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
     """Padded batches whose encoder is told which tokens are real."""
-    rows = split_into_rows(samples.axes[SOURCE].lengths, budget=limits.budget)
+    split = split_evenly if limits.few_shapes else split_into_rows  # the number of samples is a part of the shape
+    rows = split(samples.axes[SOURCE].lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)
     batches, computed = [], 0
     for row in rows:
