@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     assert any(choice.is_on and "recomputing" in choice.name and choice.numbers for choice in run.plan.choices)
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert not recomputing(run), "undone at the end"
-    monkeypatch.setattr("loopwright.speed.conductor.plan_memory", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr("loopwright.speed.planning.plan_memory", lambda *a, **k: pytest.fail("measured again"))
     rest = train(deep(), DATA, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
     assert rest.plan == run.plan and rest.shapes == run.shapes[2:] and not recomputing(rest)
     for name, value in run.trainer.model.state_dict().items():

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.speed.conductor as conductor
 import loopwright.speed.plan as speed_plan
+import loopwright.speed.planning as planning
 from loopwright import Trainer, TrainerCallback
 from loopwright.core.batches import Update
-from loopwright.speed.conductor import GRAPHS
 from loopwright.speed.graphing import GraphedTraining, operations_of, share_of
 from loopwright.speed.plan import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
+from loopwright.speed.planning import GRAPHS
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
 
@@ -49,7 +49,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Graphs on a CPU, decided on after three updates, however short the run."""
     found = Recorder()
     monkeypatch.setattr(Trainer, "graph_recorder", found)
-    monkeypatch.setattr(conductor, "LOOKS", 3)
+    monkeypatch.setattr(planning, "LOOKS", 3)
     monkeypatch.setitem(speed_plan.WORTH_SECONDS, "cpu", 0.0)
     return found
 
@@ -184,8 +184,8 @@ def test_what_a_replay_would_leave_out_keeps_graphs_off(
 def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     import loopwright.speed.graphing as graphing
 
-    monkeypatch.setattr(conductor, "LOOKS", 8)
-    monkeypatch.setattr(conductor, "is_worth_it", lambda *a: False)  # layouts do not pay here
+    monkeypatch.setattr(planning, "LOOKS", 8)
+    monkeypatch.setattr(planning, "is_worth_it", lambda *a: False)  # layouts do not pay here
     monkeypatch.setattr(graphing, "MOST_SHAPES", 4)
     run = train(build("bert", "class"), samples(96, "class"), tmp_path, max_steps=9, gradient_accumulation_steps=1)
     assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._speed.is_idle

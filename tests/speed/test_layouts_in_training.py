@@ -45,11 +45,11 @@ def test_auto_acts_where_it_pays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import loopwright.speed.conductor as conductor
     import loopwright.speed.plan as plan
+    import loopwright.speed.planning as planning
 
     monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 0.0)
-    monkeypatch.setattr(conductor, "LOOKS", 3)
+    monkeypatch.setattr(planning, "LOOKS", 3)
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
     run = train(fresh(), even, tmp_path, speed="auto", max_steps=4)
     assert run.plan.layout == AS_MADE and "0% of the tokens are padding" in run.plan.choices[0].reason

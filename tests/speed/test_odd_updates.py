@@ -54,9 +54,9 @@ def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tm
 
 
 def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.speed import conductor
+    from loopwright.speed import planning
 
-    monkeypatch.setattr(conductor, "LOOKS", 3)
+    monkeypatch.setattr(planning, "LOOKS", 3)
 
     def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         batch["attention_mask"][0, 1] = 0

@@ -28,7 +28,7 @@ from .memory_plan import (
     usable_bytes,
 )
 from .pending import PendingHead
-from .plan import AS_MADE, FLAT, GROUP_TOKENS, ROW_TOKENS, UNPADDED, SpeedPlan
+from .plan import AS_MADE, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, SpeedPlan
 from .probe import Proof
 from .samples import IGNORED, Samples, few_of
 from .situation import Situation
@@ -133,7 +133,7 @@ def demand_of(plan: SpeedPlan, samples: Samples, batches: Sequence[Any]) -> Dema
     padded = max(padded_tokens([batch], samples) for batch in batches)
     if plan.layout == AS_MADE:
         return Demand(padded, padded, longest)
-    if plan.layout in (FLAT, UNPADDED):
+    if plan.layout in IN_ROWS:
         names = next(iter(samples.axes.values())).names
         ends = np.cumsum([batch[names[0]].shape[0] for batch in batches])
         real = max(int(part.sum()) for part in np.split(lengths, ends[:-1]))
@@ -151,6 +151,21 @@ def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policie
     tokens = min(demand.most, tokens_that_fit(estimate, usable, policy))
     tokens = max(tokens, demand.least if fitting else demand.longest)
     return Budget(tokens, policy, estimate.at(tokens, policy), usable, without)
+
+
+def limits_for(
+    plan: SpeedPlan, here: Situation, batches: Sequence[Any], samples: Samples, *, widest: int = 0
+) -> Limits:
+    """How large micro-batches of an update may be, and what one more of them costs, under a plan."""
+    budget = plan.budget or here.token_budget
+    if not budget:
+        # What the collator's own batches take fits: the user asked for it.
+        budget = max(padded_tokens([batch], samples) for batch in batches)
+        if plan.fill and plan.layout in IN_ROWS:
+            budget = max(budget, GROUP_TOKENS)  # and not a longer row: what it takes has not been measured
+    # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
+    overhead, floor = (0, plan.overhead) if here.on_gpu else (plan.overhead, 0)
+    return Limits(budget, overhead, plan.round_to, floor, few_shapes=plan.few_shapes, width=widest)
 
 
 # ---- what the model keeps -------------------------------------------------------------------------------------------
