@@ -259,6 +259,6 @@ def test_checkpointing_of_the_users_own_is_left_alone(tmp_path: Any, monkeypatch
 def test_even_batches_that_do_not_fit_are_recomputed_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 2**10)
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
-    run = train(build("llama", "causal"), even, tmp_path, speed="max")
+    run = train(build("llama", "causal"), even, tmp_path, speed="max", gradient_accumulation_steps=1)
     assert run.plan.layout == AS_MADE and run.plan.activations == "full" and run.plan.budget == 0
     assert any("may not fit" in line for line in run.plan.lines())

@@ -56,6 +56,29 @@ def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, mo
     assert run.trainer._speed.is_idle
 
 
+@pytest.mark.parametrize("accumulation", [1, 6])
+def test_small_micro_batches_without_padding_are_joined(accumulation: int, tmp_path: Any) -> None:
+    """One sample at a time has no padding, and costs as many launches as there are samples."""
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+    plain = train(fresh(), DATA, tmp_path, speed="off", **options)
+    run = train(fresh(), DATA, tmp_path, speed="max", **options)
+    assert run.plan.layout == (FLAT if accumulation > 1 else AS_MADE)
+    assert run.losses == pytest.approx(plain.losses, rel=1e-5)
+    for name, gradient in plain.gradients.items():
+        torch.testing.assert_close(run.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    if accumulation > 1:
+        assert "6 micro-batches of" in run.plan.choices[0].reason
+        assert all(len(update) < 6 for update in run.shapes), "as many together as the longest sample has tokens"
+
+
+def test_large_micro_batches_without_padding_stay_as_they_are(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import loopwright.speed.plan as plan
+
+    monkeypatch.setitem(plan.PER_MODULE, "cpu", 0.0)
+    run = train(fresh(), DATA, tmp_path, speed="max", per_device_train_batch_size=1, gradient_accumulation_steps=6)
+    assert run.plan.layout == AS_MADE and "too little padding" in run.plan.choices[0].reason
+
+
 def test_a_token_budget_is_kept(tmp_path: Any) -> None:
     budget = 64
     run = train(fresh(), DATA, tmp_path, per_device_train_batch_tokens=budget, max_steps=2)

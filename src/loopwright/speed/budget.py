@@ -157,12 +157,8 @@ def limits_for(
     plan: SpeedPlan, here: Situation, batches: Sequence[Any], samples: Samples, *, widest: int = 0
 ) -> Limits:
     """How large micro-batches of an update may be, and what one more of them costs, under a plan."""
-    budget = plan.budget or here.token_budget
-    if not budget:
-        # What the collator's own batches take fits: the user asked for it.
-        budget = max(padded_tokens([batch], samples) for batch in batches)
-        if plan.fill and plan.layout in IN_ROWS:
-            budget = max(budget, GROUP_TOKENS)  # and not a longer row: what it takes has not been measured
+    # Where nothing was measured: what the collator's own batches take fits, since the user asked for it.
+    budget = plan.budget or here.token_budget or max(padded_tokens([batch], samples) for batch in batches)
     # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
     overhead, floor = (0, plan.overhead) if here.on_gpu else (plan.overhead, 0)
     return Limits(budget, overhead, plan.round_to, floor, few_shapes=plan.few_shapes, width=widest)

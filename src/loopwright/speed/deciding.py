@@ -36,7 +36,7 @@ class Decision:
         """None when the path as it is could not be compared with anything."""
         self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
 
-    def make(self, *, padding: float) -> SpeedPlan:
+    def make(self, *, padding: float, micro_batches: int = 1) -> SpeedPlan:
         """The plan; `padding` is the part of the tokens that is padding, as far as it was seen."""
         here, plan = self._here, self.plan
         plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
@@ -45,7 +45,7 @@ class Decision:
         try:
             with self._prober.quiet():
                 self.reference = self._prober.reference(few, [here.put(few.padded())])
-            self._choose_layout(self.reference, padding)
+            self._choose_layout(self.reference, padding, micro_batches)
             self._choose_head(self.reference)
         except Refused as reason:
             plan.note("layouts", False, str(reason))
@@ -53,11 +53,17 @@ class Decision:
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
-    def _choose_layout(self, reference: Reference, padding: float) -> None:
-        if padding <= 0 and not self._samples.share_rows():
+    def _choose_layout(self, reference: Reference, padding: float, micro_batches: int) -> None:
+        tokens = self._samples.real_tokens // micro_batches
+        if padding > 0:
+            gain = f"{padding:.0%} of the tokens were padding"
+        elif self._samples.share_rows():
+            gain = "the rows hold several samples already"
+        elif micro_batches > 1 and tokens < self.plan.overhead:
+            gain = f"{micro_batches} micro-batches of {tokens:,} tokens take longer to launch than to compute"
+        else:
             self.plan.note("layouts", False, "there is too little padding to leave out")
             return
-        gain = f"{padding:.0%} of the tokens were padding" if padding > 0 else "the rows hold several samples already"
         for name in LAYOUTS if padding > 0 else (FLAT,):
             layout = self._offered(name)
             if isinstance(layout, str):

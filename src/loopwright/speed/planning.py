@@ -115,7 +115,7 @@ class Planner:
         if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
             get_ready()
         decision = Decision(here, samples)
-        plan = decision.make(padding=padding)
+        plan = decision.make(padding=padding, micro_batches=len(batches))
         if decision.reference is not None:
             plan_memory(
                 plan,
