@@ -264,3 +264,11 @@ def test_versions_are_pinned():
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     assert "torch==2.13.0" in pins
     assert all("==" in pin for pin in pins if pin and not pin.startswith("#"))
+
+
+@pytest.mark.xdist_group("house")
+def test_tests_of_a_group_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """What is costly to build is built once: pytest-xdist 3.8 cannot tell groups to pytest 9.2."""
+    if not request.config.getoption("loadgroup", default=False):
+        pytest.skip("not among several processes")
+    assert request.node.nodeid.endswith("@house")
