@@ -423,6 +423,25 @@ def test_reading_while_saves_run_always_finds_a_complete_checkpoint(home: Any) -
     assert not [name for name in home.names() if "damaged" in name]
 
 
+@pytest.mark.parametrize("listing", [0, 1])
+def test_a_checkpoint_that_is_removed_after_it_is_listed_makes_room_for_the_newer(
+    listing: int, home: Any, monkeypatch: Any
+) -> None:
+    save(home.manager(), 1)
+    reader = home.manager()
+    names, listings = reader.storage.names, []
+
+    def listed_early() -> list[str]:
+        found = names()
+        if len(listings) == listing:
+            save(home.manager(), 2, keep=1)
+        listings.append(found)
+        return found
+
+    monkeypatch.setattr(reader.storage, "names", listed_early)
+    assert found_in(reader.find(True)) == (2, "")
+
+
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_taken_for_damaged(home: Any, monkeypatch: Any) -> None:
     save(home.manager(), 1)
     reader = home.manager()

@@ -81,7 +81,8 @@ class CheckpointManager:
 
     def _newest_intact(self, *, required: bool) -> str | None:
         self.wait()
-        for name in self.storage.names():
+        names = self.storage.names()
+        for name in names:
             damaged = self.storage.manifest(name) is None and self.storage.holds(name, MANIFEST)
             if damaged and step_in_name(Path(name)) is not None:
                 where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
@@ -94,6 +95,8 @@ class CheckpointManager:
                 return self._newest_intact(required=required)
             where = self.storage.set_aside(name, reason)
             logger.warning(f"{name}: {reason}. {where}; an older checkpoint is tried.")
+        if not set(names) <= set(self.storage.names()):  # removed while they were looked at, for a newer one
+            return self._newest_intact(required=required)
         return self._foreign_or_none(required=required)
 
     def _foreign_or_none(self, *, required: bool) -> str | None:
