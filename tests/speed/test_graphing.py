@@ -307,7 +307,7 @@ def test_filling_that_changes_the_model_is_no_graph(
     """What fills rows up is proved to count for nothing."""
     import loopwright.speed.layouts as layouts
 
-    def spoil(batch: dict[str, Any], axis: Any, width: int) -> None:
+    def spoil(batch: dict[str, Any], samples: Any, width: int) -> None:
         spoiled.append(batch["input_ids"][0, 0].fill_(1))
 
     spoiled: list[Any] = []
