@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import document_attention
 from .documents import borders_in, is_documents, longest_in
+from .dropout import dropout_is_off
 
 NAME = "loopwright"
 """What our attention is called among those of transformers."""
@@ -61,6 +62,8 @@ def attend(
         raise AttentionRefused("its attention is not to its own row")
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
+    if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
+        dropout = 0.0
     ask = Request(bool(causal), kwargs.get("sliding_window"), kwargs.get("softcap"), dropout, scaling)
     run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
