@@ -13,12 +13,12 @@ from .budget import limits_for
 from .candidates import Layout, make_layout
 from .deciding import HEAD, output_head
 from .graphing import GraphedTraining, share_of
-from .guard import TEXT, UnevenPadding, check_images, check_padding, image_tokens_of
-from .layouts import MASK, Laid, Limits
+from .guard import image_tokens_of, samples_of
+from .layouts import Laid, Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
-from .samples import SOURCE, NoSamples, OddSamples, Samples, take_apart
+from .samples import SOURCE, NoSamples, OddSamples, Samples
 from .situation import Situation
 from .stamp import ModelStamp
 from .verification import Verification
@@ -62,7 +62,6 @@ class Conductor:
         """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
         self._graphed: GraphedTraining | None = None
         self._stamp: ModelStamp | None = None
-        self._objects: tuple[Any, ...] = ()
         self._verification: Verification | None = None
         self._must_prove = False
         """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
@@ -87,7 +86,7 @@ class Conductor:
             return
         if self._stamp is None:
             here.to_train()
-            self._stamp, self._objects = ModelStamp(here.model), here.training()
+            self._stamp = ModelStamp(here.model, here.training)
         self._learn(update.batches)
         samples = self._taken_apart_or_none(update.batches) if self._layout is not None else None
         if self._layout is None or samples is None:
@@ -189,20 +188,15 @@ class Conductor:
             return
         self._here.to_train()
         changes = self._stamp.changes()
-        objects, self._objects = self._objects, self._here.training()
-        if any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True)):
-            changes.append("the optimizer, the loss or the accumulation")
         if not changes:
             return
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
-        if self._layout is None and self._head is None:
-            return
         if "hooks" in changes and self._here.user_hook() is not None:
             self._put_back(update)
             self._start_again("a hook was registered")
-            return
-        self._prove_changed(update, changes[0])
+        elif self._layout is not None or self._head is not None:
+            self._prove_changed(update, changes[0])
 
     def _prove_changed(self, update: Update, change: str) -> None:
         assert self._verification is not None
@@ -348,20 +342,10 @@ class Conductor:
         self._announce(self.plan)
 
     def _taken_apart(self, batches: list[Any]) -> Samples:
-        here, uneven, counts_trailing = self._here, set(self._whole), not self._here.shifts()
-        while True:
-            samples = take_apart(batches, is_pair=here.is_pair, counts_trailing=counts_trailing, whole=uneven)
-            try:
-                samples.paddings = check_padding(samples)
-                break
-            except UnevenPadding as reason:
-                if reason.name not in TEXT:
-                    uneven.add(reason.name)  # as wide as the text by chance: it is left whole
-                elif not counts_trailing and MASK not in samples.tensors:
-                    counts_trailing = True  # what comes after the last target is no padding
-                else:
-                    raise
-        check_images(samples, self._image_tokens)
+        here = self._here
+        samples = samples_of(
+            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+        )
         self._whole.update(samples.per_sample())
         return samples
 

@@ -5,7 +5,7 @@ All of it looks at host tensors before they travel to the device, so that no upd
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .samples import IGNORED, SOURCE, Axis, OddSamples, Samples
+from .samples import IGNORED, SOURCE, Axis, OddSamples, Samples, take_apart
 
 PER_SAMPLE = "sample"
 POSITIONS = "position_ids"
@@ -29,6 +29,30 @@ class UnevenPadding(OddSamples):
     def __init__(self, name: str) -> None:
         super().__init__(f"{name!r} holds more than one value in the padding")
         self.name = name
+
+
+def samples_of(
+    batches: Sequence[Any], *, is_pair: bool, shifts: bool, whole: Collection[str], image_tokens: tuple[int, ...]
+) -> Samples:
+    """The samples of an update, with nothing but padding outside of them; raises `NoSamples` where that is not so.
+
+    `whole` are names known to run along no tokens, even where there happen to be as many.
+    """
+    uneven, counts_trailing = set(whole), not shifts
+    while True:
+        samples = take_apart(batches, is_pair=is_pair, counts_trailing=counts_trailing, whole=uneven)
+        try:
+            samples.paddings = check_padding(samples)
+            break
+        except UnevenPadding as reason:
+            if reason.name not in TEXT:
+                uneven.add(reason.name)  # as wide as the text by chance: it is left whole
+            elif not counts_trailing and "attention_mask" not in samples.tensors:
+                counts_trailing = True  # what comes after the last target is no padding
+            else:
+                raise
+    check_images(samples, image_tokens)
+    return samples
 
 
 def check_padding(samples: Samples) -> dict[str, float]:

@@ -16,19 +16,20 @@ Twice, each time in single precision (or whatever finer format the weights have)
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
+from .disturbed import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
-from .samples import IGNORED, SOURCE, Samples
+from .randomness import drops_no_layers, random_streams, seed_all
+from .samples import Samples
 from .stamp import left_differently, state_of
 
 Prepare = Callable[[Any], Any]
@@ -40,17 +41,6 @@ With its graph; or, given `backward(loss, factor)`, that is called for each micr
 and once more with None and what all gradients are still to be multiplied by."""
 Lay = Callable[[Samples], list[Any]]
 """The micro-batches a layout makes of samples, on the device."""
-
-
-class Tolerance(NamedTuple):
-    """How far loss, gradient, one parameter's gradient, and what must not move at all may be off, relatively."""
-
-    loss: float
-    gradient: float
-    parameter: float
-    still: float
-    floor: float
-    """Part of the whole gradient's norm below which a parameter's gradient is rounding."""
 
 
 class Setting(NamedTuple):
@@ -67,12 +57,6 @@ class Setting(NamedTuple):
     """Entered around every forward: autocast, where the precision of training is compared."""
 
 
-DOUBLE = Tolerance(1e-10, 1e-9, 1e-8, 1e-12, 1e-12)
-SINGLE = Tolerance(1e-5, 1e-4, 1e-3, 2.5e-7, 1e-6)
-COARSE = Tolerance(2e-3, 1e-2, 5e-2, 2e-3, 1e-3)
-"""Tensor cores with ten bits; a few samples are compared in single precision besides."""
-HALF = Tolerance(2e-2, 5e-2, 2e-1, 2e-2, 1e-2)
-"""The precision of training, where memory is too short for a whole update in any other."""
 HALF_AS_GOOD = 1.5
 """How much larger than that of the path as it is the rounding error of a half-precision kernel may be."""
 MOST_COMPARED = 2_000_000_000
@@ -190,8 +174,8 @@ class Prober:
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
             plain = self._loss(batches, _as_is, setting)
-            poisoned = self._loss([_poisoned(batch) for batch in batches], _as_is, setting)
-            found.minds_padding = not _relative(plain, poisoned) <= setting.tolerance.still
+            poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
+            found.minds_padding = not relative(plain, poisoned) <= setting.tolerance.still
         return found
 
     def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
@@ -205,17 +189,17 @@ class Prober:
     def _check_repeats(self, batches: list[Any], setting: Setting) -> None:
         """Refuse a loss that is another one the second time: what it draws besides dropout cannot be compared."""
         with self.quiet(setting):
-            streams = _streams(self._model)
+            streams = random_streams(self._model)
             first = float(self._loss_of(batches, _as_is).detach())
-            draws = streams != _streams(self._model)
+            draws = streams != random_streams(self._model)
         for seed in SEEDS if draws else SEEDS[:1]:
             with self.quiet(setting):
-                _seed(seed)
+                seed_all(seed)
                 again = float(self._loss_of(batches, _as_is).detach())
-            if not _close(first, again, setting.tolerance.still):
+            if not is_close(first, again, setting.tolerance.still):
                 what = "training draws random numbers besides dropout" if draws else "computing it twice differs"
                 raise Refused(f"the loss of the same samples is another one the second time: {what}")
-        if draws and not _drops_no_layers(self._model):
+        if draws and not drops_no_layers(self._model):
             raise Refused("training draws random numbers besides dropout")
 
     # ---- candidates -------------------------------------------------------------------------------------------------
@@ -253,7 +237,7 @@ class Prober:
         assert reference.samples is not None
         batches = candidate.lay(reference.samples)
         self._compare(proof, batches, candidate, reference)
-        tests = (("leak", _other_neighbours), ("poison", _other_padding))
+        tests = (("leak", other_neighbours), ("poison", other_padding))
         asked = proof.accepted and candidate.lay_together is not None and not reference.setting.train
         for test, change in tests if asked else ():
             if test == "poison" and reference.minds_padding:
@@ -262,7 +246,7 @@ class Prober:
             if moved is not None:
                 proof.numbers[test] = moved
                 if not moved <= reference.setting.tolerance.still:
-                    return proof.refuse(_MOVED[test].format(moved))
+                    return proof.refuse(MOVED[test].format(moved))
         return proof
 
     def _compare_update(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
@@ -280,7 +264,7 @@ class Prober:
         expected, setting = reference.outcome, reference.setting
         outcome = self._run(batches, candidate.prepare, setting)
         tolerance, numbers = setting.tolerance, proof.numbers
-        numbers["loss"] = _relative(expected.loss, outcome.loss)
+        numbers["loss"] = relative(expected.loss, outcome.loss)
         numbers["gradient"] = gradient_distance(expected.gradient, outcome.gradient)
         worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
         if not numbers["loss"] <= tolerance.loss:
@@ -307,7 +291,7 @@ class Prober:
         lay = candidate.lay_together
         if lay is None or before is None or after is None:
             return None
-        return _relative(*(self._loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
+        return relative(*(self._loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
@@ -350,28 +334,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-# ---- randomness -----------------------------------------------------------------------------------------------------
-
-
-def _streams(model: nn.Module) -> tuple[Any, ...]:
-    """Where all random streams stand, in a form that can be compared."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    own = bytes(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else b""
-    _, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), bytes(np.asarray(keys)), *rest, bytes(torch.get_rng_state().numpy()), own
-
-
-def _seed(seed: int) -> None:
-    """Put all streams elsewhere; whoever calls this is in a sandbox that puts them back."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def _drops_no_layers(model: nn.Module) -> bool:
-    """Whether all that is drawn are numbers that models of transformers compare with a layerdrop of zero."""
-    rates = [module.__dict__["layerdrop"] for module in model.modules() if "layerdrop" in module.__dict__]
-    return bool(rates) and not any(rates)
+# ---- formats --------------------------------------------------------------------------------------------------------
 
 
 class _Formats(TorchDispatchMode):
@@ -400,101 +363,12 @@ def _tensor_cores(coarse: bool) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-# ---- samples that are changed on purpose ----------------------------------------------------------------------------
-
-_MOVED = {
-    "leak": "a sample sees the others of its row: its loss moves by {:.0e} with them",
-    "poison": "what stands in the padding moves the loss by {:.0e}",
-}
-
-
-def _other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """One sample's targets alone, before and after all other samples' tokens are changed."""
-    labels, ids = samples.tensors.get("labels"), samples.tensors.get("input_ids")
-    if labels is None or ids is None or labels.is_floating_point() or len(samples) < 2 or set(samples.axes) != {SOURCE}:
-        return None, None
-    counted = (labels != IGNORED).flatten(1).sum(1) if labels.dim() > 1 else (labels != IGNORED).long()
-    one = int(counted.argmax())
-    if not counted[one] or labels.dim() < 2:
-        return None, None
-    others = torch.arange(len(labels)) != one
-    alone, changed = labels.clone(), ids.clone()
-    alone[others] = IGNORED
-    changed[others] = torch.flip(ids, (0, 1))[others]
-    before = Samples({**samples.tensors, "labels": alone}, samples.axes, samples.constants)
-    after = Samples({**samples.tensors, "labels": alone, "input_ids": changed}, samples.axes, samples.constants)
-    return before, after
-
-
-def _other_padding(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """All samples, before and after the token that fills them up is another."""
-    poisoned = _poisoned(samples.tensors)
-    if poisoned is samples.tensors:
-        return None, None
-    return samples, Samples(poisoned, samples.axes, samples.constants)
-
-
-def _poisoned(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same with another token in the padding, if there is any."""
-    mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
-    if mask is None or ids is None or ids.is_floating_point() or bool(mask.all()):
-        return tensors
-    return {**tensors, "input_ids": torch.where(mask == 0, ids.max(), ids)}
-
-
 def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     every = 1 + sum(p.numel() for p in parameters) // MOST_COMPARED
     return parameters[::every]
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
-
-
-def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """Relative L2 distance of two gradients, all parameters together."""
-    pairs = _norms(expected, found)
-    apart, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    return float((apart / size) ** 0.5) if size else (0.0 if apart == 0 else float("inf"))
-
-
-def worst_parameter(
-    expected: Sequence[Tensor | None], found: Sequence[Tensor | None], tolerance: Tolerance
-) -> tuple[int, float] | None:
-    """The parameter whose gradient is furthest off, and how far, if that is more than rounding."""
-    pairs = _norms(expected, found)
-    floor = tolerance.floor * sum(size for _, size in pairs) ** 0.5
-    worst: tuple[int, float] | None = None
-    for index, (apart, size) in enumerate(pairs):
-        distance = apart**0.5
-        if distance > tolerance.parameter * size**0.5 + floor:
-            relative = distance / size**0.5 if size else float("inf")
-            worst = (index, relative) if worst is None or relative > worst[1] else worst
-    return worst
-
-
-def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[tuple[float, float]]:
-    """For every parameter the squared distance and the squared norm of what is expected, read in one wait."""
-    rows = []
-    for a, b in zip(expected, found, strict=True):
-        if a is None and b is None:
-            rows.append(torch.zeros(2, dtype=torch.float64))
-            continue
-        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
-        b = torch.zeros_like(a) if b is None else b
-        size = a.double().square().sum()
-        rows.append(torch.stack([(a.double() - b.double()).square().sum(), size]))
-    if not rows:
-        return []
-    device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
-    return [(apart, size) for apart, size in torch.stack([row.to(device) for row in rows]).tolist()]
-
-
-def _relative(expected: float, found: float) -> float:
-    return abs(expected - found) / max(abs(expected), 1e-12)
-
-
-def _close(a: float, b: float, tolerance: float) -> bool:
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
+# ---- precision ------------------------------------------------------------------------------------------------------
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:

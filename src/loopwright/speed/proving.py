@@ -12,11 +12,12 @@ import torch
 
 from .budget import limits_for
 from .candidates import Layout
+from .distance import COARSE, HALF
 from .guard import Seen
 from .layouts import PLACES, Limits, longest_row
 from .pending import PendingHead
 from .plan import FLAT, IN_ROWS, SpeedPlan
-from .probe import COARSE, HALF, Candidate, OutOfMemory, Prober, Proof, Reference, Setting, tolerance_of
+from .probe import Candidate, OutOfMemory, Prober, Proof, Reference, Setting, tolerance_of
 from .samples import IGNORED, SOURCE, Samples, few_of
 from .situation import Situation
 from .stretching import joined, longest_possible, shortened_to, stretched

@@ -45,8 +45,10 @@ class ModelStamp:
     Asked at every update: what is looked at is found once, and then only read.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, around: Callable[[], tuple[Any, ...]] = tuple) -> None:
+        self._model, self._around = model, around
+        self._objects = around()
+        """Objects of the training around the model: optimizer, loss, accumulation."""
         self._take()
 
     def _take(self) -> None:
@@ -78,14 +80,17 @@ class ModelStamp:
 
     def changes(self) -> list[str]:
         """What is different from the last time this was asked, by name; nothing in the usual case."""
+        objects, self._objects = self._objects, self._around()
+        around = any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True))
+        found = ["the optimizer, the loss or the accumulation"] if around else []
         try:
             if self._readings() == self._read:
-                return []
+                return found
         except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute went, or a number became a tensor
             pass
         before, self._known = self._known, {}
         self._take()
-        return [key for key in {**before, **self._known} if _differ(before, self._known, key)]
+        return found + [key for key in {**before, **self._known} if _differ(before, self._known, key)]
 
     def _named(self) -> dict[str, Any]:
         """Everything that is looked at, by name."""
