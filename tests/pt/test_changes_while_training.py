@@ -355,7 +355,8 @@ def test_parameters_of_the_loss_are_zeroed_and_divided_but_not_clipped(tmp_path:
         optimizers=(torch.optim.SGD([*model.parameters(), *margin.parameters()], lr=0.1), None),
     )  # fmt: skip
     trainer.train()
-    assert float((margin.scale - other.scale).abs()) < 1e-10 and float((margin.scale - 1).abs()) > 1e-3
+    found, expected = float(margin.scale.detach()), float(other.scale.detach())
+    assert abs(found - expected) < 1e-10 and abs(found - 1) > 1e-3
     assert margin.scale.grad is None
     assert_same([weights_of(model)], [weights_of(reference)])
 
@@ -394,7 +395,6 @@ def test_the_state_of_a_new_optimizer_is_saved(tmp_path: Any) -> None:
     text = (tmp_path / f"checkpoint-{UPDATES}" / "optimizer.json").read_text()
     assert "exp_avg_sq" in text and "momentum_buffer" not in text
     assert trainer.callback_handler.context["optimizer"] is trainer.optimizer
-    assert any("trainer.optimizer was replaced after step 3" in told for told in trainer.notices.told) is False
 
 
 def test_a_schedule_of_the_former_optimizer_is_said(tmp_path: Any) -> None:
@@ -424,7 +424,8 @@ def test_changes_rise_with_each_change_and_never_without(action: Any, tmp_path: 
 
     class Note(loopwright.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(self.strategy.changes)
+            if not self.is_probing:
+                seen.append(self.strategy.changes)
             return super().compute_loss(*args, **kwargs)
 
     trained(net(), Change("on_step_end", 2, action), tmp_path, cls=Note, speed="off", gradient_accumulation_steps=1)
@@ -508,7 +509,7 @@ def test_a_wrapper_is_put_into_training_mode_too(tmp_path: Any) -> None:
 def test_an_optimizer_with_modes_is_put_into_training_mode_in_every_step(tmp_path: Any) -> None:
     class Modal(torch.optim.SGD):
         mode = False
-        stepped: list[bool] = []  # noqa: RUF012
+        stepped: list[bool] = []
 
         def train(self) -> None:
             self.mode = True
@@ -755,7 +756,7 @@ def test_what_is_taken_once_is_said(action: Any, told: str, tmp_path: Any) -> No
 def test_other_evaluation_data_and_metrics_count_at_the_next_evaluation(tmp_path: Any) -> None:
     def action(run: Any) -> None:
         run.eval_dataset = samples(LENGTHS[:5])
-        run.compute_metrics = lambda predictions: {"rows": float(sum(len(each) for each in predictions.label_ids))}
+        run.compute_metrics = lambda predictions: {"rows": float(len(predictions.label_ids))}
 
     trainer, _ = trained(net(()), Change("on_step_end", 2, action), tmp_path, eval_strategy="steps", eval_steps=1,
                          per_device_eval_batch_size=1)  # fmt: skip

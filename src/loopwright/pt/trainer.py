@@ -43,7 +43,7 @@ from .watch import Watch, patience_for
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, ChangeMethods, SharingMethods, RehearsalMethods, SavingMethods, PacingMethods):
+class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
