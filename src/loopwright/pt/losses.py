@@ -39,6 +39,10 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     micro_split: int
+    _micro_batches: int | None = None
+    """How many the current update has; None before the first."""
+    _loss_function: Callable[..., Any]
+    """compute_loss_func with the arguments it takes."""
     work: Any
     _forward_takes: list[str] | None
 
@@ -46,6 +50,9 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the update's loss."""
+        self.strategy.training()
+        if not model.training:  # what the model is wrapped in
+            model.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -76,8 +83,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         if self.compute_loss_func is not None:
-            function = adapt(self.compute_loss_func, "num_items_in_batch")
-            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
+            return self._loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if labels is None:
             return loss_in(outputs, {})
         assert self.label_smoother is not None
@@ -114,9 +120,24 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
+        if self.compute_loss_func is not None:
+            self._loss_function = adapt(self.compute_loss_func, "num_items_in_batch")
         self._input_is_theirs = is_overridden(self, "_prepare_input")
         self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
         self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
+
+    def _follow_loss(self) -> None:
+        """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+        if self._speed is not None:
+            self._speed.finish()
+            self.notices.tell_once(
+                f"a method of the trainer or its loss was replaced after step {self.state.global_step}: what is done "
+                "about speed is decided again"
+            )
+            # Several processes would have to decide together, and only those where it was replaced come here.
+            self._speed = self._start_speed() if self.is_alone else None
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -245,6 +266,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         return loss
 
     def run_micro_batches(self, update: Update) -> Any:
+        self._micro_batches = len(update.batches)
         run = self.strategy.run_update
         if self._speed is not None and self._speed.is_active:
             run = self._speed.around(run)
@@ -266,6 +288,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         if not rearranged:
             self.micro_split *= 2
             update.batches = split_all(update.batches, 2)
+        self._micro_batches = len(update.batches)
         self._count(update)
         if rearranged:
             return True

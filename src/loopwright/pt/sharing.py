@@ -10,6 +10,7 @@ from ..core.batches import Update
 from ..core.evaluation import EvalStep
 from ..core.events import CallbackHandler
 from ..core.signals import WATCHED, Interrupted
+from ..errors import ArgumentsError
 from .loss import LossKind
 from .losses import LossMethods
 from .shares import share_loader
@@ -44,9 +45,17 @@ class SharingMethods(LossMethods):
         update = self.make_update(batches) if batches else nothing
         own = self._own_items(update)
         rows = self.strategy.rows(
-            [len(update), own, update.samples, update.micro_batches, update.flos, update.tokens, self._signal()]
+            [len(update), own, update.samples, update.micro_batches, update.flos, update.tokens, self._signal(),
+             self.plan.accumulation]
+        )  # fmt: skip
+        lengths, items, samples, micro_batches, flos, tokens, signals, accumulations = (
+            list(each) for each in zip(*rows, strict=True)
         )
-        lengths, items, samples, micro_batches, flos, tokens, signals = (list(each) for each in zip(*rows, strict=True))
+        if len(set(accumulations)) > 1:
+            raise ArgumentsError(
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                "change it on all of them at the same step"
+            )
         if any(signals):
             self._undone = True
             self.strategy.undo(self._held)

@@ -208,6 +208,10 @@ class SpeedMethods:
             with self.strategy.forward_context():
                 return check_loss(trainer._compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
 
+        def put(inputs: Any) -> Any:
+            self.strategy.training()  # as the training step does in whose place graphs are replayed
+            return self.strategy.put(inputs)
+
         told: set[str] = set()
 
         def tell(text: str) -> None:
@@ -221,7 +225,7 @@ class SpeedMethods:
             loss_of=loss_of,
             weigh=self.accounting.weigh,
             backward=self.strategy.backward,
-            put=self.strategy.put,
+            put=put,
             plain=trainer._training_step,
             give_up=self._speed.give_up_graphs,
             tell=tell,
