@@ -163,7 +163,7 @@ class SpeedMethods:
     def _training_objects(self) -> tuple[Any, ...]:
         """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
         accumulation = self.args.gradient_accumulation_steps
-        return (self.optimizer, accumulation, self.compute_loss_func, self.args.label_smoothing_factor, self.model)
+        return (self.optimizer, accumulation, self.compute_loss_func, self.model, self.strategy.changes)
 
     def _why_only_grouped(self) -> str | None:
         for name, reason in INPUTS_ARE_THEIRS.items():

@@ -130,10 +130,10 @@ class Conductor:
         limits = self._limits(batches, samples)
         return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits
 
-    def _put_into(self, update: Update, samples: Samples, laid: Laid) -> None:
-        update.batches = laid.batches
-        update.real_tokens, update.computed_tokens = samples.real_tokens, laid.computed_tokens
-        update.squared_lengths = samples.squared_lengths
+    @staticmethod
+    def _put_into(update: Update, samples: Samples, laid: Laid) -> None:
+        update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
+        update.real_tokens, update.squared_lengths = samples.real_tokens, samples.squared_lengths
 
     # ---- is it still true -------------------------------------------------------------------------------------------
 
@@ -175,12 +175,11 @@ class Conductor:
         """Take everything off; the next update decides anew, from what model and training are now."""
         self._tell(f"speed: accelerations are looked at again: {reason}")
         self._changes += 1
-        shared = self._here.is_shared
-        if self._changes > MOST_CHANGES or shared:
+        if self._changes > MOST_CHANGES or self._here.is_shared:
             self._switch_off(reason)
-            return
-        self.finish()
-        self._reset()
+        else:
+            self.finish()
+            self._reset()
 
     def check_model(self, update: Update) -> None:
         """Look whether model or training were changed since the last update, by a callback say; then prove again."""
@@ -361,8 +360,8 @@ class Conductor:
     # ---- going on ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        here, plan = self._here, self.plan.as_dict() if self.is_decided else None
-        assert here is not None
+        assert self._here is not None  # with its planner, if nothing has needed them so far
+        plan = self.plan.as_dict() if self.is_decided else None
         seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
         if self._verification is not None:
             seen["verification"] = self._verification.state_dict()

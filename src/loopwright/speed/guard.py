@@ -128,7 +128,7 @@ class Seen:
     entries: dict[str, list[Any]] = field(default_factory=dict)
     """For every tensor: what it runs along, its dtype, its shape behind that."""
     constants: dict[str, Any] = field(default_factory=dict)
-    paddings: dict[str, float] = field(default_factory=dict)
+    paddings: dict[str, list[float]] = field(default_factory=dict)
     sides: list[str] = field(default_factory=list)
     shortest: dict[str, int] = field(default_factory=dict)
     longest: dict[str, int] = field(default_factory=dict)
@@ -147,7 +147,7 @@ class Seen:
         return cls(
             entries,
             dict(samples.constants),
-            dict(samples.paddings),
+            {name: [value] for name, value in samples.paddings.items()},
             sorted({side_of(axis) for axis in axes.values()} - {""}),
             {key: int(axis.lengths.min()) for key, axis in axes.items()},
             {key: int(axis.lengths.max()) for key, axis in axes.items()},
@@ -170,9 +170,10 @@ class Seen:
 
     def news_in(self, other: Seen) -> str | None:
         """The first thing about an update of the same form that no proof has seen."""
-        for name, value in other.paddings.items():
-            if self.paddings.get(name, value) != value:
-                return f"{name!r} is padded with {value:g}, not {self.paddings[name]:g}"
+        for name, values in other.paddings.items():
+            known = self.paddings.get(name, values)
+            if not set(values) <= set(known):
+                return f"{name!r} is padded with {values[0]:g}, not {known[0]:g}"
         if new := set(other.sides) - set(self.sides):
             return f"samples are padded on the {min(new)}"
         return self._news_of_lengths(other)
@@ -199,7 +200,8 @@ class Seen:
 
     def add(self, other: Seen) -> None:
         """Take in what another proof has covered."""
-        self.paddings.update(other.paddings)
+        for name, values in other.paddings.items():
+            self.paddings[name] = sorted({*self.paddings.get(name, ()), *values})
         self.sides = sorted({*self.sides, *other.sides})
         for key, longest in other.longest.items():
             self.longest[key] = max(self.longest.get(key, 0), longest)

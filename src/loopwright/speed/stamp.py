@@ -82,10 +82,10 @@ class ModelStamp:
         """What is different from the last time this was asked, by name; nothing in the usual case."""
         objects, self._objects = self._objects, self._around()
         around = any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True))
-        found = ["the optimizer, the loss or the accumulation"] if around else []
+        found = ["the optimizer, the loss, the accumulation or the parameters"] if around else []
         try:
-            if self._readings() == self._read:
-                return found
+            if not around and self._readings() == self._read:
+                return []
         except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute went, or a number became a tensor
             pass
         before, self._known = self._known, {}
