@@ -141,6 +141,7 @@ def of_family(config: str, model: str, **options: Any) -> Any:
     import transformers
 
     settings = getattr(transformers, config)(**{**SIZES, "num_hidden_layers": 2, **options})
+    settings._experts_implementation = "eager"  # the others know no double precision
     return made(getattr(transformers, model), settings)
 
 
@@ -272,7 +273,7 @@ def by_width(owner: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Ten
     """The gate's part is the batch's own, weighed as its tokens are."""
     width = batch["input_ids"].shape[1]
     total, count = tokens(owner, model, batch)
-    return total + count * 1e-6 * model.gate * width, count
+    return total + int(count) * 1e-6 * model.gate * width, count
 
 
 def small_gate(found: Any, split: Any) -> str | None:

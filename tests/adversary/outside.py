@@ -171,13 +171,6 @@ def learns_its_end(batch: dict[str, Tensor], update: int, *, first: int = 0) -> 
     return {**batch, "labels": labels}
 
 
-for name, first in {"later": 1, "at once": 0}.items():
-    case(f"targets outside the mask, {name}", CAUSE, llama, pooled(tokens),
-         collator=changing(lambda batch, update, first=first: learns_its_end(batch, update, first=first)))  # fmt: skip
-    case(f"targets outside the mask, {name}, no shift", CAUSE, lambda: made(Tagger), pooled(tagged),
-         collator=changing(lambda batch, update, first=first: learns_its_end(batch, update, first=first)))  # fmt: skip
-
-
 class Tagger(Pooled):
     """One of forty tags for every token."""
 
@@ -196,6 +189,13 @@ class Tagger(Pooled):
 def tagged(owner: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     labels = batch.pop("labels")
     return summed(model(**batch)["logits"], labels, shift=False)
+
+
+for name, first in {"later": 1, "at once": 0}.items():
+    case(f"targets outside the mask, {name}", CAUSE, llama, pooled(tokens),
+         collator=changing(lambda batch, update, first=first: learns_its_end(batch, update, first=first)))  # fmt: skip
+    case(f"targets outside the mask, {name}, no shift", CAUSE, lambda: made(Tagger), pooled(tagged),
+         collator=changing(lambda batch, update, first=first: learns_its_end(batch, update, first=first)))  # fmt: skip
 
 
 # ---- a second text --------------------------------------------------------------------------------------------------
