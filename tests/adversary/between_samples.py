@@ -161,7 +161,7 @@ WINDOWED = {
         router_jitter_noise=0.0, **EXPERTS,
     ),
     "qwen2-moe window": lambda: of_family(
-        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", sliding_window=6, use_sliding_window=True, max_window_layers=0,
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", sliding_window=6, use_sliding_window=True, max_window_layers=28,
         num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8, **EXPERTS,
     ),
     "mistral window": lambda: of_family("MistralConfig", "MistralForCausalLM", sliding_window=6),
@@ -235,10 +235,18 @@ def rope(parameters: dict[str, Any], most: int) -> Any:
     return llama(rope_parameters=dict(parameters), max_position_embeddings=most)
 
 
+SHORT_AND_LONG = (4, 3, 5, 2, 5, 3, 4, 2) + (4, 6, 5, 3, 12, 7, 17, 9) * 3
+"""Short at first; then one half of an update stays short."""
+
+
+def short_and_long() -> list[Any]:
+    return ragged(32, lengths=SHORT_AND_LONG)
+
+
 case("dynamic rope", CAUSE, lambda: rope(DYNAMIC, 8), pooled(tokens))
-case("dynamic rope, short at first", CAUSE, lambda: rope(DYNAMIC, 8), pooled(tokens), rows=short_first)
+case("dynamic rope, short at first", CAUSE, lambda: rope(DYNAMIC, 8), pooled(tokens), rows=short_and_long)
 case("longrope", CAUSE, lambda: rope(LONGROPE, 32), pooled(tokens))
-case("longrope, short at first", CAUSE, lambda: rope(LONGROPE, 32), pooled(tokens), rows=short_first)
+case("longrope, short at first", CAUSE, lambda: rope(LONGROPE, 32), pooled(tokens), rows=short_and_long)
 
 
 class LongestScale(Around):

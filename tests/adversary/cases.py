@@ -33,6 +33,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     given: Callable[[], dict[str, Any]] = dict
     """What else the constructor of the trainer is given."""
+    optimizer: Callable[[nn.Module], Any] | None = None
+    """The user's own."""
+    rate: float = 0.05
     begin: Callable[[Any], None] | None = None
     act: Act | None = None
     """Before each update."""

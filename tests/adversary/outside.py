@@ -217,20 +217,22 @@ class TwoTexts(Pooled):
         return self.result(first, labels)
 
 
-def two_texts(with_mask: bool) -> Any:
-    def collated(rows: list[Any]) -> dict[str, Tensor]:
-        """The second text of a sample is that of another one, longer or shorter."""
-        batch = collate(rows)
-        second, mask = batch["input_ids"].flip(0).clone(), batch["attention_mask"].flip(0).clone()
-        return {**batch, "second_ids": second, **({"second_mask": mask} if with_mask else {})}
+def two_texts(with_mask: bool, first: int) -> Any:
+    def change(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
+        """The second text of a sample is that of another one, longer or shorter; before `first` as long as its own."""
+        texts = (batch["input_ids"], batch["attention_mask"])
+        second, mask = (text.flip(0) for text in texts) if update >= first else texts
+        given = {"second_ids": torch.where(second > 0, 42 - second, 0)}
+        return {**batch, **given, **({"second_mask": mask.clone()} if with_mask else {})}
 
-    return collated
+    return changing(change)
 
 
 for with_mask in (True, False):
-    name = "a mask of its own" if with_mask else "no mask"
-    case(f"a second text with {name}", CAUSE, lambda: made(TwoTexts), by_samples(own_loss), rows=classes,
-         collator=lambda with_mask=with_mask: two_texts(with_mask))  # fmt: skip
+    for first in (0, 1):
+        name = f"{'a mask of its own' if with_mask else 'no mask'}, longer from update {first} on"
+        case(f"a second text with {name}", CAUSE, lambda: made(TwoTexts), by_samples(own_loss), rows=classes,
+             collator=two_texts(with_mask, first))  # fmt: skip
 
 
 # ---- a first dimension that is no samples ---------------------------------------------------------------------------

@@ -41,12 +41,12 @@ class Loop:
         clip: float = 0.0,
         act: Act | None = None,
         after: Act | None = None,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     ) -> None:
         self.model, self.loss = model, loss
         self.args = SimpleNamespace(gradient_accumulation_steps=accumulation)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            [p for p in model.parameters() if p.requires_grad], lr=learning_rate
-        )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=learning_rate) if optimizer is None else optimizer(model)
         self.clip, self.act, self.after = clip, act, after
         self.gradients: list[Gradients] = []
         self.losses: list[float] = []

@@ -119,15 +119,18 @@ def observe(
         speed, more = "max", {"per_device_train_batch_tokens": 24, **more}
     arguments = {
         **OPTIONS, "speed": speed, "per_device_train_batch_size": split.size, "max_steps": updates or case.updates,
-        "gradient_accumulation_steps": split.accumulation, "max_grad_norm": case.clip, **case.options, **more,
+        "gradient_accumulation_steps": split.accumulation, "max_grad_norm": case.clip, "learning_rate": case.rate,
+        **case.options, **more,
     }  # fmt: skip
     torch.manual_seed(0)
     gradients: list[Gradients] = []
     watch = _Watch(case, gradients, 0)
     given = {**case.given()}
-    rows = case.rows()
+    rows, model = case.rows(), case.make()
+    if case.optimizer is not None:
+        given["optimizers"] = (case.optimizer(model), None)
     trainer = case.trainer(
-        model=case.make(),
+        model=model,
         args=TrainingArguments(str(folder), **arguments),
         train_dataset=rows,
         data_collator=case.collator(),
@@ -153,7 +156,7 @@ def by_hand(case: Case, split: Split, *, written: bool = False, updates: int | N
     assert loss is not None
     loop = Loop(
         case.make(), case.rows(), case.collator(), loss, size=split.size, accumulation=split.accumulation,
-        clip=case.clip, act=case.act, after=case.after,
+        clip=case.clip, act=case.act, after=case.after, learning_rate=case.rate, optimizer=case.optimizer,
     )  # fmt: skip
     if case.begin is not None:
         case.begin(loop)
