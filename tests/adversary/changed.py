@@ -260,12 +260,11 @@ def hook_at_two(owner: Any, number: int) -> None:
         owner.model.model.embed_tokens.register_forward_hook(by_width)
 
 
-def watcher(seen: list[Any]) -> Any:
-    def begin(owner: Any) -> None:
-        seen.clear()
-        owner.model.model.embed_tokens.register_forward_hook(lambda module, given, result: seen.append(result.shape))
-
-    return begin
+def look(owner: Any) -> None:
+    owner.shapes_seen = []
+    owner.model.model.embed_tokens.register_forward_hook(
+        lambda module, given, result: owner.shapes_seen.append(tuple(result.shape))
+    )
 
 
 def backwards(owner: Any, number: int) -> None:
@@ -274,15 +273,13 @@ def backwards(owner: Any, number: int) -> None:
         owner.model.model.norm.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
 
 
-SEEN: list[Any] = []
-
-
 def saw_batches(found: Any, split: Any) -> None:
-    """Every forward of training had as many rows as the collator makes."""
-    assert SEEN and all(shape[0] == split.size for shape in SEEN[-split.accumulation * 3 :]), SEEN
+    """Every forward of the last updates had as many rows as the collator makes."""
+    seen = found.trainer.shapes_seen[-2 * split.accumulation :]
+    assert seen and all(shape[0] == split.size for shape in seen), seen
 
 
 case("a hook from the beginning of training", CAUSE, llama, pooled(tokens), begin=hook_at_begin)
 case("a hook from the third update on", CAUSE, llama, pooled(tokens), act=hook_at_two)
-case("a hook that only looks", CAUSE, llama, pooled(tokens), begin=watcher(SEEN), also=saw_batches)
+case("a hook that only looks", CAUSE, llama, pooled(tokens), begin=look, also=saw_batches)
 case("hooks on gradients", CAUSE, llama, pooled(tokens), act=backwards)

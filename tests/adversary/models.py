@@ -104,28 +104,11 @@ def llama_config(**options: Any) -> Any:
     return LlamaConfig(**{**SIZES, **options})
 
 
-class Rotary(nn.Module):
-    """Rotary positions in double precision, so that counting from elsewhere rounds no otherwise."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        steps = torch.arange(0, size, 2, dtype=torch.float64) / size
-        self.register_buffer("frequencies", 10000.0**-steps, persistent=False)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids.unsqueeze(-1).double() * self.frequencies
-        both = torch.cat([angles, angles], dim=-1)
-        return both.cos(), both.sin()
-
-
 def llama(kind: Any = None, **options: Any) -> nn.Module:
     """A causal language model that every layout can be tried on."""
     from transformers import LlamaForCausalLM
 
-    model = made(kind or LlamaForCausalLM, llama_config(**options))
-    if "rope_parameters" not in options:
-        model.model.rotary_emb = Rotary(WIDTH // 2)
-    return model
+    return made(kind or LlamaForCausalLM, llama_config(**options))
 
 
 def bert_config(**options: Any) -> Any:

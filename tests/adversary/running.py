@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from loopwright import Trainer, TrainerCallback, TrainingArguments
+from loopwright import TrainerCallback, TrainingArguments
 
 from .cases import Case
 from .reference import EXACT, Gradients, Loop, difference, gradients_of
@@ -35,9 +36,24 @@ class Split(NamedTuple):
 
 
 def doubles_stay(setattr_: Callable[..., None]) -> None:
-    """Losses of transformers compute on `logits.float()`, which would take half the digits of a double."""
-    single = Tensor.float
-    setattr_(Tensor, "float", lambda self: self if self.dtype is torch.float64 else single(self))
+    """Models of transformers compute norms, rotary positions and losses in single precision: here in double."""
+    single, to, softmax = Tensor.float, Tensor.to, F.softmax
+
+    def kept(self: Tensor, *given: Any, **named: Any) -> Tensor:
+        if self.dtype is torch.float64 and (torch.float32 in given or named.get("dtype") is torch.float32):
+            given = tuple(each for each in given if each is not torch.float32)
+            named.pop("dtype", None)
+            return to(self, *given, **named) if given or named else self
+        return to(self, *given, **named)
+
+    def sharp(values: Tensor, *given: Any, **named: Any) -> Tensor:
+        if values.dtype is torch.float64:
+            named.pop("dtype", None)
+        return softmax(values, *given, **named)
+
+    setattr_(Tensor, "float", lambda self: self.double() if self.dtype in (torch.float64, torch.int64) else single(self))
+    setattr_(Tensor, "to", kept)
+    setattr_(F, "softmax", sharp)
 
 
 def everything_pays(setitem: Callable[..., None]) -> None:
@@ -73,9 +89,9 @@ class Observed:
 class _Watch(TrainerCallback):
     """Keeps the gradients of every update, and acts for the user."""
 
-    def __init__(self, case: Case, gradients: list[Gradients], started: int) -> None:
-        self.case, self.gradients, self.trainer = case, gradients, None
-        self.started = started
+    def __init__(self, case: Case, gradients: list[Gradients]) -> None:
+        self.case, self.gradients = case, gradients
+        self.trainer: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.case.begin is not None:
@@ -124,7 +140,7 @@ def observe(
     }  # fmt: skip
     torch.manual_seed(0)
     gradients: list[Gradients] = []
-    watch = _Watch(case, gradients, 0)
+    watch = _Watch(case, gradients)
     given = {**case.given()}
     rows, model = case.rows(), case.make()
     if case.optimizer is not None:
@@ -150,8 +166,19 @@ def observe(
     return found
 
 
-def by_hand(case: Case, split: Split, *, written: bool = False, updates: int | None = None) -> Loop:
+_BY_HAND: dict[Any, Loop] = {}
+
+
+def by_hand(case: Case, split: Split, *, written: bool = False) -> Loop:
     """The same by hand: the loss of each update by its definition, or micro-batch by micro-batch as written."""
+    key = (id(case), split, written)
+    if key not in _BY_HAND:
+        _BY_HAND[key] = loop_of(case, split, written=written).run(case.updates)
+    return _BY_HAND[key]
+
+
+def loop_of(case: Case, split: Split, *, written: bool = False) -> Loop:
+    """A loop by hand that has not begun."""
     loss = case.written if written else case.loss
     assert loss is not None
     loop = Loop(
@@ -160,7 +187,7 @@ def by_hand(case: Case, split: Split, *, written: bool = False, updates: int | N
     )  # fmt: skip
     if case.begin is not None:
         case.begin(loop)
-    return loop.run(updates or case.updates)
+    return loop
 
 
 def judge(case: Case, found: Observed, split: Split, tolerance: float = EXACT) -> str | None:
@@ -192,5 +219,3 @@ def check(case: Case, folder: Path, *, speed: str, split: Split, **more: Any) ->
         case.also(found, split)
     return found
 
-
-__all__ = ["OPTIONS", "Observed", "Split", "Trainer", "by_hand", "check", "judge", "observe"]
