@@ -287,7 +287,7 @@ class ManyImages(Pooled):
 
 def uneven_images(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     ids = batch["input_ids"].masked_fill(batch["input_ids"] == 3, 4)
-    ids[0::2, 0:2] = 3  # two images in every second sample, none in the others
+    ids[len(ids) // 2 :, 0:2] = 3  # two images in every later sample, none in the others
     if not update:
         ids[:, 0:2] = 4
         ids[:, 0] = 3  # at first one in each
