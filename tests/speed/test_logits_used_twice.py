@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from loopwright.speed.pending import PendingHead, PendingLogits
+from tests.speed.architectures import build
+from tests.speed.training import InOrder, train
 
 WIDTH, CLASSES, SHAPE = 6, 11, (3, 5)
 Use = Callable[["Made"], Any]
@@ -20,7 +22,7 @@ Use = Callable[["Made"], Any]
 class Made:
     """A body and a head on the same input, their logits, and what a loss may want besides."""
 
-    def __init__(self, change: Callable[[Tensor], Tensor] = lambda z: z, *, pending: bool, **options: Any) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda z: z, *, pending: bool) -> None:
         torch.manual_seed(0)
         self.body = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
@@ -33,8 +35,6 @@ class Made:
         if pending:
             self.pending_head.install()
             self.pending_head.count = int((self.targets != -100).sum())
-        if options.get("tied"):
-            self.body.weight = nn.Parameter(self.head.weight[:WIDTH].detach().clone())
         self.change = change
         self.logits = self.forward()
 
@@ -115,7 +115,9 @@ SECOND_LOSSES: dict[str, Callable[[Made], Tensor]] = {
     "product with a learned scale": lambda m: ce(m.logits * m.body.bias.sum(), m.others) + m.loss() + kl(m),
     "gradient penalty on the inputs": lambda m: m.loss() + penalty(m, m.loss(), [m.inputs]),
     "gradient penalty on weights": lambda m: penalty(m, m.loss(), m.parameters()),
-    "gradient penalty, sum and smoothing": lambda m: penalty(m, m.loss(reduction="sum", label_smoothing=0.2), [m.inputs]),
+    "gradient penalty, sum and smoothing": lambda m: penalty(
+        m, m.loss(reduction="sum", label_smoothing=0.2), [m.inputs]
+    ),
     "gradient penalty of two losses": lambda m: penalty(m, m.loss() + kl(m), m.parameters()),
     "gradient penalty on the logits": lambda m: m.loss() + penalty(m, m.loss(), [m.logits]),
     "gradient penalty on logits of two losses": lambda m: penalty(m, m.loss() + kl(m), [m.logits]),
@@ -154,7 +156,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "as the head has them": lambda z: z,
     "softcapped": lambda z: torch.tanh(z / 2.0) * 2.0,
     "scaled": lambda z: z * 0.5,
-    "cast and cut": lambda z: torch.cat([z, z], 1).double() if False else z.to(torch.float64)[:, :],
+    "cast and cut": lambda z: z.to(torch.float64)[:, :],
     "one more bias": lambda z: z + torch.linspace(0, 1, CLASSES, dtype=z.dtype),
 }
 
@@ -176,7 +178,7 @@ def test_a_loss_that_uses_logits_twice_is_the_one_of_real_logits(name: str, chan
 # ---- the gradient of the logits --------------------------------------------------------------------------------------
 
 
-def retained(before: bool, read: Callable[[Tensor], Any] = lambda z: z) -> Use:
+def retained(before: bool) -> Use:
     def use(made: Made) -> list[Any]:
         if before:
             made.logits.retain_grad()
@@ -231,7 +233,9 @@ def all_in_one(made: Made) -> list[Any]:
 
 GRADIENTS: dict[str, Use] = {
     "of a loss": lambda m: torch.autograd.grad(m.loss(), m.logits),
-    "of a sum": lambda m: torch.autograd.grad(m.loss(m.others, reduction="sum", ignore_index=2, label_smoothing=0.1), m.logits),
+    "of a sum": lambda m: torch.autograd.grad(
+        m.loss(m.others, reduction="sum", ignore_index=2, label_smoothing=0.1), m.logits
+    ),
     "of two losses": lambda m: torch.autograd.grad(m.loss() + kl(m), m.logits),
     "of two cross-entropies": lambda m: torch.autograd.grad(m.loss() + m.loss(m.others), [m.logits]),
     "of a loss of a part": lambda m: torch.autograd.grad(ce(m.logits[:, :-1], m.others[:, 1:]), m.logits),
@@ -287,8 +291,7 @@ def test_a_target_that_is_no_class_is_the_error_of_torch(target: int) -> None:
 def test_what_is_frozen_stays_so(frozen: str, name: str) -> None:
     def run(pending: bool) -> list[Any]:
         made = Made(pending=pending)
-        for part in (made.head, made.body, made.inputs):
-            key = {made.head: "head", made.body: "body"}.get(part, "inputs") if part is not made.inputs else "inputs"
+        for key, part in (("head", made.head), ("body", made.body), ("inputs", made.inputs)):
             if key in frozen and not (key == "inputs" and "penalty" in name):
                 part.requires_grad_(False)
         made.logits = made.forward()
@@ -362,12 +365,6 @@ def test_logits_of_weights_that_were_changed_behind_the_back_of_autograd_are_ref
         made.logits.argmax(-1)
 
 
-@pytest.fixture
-def hooked_head() -> Iterator[Any]:
-    made = Made(pending=False)
-    yield made
-
-
 @pytest.mark.parametrize("kind", ["register_forward_hook", "register_full_backward_hook", "register_forward_pre_hook"])
 def test_hooks_that_come_later_see_what_they_would_have_seen(kind: str) -> None:
     def run(pending: bool) -> list[Any]:
@@ -390,8 +387,8 @@ def test_a_compiled_loss_gets_real_logits() -> None:
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return ce(logits, targets) + logits.logsumexp(-1).mean()
 
-    expected, found = (trained(lambda m: loss_of(m.logits, m.targets) + m.loss())(Made(pending=p)) for p in (False, True))
-    same(found, expected)
+    use = trained(lambda m: loss_of(m.logits, m.targets) + m.loss())
+    same(use(Made(pending=True)), use(Made(pending=False)))
 
 
 def test_losses_without_gradient_in_between_change_nothing() -> None:
@@ -409,3 +406,64 @@ def test_whether_logits_were_used_is_known() -> None:
     assert not made.pending_head.logits_were_used
     made.logits.argmax(-1)
     assert made.pending_head.logits_were_used
+
+
+# ---- in training -----------------------------------------------------------------------------------------------------
+
+
+class WithAccuracy(InOrder):
+    """Reads the logits besides the loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return outputs.loss + 1e-3 * outputs.logits.logsumexp(-1).square().mean()
+
+
+class WithLaterTarget(InOrder):
+    """A second cross-entropy on other targets from the second update on, with more of them than labels count."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        if self.state.global_step == 0:
+            return outputs.loss
+        return outputs.loss + 0.3 * ce(outputs.logits, inputs["input_ids"].flip(-1))
+
+
+class WithLaterPenalty(InOrder):
+    """A gradient penalty from the second update on."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        embedded = model.get_input_embeddings()(inputs["input_ids"])
+        loss = model(inputs_embeds=embedded, attention_mask=inputs["attention_mask"], labels=inputs["labels"]).loss
+        if self.state.global_step == 0:
+            return loss
+        return loss + 10 * torch.autograd.grad(loss, embedded, create_graph=True)[0].square().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fused"), [(InOrder, True), (WithAccuracy, False), (WithLaterTarget, True), (WithLaterPenalty, True)]
+)
+def test_an_update_is_the_one_of_real_logits(
+    kind: type[Any], is_fused: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    to_float = Tensor.float  # losses of transformers cast logits down; here they stay double
+    monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype is torch.float64 else to_float(t))
+    ids = torch.randint(5, 64, (8, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row.masked_fill(row % 3 == 0, -100)} for row in ids]  # nothing to lay out
+    runs = []
+    for speed in ("off", "max"):
+        model = build("llama", "causal")
+        if kind is WithLaterPenalty:
+            model.set_attn_implementation("eager")  # torch's own kernels have no second derivative
+        runs.append(train(model, data, tmp_path, kind=kind, speed=speed, max_steps=2, learning_rate=1e-3,
+                          per_device_train_batch_size=4, gradient_accumulation_steps=1))  # fmt: skip
+    plain, fused = runs
+    assert fused.plan.linear_loss is is_fused, fused.plan.lines()
+    assert fused.losses == pytest.approx(plain.losses, rel=1e-10)
+    for name, gradient in plain.gradients.items():
+        same(fused.gradients[name], gradient)
+    head = fused.trainer._speed._head
+    assert head is None or not head.is_installed
+    if kind is InOrder:
+        assert not head.logits_were_used  # nothing holds them until the end of the update

@@ -11,7 +11,7 @@ import numpy as np
 from ..core.batches import Update
 from .budget import limits_for
 from .candidates import Layout, make_layout
-from .deciding import output_head
+from .deciding import knows_count, output_head
 from .graphing import GraphedTraining, share_of
 from .layouts import Limits
 from .pending import PendingHead
@@ -104,8 +104,9 @@ class Conductor:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around the forward and backward of all micro-batches of an update."""
-        if self._head is not None:
-            self._head.install()
+        reason = None if self._head is None else self._head.try_install()
+        if reason is not None:
+            self._tell(f"speed: the loss is computed from logits again: the output layer changed, {reason}")
         try:
             if self.is_laid:
                 assert self._layout is not None
@@ -130,7 +131,7 @@ class Conductor:
         """A micro-batch as the model takes it, on the device."""
         if self._head is not None:
             items = update.items[index] if update.items and update.counted else None
-            self._head.count = items if isinstance(items, int) else None
+            self._head.count = items if isinstance(items, int) and knows_count(self._here) else None
         if self._graphed is not None:
             self._graphed.share = share_of(update, index)
         batch = update.batches[index]

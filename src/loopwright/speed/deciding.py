@@ -145,6 +145,8 @@ class Decision:
             return
         pending = PendingHead(head)
         proof = self._proved(self._with("loss without logits", pending), reference)
+        if proof.accepted and pending.logits_were_used:
+            proof.refuse("its logits are used besides the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
@@ -182,10 +184,20 @@ class Decision:
         def prepare(batch: Any) -> Any:
             if pending is not None:
                 targets = self._here.targets_in(batch)
-                pending.count = None if targets is None else int(targets)  # as training tells it
+                known = targets is not None and knows_count(self._here)
+                pending.count = int(targets) if known else None  # as training tells it
             return batch if layout is None else layout.for_model(batch)
 
         return Candidate(name, self._laying(layout), self._together(layout), prepare, install)
+
+
+def knows_count(here: Situation) -> bool:
+    """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
+    model = here.model
+    if type(model).__module__.startswith("peft."):
+        model = model.get_base_model()  # type: ignore[operator]
+    own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
+    return here.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
 
 
 def _half_of(samples: Samples) -> int:

@@ -44,8 +44,9 @@ def linear_cross_entropy(
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, without ever keeping the logits.
 
     The gradients of what requires one are computed in the forward; a backward that is itself to be differentiated
-    (`create_graph=True`) computes them again from real logits. `logits` stands for the logits in the graph. Before the softmax the logits are multiplied by
-    `scale` and capped as `softcap * tanh(logits / softcap)`, or go through `logit_map`, which says both and more.
+    (`create_graph=True`) computes them again from real logits. `logits` stands for the logits in the graph. Before the
+    softmax they are multiplied by `scale` and capped as `softcap * tanh(logits / softcap)`, or go through `logit_map`,
+    which says both and more.
 
     Tokens whose target is `ignore_index` are left out before the matmul. On a GPU that takes `count`, the number of
     counted targets as the host knows it, since asking the device would mean waiting for it; more than there are is
@@ -260,7 +261,7 @@ def _backward_from_logits(ctx: Any, gradient: Tensor, is_wanted: bool) -> tuple[
         # Views: a weight that hidden states were computed with too has a gradient through them, which is not ours.
         parts = [each if each is None else each.view_as(each) if tracked else each.detach() for each in given]
         for part, is_needed in zip(parts, needs, strict=True):
-            if is_needed and not tracked:
+            if part is not None and is_needed and not tracked:
                 part.requires_grad_()
         logits = job.from_logits(*parts)
         of = [logits] if is_wanted else [part for part, is_needed in zip(parts, needs, strict=True) if is_needed]

@@ -203,7 +203,10 @@ _ABOUT_THE_WRAPPER = {
     *(Tensor.element_size,),
 }
 # Who asks for these wants the gradient of the logits: the loss may no longer go past them.
-_ABOUT_THE_NODE = {Tensor.grad_fn.__get__, Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad}
+_ABOUT_THE_NODE = {
+    *(Tensor.grad_fn.__get__, Tensor.register_hook, Tensor.retain_grad),  # type: ignore[attr-defined]
+    *(torch.autograd.grad, torch.autograd.backward),
+}
 
 
 # ---- the head --------------------------------------------------------------------------------------------------------
