@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cases import case
-from .models import SIZES, WIDTH, Around, Pooled, changing, classes, collate, llama, made, own_loss, summed, tokens
+from .models import SIZES, WIDTH, Around, Pooled, changing, classes, llama, made, own_loss, summed, tokens
 from .reference import as_written, by_samples, pooled
 
 CAUSE = "R4"

@@ -18,6 +18,7 @@ from .layouts import Laid, Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
+from .proving import knows_count
 from .samples import SOURCE, NoSamples, OddSamples, Samples
 from .situation import Situation
 from .stamp import ModelStamp
@@ -246,8 +247,9 @@ class Conductor:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Around the forward and backward of all micro-batches of an update."""
-        if self._head is not None:
-            self._head.install()
+        reason = None if self._head is None else self._head.try_install()
+        if reason is not None:
+            self._tell(f"speed: the loss is computed from logits again: the output layer changed, {reason}")
         try:
             if self.is_laid:
                 assert self._layout is not None
@@ -273,7 +275,7 @@ class Conductor:
         """A micro-batch as the model takes it, on the device."""
         if self._head is not None:
             items = update.items[index] if update.items and update.counted else None
-            self._head.count = items if isinstance(items, int) else None
+            self._head.count = items if isinstance(items, int) and knows_count(self._here) else None
         if self._graphed is not None:
             self._graphed.share = share_of(update, index)
         batch = update.batches[index]

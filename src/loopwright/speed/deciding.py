@@ -123,6 +123,8 @@ class Decision:
             return
         pending = PendingHead(head)
         proof = self._refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
+        if proof.accepted and pending.logits_were_used:
+            proof.refuse("its logits are used besides the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason

@@ -174,7 +174,8 @@ class Prover:
         def prepare(batch: Any) -> Any:
             if head is not None:
                 targets = self._here.targets_in(batch)
-                head.count = None if targets is None else int(targets)  # as training tells it
+                known = targets is not None and knows_count(self._here)
+                head.count = int(targets) if known else None  # as training tells it
             return batch if layout is None else layout.for_model(batch)
 
         def lay_update(samples: Samples) -> list[Any]:
@@ -202,6 +203,15 @@ class Prover:
         limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest)
         laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
         return [here.put(batch) for batch in laid.batches]
+
+
+def knows_count(here: Situation) -> bool:
+    """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
+    model = here.model
+    if type(model).__module__.startswith("peft."):
+        model = model.get_base_model()  # type: ignore[operator]
+    own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
+    return here.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
 
 
 _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
