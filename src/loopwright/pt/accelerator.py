@@ -14,8 +14,12 @@ from .checkpoint import plain_module
 class AcceleratorFace:
     """`trainer.accelerator` for code written against other trainers."""
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Any, args: Any = None) -> None:
+        self._strategy, self._args = strategy, args
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return 1 if self._args is None else int(self._args.gradient_accumulation_steps)
 
     @property
     def device(self) -> torch.device:

@@ -26,10 +26,10 @@ from ..speed.situation import Situation
 from .columns import innermost, without_wrappers
 from .devices import total_memory
 from .kinds import kind_of
-from .loss import check_loss, untouched_buffers
+from .loss import check_loss
 from .precision import Autocast, Precision
 from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
-from .seeding import untouched_rng
+from .sandbox import sandbox
 from .work import operations_per_token
 
 FILE_NAME = "speed_plan.json"
@@ -120,7 +120,7 @@ class SpeedMethods:
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             # Several processes learn together, before they plan: each on its own could come to another result.
-            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self.accounting.kind is not None,
+            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
             targets_in=lambda batch: self.accounting.items_in(batch),
             shifts=lambda: self.accounting.shifts,
             updates_left=lambda: self.plan.max_steps - self.state.global_step,
@@ -209,7 +209,7 @@ class SpeedMethods:
     def _untouched(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
-            with untouched_rng(), untouched_buffers(self.model), self._as_written():
+            with sandbox(self.model, self), self._as_written():
                 yield
         finally:
             self.is_probing = False
@@ -218,7 +218,7 @@ class SpeedMethods:
         """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
         return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
 
-    def _learn_loss(self, batch: Any) -> bool:
+    def _learn_loss(self, batches: Any) -> bool:
         raise NotImplementedError
 
     def _loss_of_update(self, batches: list[Any], prepare: Callable[[Any], Any]) -> Tensor:

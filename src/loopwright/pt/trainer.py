@@ -15,7 +15,7 @@ from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint import HostCopies
-from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
+from .columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
 from .memory import MemoryMeter
@@ -101,7 +101,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.data_collator = data_collator or default_collator(processing_class)
         self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
         self.is_alone = self.strategy.world_size == 1
-        self.accelerator = AcceleratorFace(self.strategy)
+        self.accelerator = AcceleratorFace(self.strategy, args)
         self.memory = MemoryMeter(self.device)
         self._copies = HostCopies()
         if not self.is_alone:
@@ -128,6 +128,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
         self.can_return_loss = takes_loss_flag(model)
         self._forward_takes = forward_parameters(model)
+        self._forward_takes_any = takes_anything(model)
+        self.splitter = self._make_splitter()
         self.model_accepts_loss_kwargs = bool(
             getattr(
                 innermost(model),

@@ -55,11 +55,11 @@ class Conductor:
             self.consider(update.batches)
         if self._layout is None:
             if self._graphed is not None and not self._knows_loss:
-                self._here.learn(update.batches[0])
+                self._here.learn(update.batches)
                 self._knows_loss = True  # or as much as can be known
             return
         if not self._knows_loss:  # a plan of a checkpoint: batches that are laid out tell less about the loss
-            self._knows_loss = self._here.learn(update.batches[0])
+            self._knows_loss = self._here.learn(update.batches)
         try:
             samples = self._taken_apart(update.batches)
             if self._here.shifts() and samples.first_targets_are_counted():

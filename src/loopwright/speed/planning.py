@@ -63,7 +63,7 @@ class Planner:
             return self._settle(padding, batches)
         if padding is None:
             return None
-        if here.learn(batches[0]):
+        if here.learn(batches):
             return self._decide(batches, samples, padding)
         return self._settle("the loss does not show what it is divided by", batches) if self._looks == LOOKS else None
 

@@ -33,7 +33,7 @@ class Situation:
     computes_half: bool
     """Whether matrix products are computed in half precision."""
     learn: Callable[[Any], bool]
-    """Find out how the loss counts its targets, from one batch; returns whether that is known now."""
+    """Find out what the loss is, from the micro-batches of an update; returns whether it is known, and additive."""
     targets_in: Callable[[Any], Any]
     """How many targets the loss of a batch counts; None if it has no labels."""
     shifts: Callable[[], bool]
