@@ -58,4 +58,3 @@ class Update:
         else:
             share = self.weights[index] / self.total_weight
         return share if self.factor == 1 else share * self.factor
-

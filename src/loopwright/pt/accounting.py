@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from ..core.batches import Update
 from .denominators import ITEMS, NOTHING, SAMPLES, Denominator, candidates
-from .loss import LossKind, check_loss, count_samples, count_targets, find_targets
 from .looking import Finding, Pieces, look, may_be_ignored, pieces_of
+from .loss import LossKind, check_loss, count_samples, count_targets, find_targets
 from .oom import is_out_of_memory
 from .probing import LossProbe
 from .shapes import IGNORED
@@ -59,6 +60,8 @@ class LossAccounting:
         """Whether the loss is already divided by the accumulation."""
         self.rivals: tuple[Denominator, ...] = ()
         """What the loss may be the mean of; the first is believed."""
+        self.may_pad_labels = False
+        """Whether a label of -100 does no harm where none was seen: on a GPU it may end the run."""
         self.may_compare = True
         """Whether parts of batches may be computed: not on a device that compiles for each shape."""
         self.is_claimed = kind is not None
@@ -103,8 +106,15 @@ class LossAccounting:
         return self.is_open or self.disagrees(batches)
 
     def disagrees(self, batches: list[Any]) -> bool:
-        """Whether denominators that fitted so far would weigh these micro-batches differently; asks host labels only."""
-        if len(self.rivals) < 2 or self._looks >= LOOKS:
+        """Whether denominators that fitted so far would weigh these micro-batches differently; asks the host only."""
+        if len(self.rivals) < 2:
+            return False
+        if self._looks >= LOOKS:
+            self.trouble = (
+                f"the loss may be the mean over {self.rivals[0].described()} or over {self.rivals[1].described()}, and "
+                "no update has told: it is taken for the first; return (sum, count) from compute_loss to be exact"
+            )
+            self.rivals = self.rivals[:1]
             return False
         for batch in batches:
             counts = [by.count(batch, self.label_names) for by in self.rivals]
@@ -228,17 +238,12 @@ class LossAccounting:
 
     def _look(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
         """Compare the loss of a batch with those of its parts: in training mode, and where that fails without it."""
-        may_ignore = may_be_ignored(batches, self.label_names)
         try:
-            pieces = pieces_of(
-                batches, splitter, self.label_names, may_ignore=may_ignore, pad_token=self._padding or 0
-            )
+            pieces = self._pieces(batches, probe, splitter)
         except CannotSplit as reason:
             self.reason = f"the loss could not be compared with that of its parts: {reason}"
             self._say_what_is_believed(batches)
             return
-        if may_ignore and count_samples(batches[0]) == 1 and not self._padding_is_neutral(batches[0], pieces, probe):
-            pieces = pieces_of(batches, splitter, self.label_names, may_ignore=False, pad_token=0)
         found, error = self._compared(pieces, probe, training=None)
         if found is not None and found.rivals:
             if found.tells:
@@ -246,6 +251,21 @@ class LossAccounting:
             return
         quiet, _ = self._compared(pieces, probe, training=False)
         self._take_without_training(quiet, found, error)
+
+    def _pieces(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> Pieces:
+        """Something to compare; what is joined is padded where that changes nothing, and cut to one length else."""
+        rivals = self.rivals if len(self.rivals) > 1 else (Denominator(shifted=self.shifts), Denominator(SAMPLES))
+        make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
+        if self.may_pad_labels or may_be_ignored(batches, self.label_names):
+            pieces = make(may_ignore=True, pad_token=self._padding or 0)
+            if self._padding_is_neutral(batches, pieces, probe):
+                return pieces
+        return make(may_ignore=False, pad_token=0)
+
+    def _telling_first(self, batches: list[Any]) -> list[Any]:
+        """Micro-batches with one first that rivals weigh differently from those before, if there is one."""
+        told = next((batch for batch in batches if self.disagrees([batch])), None)
+        return batches if told is None else [told, *(batch for batch in batches if batch is not told)]
 
     def _compared(
         self, pieces: Pieces, probe: LossProbe, training: bool | None
@@ -275,14 +295,20 @@ class LossAccounting:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
         return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
 
-    def _padding_is_neutral(self, row: Any, pieces: Pieces, probe: LossProbe) -> bool:
-        """Whether a row's loss is the same once it is padded to be joined with others."""
-        _, parts = pieces[0]
-        padded = next((part for part in parts if count_samples(part) == 1), None)
-        if padded is None or parts[0] is not padded:
+    def _padding_is_neutral(self, batches: list[Any], pieces: Pieces, probe: LossProbe) -> bool:
+        """Whether the loss of a batch is the same once it is padded to be joined with others."""
+        wide = [value.shape[1] for value in _tensors(pieces[0][0]) if value.dim() > 1]
+        short = next((b for b in batches if [v.shape[1] for v in _tensors(b) if v.dim() > 1] != wide), None)
+        if short is None:
             return True
-        a, b = (probe.measure(each, self.items_in(each)).value for each in (row, padded))
-        return probe.close(a, b)
+        padded = BatchSplitter.widened(short, pieces[0][0], pad_token=self._padding or 0)
+        try:
+            found = [probe.measure(each, self.items_in(each)).value for each in (short, padded)]
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        return probe.close(*found)
 
     def _take(self, found: Finding) -> None:
         """The loss is what fitted, the likeliest first."""
@@ -310,6 +336,8 @@ class LossAccounting:
         by_samples = Denominator(SAMPLES)
         weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
         fits = quiet is not None and quiet.tells and bool(quiet.rivals)
+        if weighed and not fits and any(each is not None and each.counts_empty for each in (found, quiet)):
+            return self.sees_loss_without_items()
         if weighed:
             usual = (Denominator(shifted=self.shifts), by_samples)
             near = next((each.closest for each in (quiet, found) if each is not None and each.closest), None)
@@ -345,9 +373,7 @@ class LossAccounting:
     def _believed(self) -> str:
         return f"the mean over {self.denominator.described()}"
 
-    def learn_division(
-        self, batch: Any, probe: LossProbe, doubled: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def learn_division(self, batch: Any, probe: LossProbe, doubled: Callable[[], AbstractContextManager[Any]]) -> None:
         """See whether the loss halves when the accumulation is said to be twice as long."""
         if self._knows_division:
             return
@@ -402,7 +428,7 @@ class LossAccounting:
 
     def empty_in(self, batches: list[Any]) -> list[Any]:
         """Micro-batches without a single item, where items are what the loss is believed to be the mean of."""
-        if self.kind not in (LossKind.MEAN, None) or self.denominator.what != ITEMS:
+        if self.kind not in (LossKind.MEAN, LossKind.OTHER, None) or self.denominator.what != ITEMS:
             return []
         counts = [self.denominator.count(batch, self.label_names) for batch in batches]
         return [batch for batch, count in zip(batches, counts, strict=True) if isinstance(count, int) and count == 0]
@@ -470,6 +496,11 @@ class LossAccounting:
         if isinstance(count, Tensor):  # a whole number would be divided in single precision
             count = count.to(torch.promote_types(loss.dtype, torch.float32))
         return count
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return [value for value in values if isinstance(value, Tensor) and value.dim()]
 
 
 def _kind_of(by: Denominator) -> LossKind:

@@ -70,11 +70,16 @@ def count_values(values: Tensor, ignored: int) -> Any:
     """How many values are not the ignored one; a device scalar for values that are not in host memory."""
     if values.is_floating_point() or values.dtype is torch.bool or (values.dtype is torch.uint8 and ignored < 0):
         return values.numel()
-    count = (values != ignored).sum()
+    counted = values != ignored
+    if ignored != IGNORED and values.dtype is not torch.uint8:
+        counted &= values != IGNORED  # -100 stands for the loss's own value until the loss puts that in its place
+    count = counted.sum()
     return int(count) if values.device.type == "cpu" else count
 
 
-def candidates(batch: Any, label_names: list[str], *, shifts: tuple[bool, ...], padding: int | None) -> list[Denominator]:
+def candidates(
+    batch: Any, label_names: list[str], *, shifts: tuple[bool, ...], padding: int | None
+) -> list[Denominator]:
     """Everything the loss of such a batch may be the mean of, the likeliest first."""
     found = [Denominator(shifted=shift) for shift in shifts] if find_targets(batch, label_names) is not None else []
     found += [Denominator(SAMPLES), Denominator(NOTHING)]

@@ -14,6 +14,8 @@ from .probing import ANOTHER_SEED, LossProbe, Measured
 from .shapes import IGNORED
 from .splitting import BatchSplitter, CannotSplit
 
+MANY = 64
+"""Samples that are looked at one by one to find where to cut."""
 JOINED = 3
 """Batches of one sample that are joined to have something to cut."""
 
@@ -57,6 +59,14 @@ class Equation:
         norms = [float(part.gradient.norm()) for part in defined if part.gradient is not None]
         return probe.alike(predicted.gradient, self.whole.gradient, max(norms, default=0.0))
 
+    def has_loss_without_items(self, label_names: list[str]) -> bool:
+        """Whether a part without a single label that counts has a loss all the same."""
+        for batch, part in zip(self.batches, self.parts, strict=True):
+            count = count_targets(batch, label_names, shifted=False)
+            if count is not None and int(count) == 0 and part.is_defined and part.value:
+                return True
+        return False
+
     def _predicted(self, by: Denominator, label_names: list[str]) -> Measured | None:
         """The loss of the whole from those of the parts; None if it would not exist."""
         counts = [by.count(batch, label_names) for batch in self.batches]
@@ -85,6 +95,8 @@ class Finding:
     tells: bool = True
     draws: bool = False
     """Whether the loss changes with the seed."""
+    counts_empty: bool = False
+    """Whether a part without items had a loss."""
 
 
 def look(
@@ -113,22 +125,31 @@ def look(
         return Finding(tuple(wanted), tells=False)
     fitting = [by for by in wanted if all(each.fits(by, label_names, probe) for each in equations)]
     closest = min(wanted, key=lambda by: max(each.error(by, label_names) for each in equations))
-    return Finding(tuple(fitting), closest)
+    empty = any(each.has_loss_without_items(label_names) for each in equations)
+    return Finding(tuple(fitting), closest, counts_empty=empty)
 
 
 def pieces_of(
-    batches: list[Any], splitter: BatchSplitter, label_names: list[str], *, may_ignore: bool, pad_token: int
+    batches: list[Any],
+    splitter: BatchSplitter,
+    label_names: list[str],
+    *,
+    rivals: tuple[Denominator, ...],
+    may_ignore: bool,
+    pad_token: int,
 ) -> Pieces:
     """A batch in two parts, cut at two places; batches of one sample are joined first. Raises `CannotSplit`."""
-    first = batches[0]
-    if count_samples(first) == 1:
-        alike = [batch for batch in batches[1:] if count_samples(batch) == 1][: JOINED - 1]
-        joined = splitter.join([first, *alike], may_ignore=may_ignore, pad_token=pad_token) if alike else None
-        if joined is None or count_samples(joined) < 2:
+    first, size = batches[0], count_samples(batches[0])
+    cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
+    if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # alone it tells nothing, or nothing new
+        alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
+        joined = splitter.join([first, *alike[: JOINED - 1]], may_ignore=may_ignore, pad_token=pad_token)
+        if joined is not None and count_samples(joined) > size:
+            first, size = joined, count_samples(joined)
+            cuts = _cuts(first, size, splitter, label_names, rivals)
+        elif size == 1:
             raise CannotSplit("micro-batches have one sample each, and cannot be joined")
-        first = joined
-    size = count_samples(first)
-    return [(first, splitter.split(first, [cut, size - cut])) for cut in _cuts(first, size, splitter, label_names)]
+    return [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
 
 
 def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
@@ -138,18 +159,27 @@ def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
     return any(each.device.type == "cpu" and bool((each == IGNORED).any()) for each in targets if each.dim() > 1)
 
 
-def _cuts(batch: Any, size: int, splitter: BatchSplitter, label_names: list[str]) -> list[int]:
-    """Where to cut: where samples and label tokens are shared out most differently, into unequal parts."""
-    rows = splitter.split(batch, [1] * size) if size <= 64 else []
-    counts = [count_targets(row, label_names, shifted=False) for row in rows]
-    places = list(range(1, size)) if size <= 64 else [size // 3, size - size // 4]
-    if counts and all(isinstance(count, int) for count in counts) and sum(counts):
-        total = sum(counts)
+def _cuts(
+    batch: Any, size: int, splitter: BatchSplitter, label_names: list[str], rivals: tuple[Denominator, ...]
+) -> list[tuple[float, int]]:
+    """Where to cut, and how much that tells: where the rivals share out the batch most differently, unequally."""
+    places = list(range(1, size)) if size <= MANY else [size // 3, size - size // 4]
+    rows = splitter.split(batch, [1] * size) if size <= MANY else []
+    shares = [_shares(rows, by, label_names) for by in rivals]
+    known = [each for each in shares if each is not None]
 
-        def differs(cut: int) -> float:
-            return abs(sum(counts[:cut]) / total - cut / size)
+    def differs(cut: int) -> float:
+        taken = [sum(each[:cut]) for each in known]
+        return round(max(taken) - min(taken), 6) if len(taken) > 1 else 0.0
 
-        places.sort(key=lambda cut: (-round(differs(cut), 6), 2 * cut == size, abs(cut - size // 3)))
-    else:
-        places.sort(key=lambda cut: (2 * cut == size, abs(cut - size // 3)))
-    return places[:2]
+    found = [(differs(cut), cut) for cut in places]
+    found.sort(key=lambda pair: (-pair[0], 2 * pair[1] == size, abs(pair[1] - size // 3)))
+    return found[:2]
+
+
+def _shares(rows: list[Any], by: Denominator, label_names: list[str]) -> list[float] | None:
+    """The part of a batch that each of its rows is; None if that cannot be counted here."""
+    counts = [by.count(row, label_names) for row in rows]
+    if not counts or not all(isinstance(count, int) for count in counts) or not sum(counts):
+        return None
+    return [count / sum(counts) for count in counts]

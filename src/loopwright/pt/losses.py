@@ -166,6 +166,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
             padding=self._padding_token(),
         )
         accounting.may_compare = not is_lazy(self.device)
+        accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
         return accounting
 
     def _make_splitter(self) -> BatchSplitter:
@@ -194,7 +195,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
         speed = None if self._speed is None or self._speed.is_idle else self._speed
         if speed is not None and speed.is_active and self.accounting.is_additive is False:
-            speed = self._leave_layouts()
+            self._leave_layouts()
+            speed = None
         if speed is not None:
             speed.arrange(update)
         if self.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
@@ -206,7 +208,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _leave_layouts(self) -> None:
         """The loss turned out to be one whose batches may not be laid out anew."""
-        self.notices.tell_once(f"speed: micro-batches stay as the collator makes them from here on: {self.accounting.reason}")
+        self.notices.tell_once(f"speed: from here on micro-batches stay as they are made: {self.accounting.reason}")
         assert self._speed is not None
         self._speed.finish()
         self._speed = None
@@ -228,19 +230,33 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         has_parts = len(update.batches) > 1
         if self.is_alone and as_made and has_parts and self.accounting.wants_look(update.batches):
             self._learn_loss(update.batches)
-        elif self.is_alone and as_made and self.accounting.undecided_shift and not self.accounting.is_claimed:
+        elif self.is_alone and as_made and self._must_know_shift():
             self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
         if self.is_alone and has_parts:
             self._look_at_empty(update.batches)
+            self._tell_trouble()
         self.accounting.count(update)
         if self.accounting.divides:
             update.factor = float(self.args.gradient_accumulation_steps)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
             update.total_items = self._get_num_items_in_batch(update.batches, self.device)
 
+    def _must_know_shift(self) -> bool:
+        accounting = self.accounting
+        wanted = accounting.wants_items or self._items_are_theirs
+        return wanted and accounting.undecided_shift and not accounting.is_claimed and self._why_not_tried() is None
+
+    def _why_not_tried(self) -> str | None:
+        """Why the loss may not be computed just to see what it is."""
+        drawn = first_iterator(self) if self._loss_is_theirs() else None
+        if drawn is None:
+            return None
+        return f"the trainer's {drawn!r} is an iterator, and what would be drawn from it is gone"
+
     def _look_at_empty(self, batches: list[Any]) -> bool:
         """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
-        for batch in self.accounting.empty_in(batches):
+        empty = self.accounting.empty_in(batches)
+        for batch in empty if empty and self._why_not_tried() is None else []:
             try:
                 found = self._probe(with_gradients=False).measure(batch, 1)
             except Exception as error:
@@ -256,9 +272,9 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     def _learn_loss(self, batches: Any) -> bool:
         """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
         accounting = self.accounting
-        drawn = first_iterator(self) if self._loss_is_theirs() else None
-        if drawn is not None:
-            accounting.give_up(f"the trainer's {drawn!r} is an iterator, and what a look at the loss draws from it is gone")
+        reason = self._why_not_tried()
+        if reason is not None:
+            accounting.give_up(reason)
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
             accounting.learn(batches, self._probe(), self.splitter)
             if self.args.gradient_accumulation_steps > 1 and self._loss_is_theirs():
@@ -302,7 +318,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     _eval_accounting: LossAccounting | None = None
 
     def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
-        if learn is not None and self.accounting.undecided_shift and self.is_alone and self._labels_in(inputs):
+        unknown = learn is not None and self.accounting.undecided_shift and self.is_alone
+        if unknown and self._labels_in(inputs) and self._why_not_tried() is None:
             self.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
         return self.accounting.items_in(inputs)
 
@@ -321,6 +338,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
                 padding=self._padding_token(),
             )
             self._eval_accounting.may_compare = own.may_compare
+            self._eval_accounting.may_pad_labels = own.may_pad_labels
         return self._eval_accounting
 
     def _learn_eval_loss(self, batches: list[Any]) -> None:
@@ -328,18 +346,18 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         accounting = self._accounting_of_evaluation()
         if not accounting.may_compare or not accounting.wants_look(batches):
             return
-        if self._loss_is_theirs() and first_iterator(self) is not None:
+        if self._why_not_tried() is not None:
             return
         accounting.learn(batches, self._probe(with_gradients=False), self.splitter)
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
             self.notices.tell_once(
-                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the sum of "
-                f"the losses of its parts. Batches are weighed by {accounting.denominator.described()}; return "
+                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the sum "
+                f"of the losses of its parts. Batches are weighed by {accounting.denominator.described()}; return "
                 "(sum, count) from compute_loss to be exact"
             )
         elif accounting.kind is LossKind.TOTAL:
-            self.notices.tell_once("the loss is a sum over its batch: eval_loss is the sum over all samples, per sample")
+            self.notices.tell_once("the loss is a sum over its batch: eval_loss is that of all, divided by samples")
 
     def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and what it counts for."""
@@ -362,7 +380,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
                     self.strategy.boundary()
                     return outputs[0].cpu()
                 inputs = self._prepare_inputs(inputs)
-                with self.compute_loss_context_manager(), self._in_full(), self._as_written():
+                with self.compute_loss_context_manager(), self._in_full(probe), self._as_written():
                     model = self.strategy.unwrap(self.model_wrapped)
                     return self._compute_loss(model, inputs, num_items_in_batch=items)
             finally:
@@ -370,13 +388,13 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
         # Gradients of shards are exchanged while they are computed, which only training does right.
         with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
-        return LossProbe(compute, self.model, trainer=self, with_gradients=with_gradients)
+        probe = LossProbe(compute, self.model, trainer=self, with_gradients=with_gradients)
+        probe.may_leave_half = isinstance(self.strategy.precision, Autocast)
+        return probe
 
-    def _in_full(self) -> AbstractContextManager[Any]:
+    def _in_full(self, probe: LossProbe) -> AbstractContextManager[Any]:
         """Around what is compared: half precision would hide small differences. Weights in half stay as they are."""
-        if not isinstance(self.strategy.precision, Autocast):
-            return nullcontext()
-        return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self.device.type, enabled=False) if probe.may_leave_half else nullcontext()
 
     def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""

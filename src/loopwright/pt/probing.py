@@ -81,10 +81,12 @@ class LossProbe:
         *,
         trainer: Any = None,
         with_gradients: bool = True,
-        in_half: bool = False,
     ) -> None:
         self._compute, self._model, self._trainer = compute, model, trainer
-        self._with_gradients, self._in_half = with_gradients, in_half
+        self._with_gradients = with_gradients
+        self.may_leave_half = False
+        """Whether autocast is left out, until something turns out to need it."""
+        self._in_half = False
         self._box: Sandbox | None = None
         self.tolerance = TOLERANCE[torch.float32]
         self.is_exact = True
@@ -116,9 +118,20 @@ class LossProbe:
             self._prepare(seed)
             with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
                 try:
-                    return self._compute(dict(inputs), items)
+                    return self._computed(inputs, items)
                 finally:
                     self._box.restore()
+
+    def _computed(self, inputs: dict[str, Any], items: Any) -> Any:
+        try:
+            return self._compute(dict(inputs), items)
+        except RuntimeError:  # a kernel may take half precision only
+            if not self.may_leave_half:
+                raise
+        self.may_leave_half, self._in_half = False, True
+        assert self._box is not None
+        self._box.restore()
+        return self._compute(dict(inputs), items)
 
     def measure(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Measured:
         """The loss as a number, with a part of its gradient where there is one."""
@@ -127,7 +140,7 @@ class LossProbe:
             self._prepare(seed)
             try:
                 with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
-                    loss = self._compute(dict(inputs), items)
+                    loss = self._computed(inputs, items)
                 count = None
                 if isinstance(loss, (tuple, list)):
                     count, loss = float(loss[1]), loss[0]

@@ -8,7 +8,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from types import CellType, FunctionType, MethodType
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .devices import is_lazy
@@ -61,13 +62,16 @@ class Sandbox:
     def __init__(self, model: nn.Module, trainer: Any = None) -> None:
         self._model = model
         self._modules = list(model.modules())
+        is_sharded = _is_sharded(self._modules)
         self._rng = snapshot_rng()
         self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
         self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b.device) and _is_writable(b)]
-        self._weights = _copied_weights(model)
+        self._weights = [] if is_sharded else _copied_weights(model)
         self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
         self._state = state = _State()
         state.leave_out(model.buffers())  # these are copied above
+        if is_sharded:  # whole and sharded parameters take turns there, by somebody else's bookkeeping
+            state.leave_out(module._parameters for module in self._modules)
         for module in self._modules:
             state.keep_attributes(module)
         if trainer is not None:
@@ -292,24 +296,31 @@ def _refilling(value: Any) -> Undo | None:
                 value.extend(entries)
 
         return refill_list
-    if isinstance(value, (MutableMapping, MutableSet)):
-        kept: Any = dict(value) if isinstance(value, MutableMapping) else set(value)
+    if isinstance(value, dict):
+        return _refilling_dict(value)
+    if isinstance(value, set):
+        members = set(value)
 
-        def refill() -> None:
-            if isinstance(kept, dict) and len(value) == len(kept):
-                if all(a is b and value[a] is kept[b] for a, b in zip(value, kept, strict=True)):
-                    return
-            elif not isinstance(kept, dict) and value == kept:
-                return
-            value.clear()
-            for entry in kept:
-                if isinstance(kept, dict):
-                    value[entry] = kept[entry]
-                else:
-                    value.add(entry)
+        def refill_set() -> None:
+            if value != members:
+                value.clear()
+                value.update(members)
 
-        return refill
+        return refill_set
     return None
+
+
+def _refilling_dict(value: dict[Any, Any]) -> Undo:
+    kept = dict(value)
+
+    def refill() -> None:
+        same = len(value) == len(kept) and all(a is b and value[a] is kept[b] for a, b in zip(value, kept, strict=True))
+        if not same:
+            value.clear()
+            for key, each in kept.items():  # one by one: every kind of dictionary can do that
+                value[key] = each
+
+    return refill
 
 
 def _stream(value: Any) -> Undo | None:
@@ -363,6 +374,13 @@ def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     if sum(p.numel() for p in parameters) > (WEIGHTS_ON_HOST if on_host else WEIGHTS_ON_DEVICE):
         return []
     return [(p, p.detach().clone()) for p in parameters]
+
+
+def _is_sharded(modules: list[nn.Module]) -> bool:
+    if any(type(module).__name__.startswith("FSDP") for module in modules):
+        return True
+    weights = [p for p in modules[0].parameters() if p is not None]
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in weights)
 
 
 def _version(tensor: Tensor) -> int:

@@ -139,4 +139,3 @@ def len_or_none(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-

@@ -49,8 +49,7 @@ class SharingMethods(LossMethods):
         rows = self._exchanged(update, self._doubt(batches))
         if any(row[-1] for row in rows):
             self._settle_doubts([int(row[-1]) for row in rows], batches)
-            if update.batches:
-                self._count(update)
+            update = self.make_update(batches) if batches else nothing
             rows = self._exchanged(update, 0)
         lengths, items, weights, samples, micro_batches, flos, tokens, signals, _ = (
             list(each) for each in zip(*rows, strict=True)
@@ -209,7 +208,8 @@ class SharingMethods(LossMethods):
 
     def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
         """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
-        unknown = not self._eval_learned and (self.accounting.undecided_shift or self._accounting_of_evaluation().is_open)
+        is_open = self.accounting.undecided_shift or self._accounting_of_evaluation().is_open
+        unknown = is_open and not self._eval_learned
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
         if not unknown and not lacking:
             return None

@@ -221,6 +221,9 @@ class SpeedMethods:
     def _learn_loss(self, batches: Any) -> bool:
         raise NotImplementedError
 
+    def _loss_is_additive(self) -> bool:
+        raise NotImplementedError
+
     def _loss_of_update(self, batches: list[Any], prepare: Callable[[Any], Any]) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training."""
         update, accounting, total = Update(list(batches)), self.accounting, None

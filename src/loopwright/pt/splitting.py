@@ -82,8 +82,8 @@ class BatchSplitter:
         pieces = []
         for batch in batches:
             size = count_samples(batch)
-            step = -(-size // parts)
-            pieces += self.split(batch, [min(step, size - start) for start in range(0, size, step)]) if size else [batch]
+            step = max(-(-size // parts), 1)
+            pieces += self.split(batch, [min(step, size - start) for start in range(0, max(size, 1), step)])
         return pieces
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
@@ -164,17 +164,31 @@ class BatchSplitter:
                 continue
             if any(len(value) != count_samples(batch) for value, batch in zip(values, batches, strict=True)):
                 return None
-            filler = pad_token if FILLERS.get(name, 0) is None else FILLERS.get(name, IGNORED if _is_label(name) else 0)
+            filler = _filler(name, pad_token)
             values = [_as_wide(v, old, width, filler) for v, old in zip(values, widths, strict=True)]
             if len({value.shape[1:] for value in values}) > 1:
                 return None
             joined[name] = torch.cat(values)
         return joined
 
+    @staticmethod
+    def widened(batch: Mapping[str, Any], like: Mapping[str, Any], *, pad_token: int) -> dict[str, Any]:
+        """A batch padded to the length of another one."""
+        old, new = _width(batch), _width(like)
+        return {
+            name: _as_wide(value, old, new, _filler(name, pad_token)) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
 
 def split_all(batches: list[Any], parts: int) -> list[Any]:
     """Every batch cut into up to `parts` pieces along its samples."""
     return BatchSplitter().split_all(batches, parts)
+
+
+def _filler(name: str, pad_token: int) -> int:
+    filler = FILLERS.get(name, IGNORED if _is_label(name) else 0)
+    return pad_token if filler is None else filler
 
 
 def _is_label(name: str) -> bool:
