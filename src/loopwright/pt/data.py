@@ -105,7 +105,11 @@ class DataMethods(ShapeMethods):
         dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset)
         return self._get_dataloader(
-            dataset, description=description, batch_size=self.args.eval_batch_size, sampler=sampler
+            dataset,
+            description=description,
+            batch_size=self.args.eval_batch_size,
+            sampler=sampler,
+            drop_last=self.args.dataloader_drop_last and sampler is not None,  # streams are gone through to their end
         )
 
     def _get_dataloader(

@@ -28,10 +28,11 @@ from ..speed.stamp import fingerprint, is_foreign
 from .columns import innermost, without_wrappers
 from .devices import total_memory
 from .kinds import kind_of
-from .loss import check_loss, untouched_buffers
+from .loss import check_loss
+from .loss_stamp import stamp_of
 from .precision import Autocast, Precision
 from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
-from .seeding import untouched_rng
+from .sandbox import sandbox
 from .work import operations_per_token
 
 FILE_NAME = "speed_plan.json"
@@ -123,7 +124,7 @@ class SpeedMethods:
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             # Several processes learn together, before they plan: each on its own could come to another result.
-            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self.accounting.kind is not None,
+            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
             targets_in=lambda batch: self.accounting.items_in(batch),
             shifts=lambda: self.accounting.shifts,
             updates_left=lambda: self.plan.max_steps - self.state.global_step,
@@ -145,7 +146,8 @@ class SpeedMethods:
             free_memory=self.strategy.free_memory,
             identity=self._identity,
             training=self._training_objects,
-            shift_is_open=lambda: self.accounting.undecided_shift,
+            wants_look=lambda batches: self.accounting.wants_look(batches),
+            why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
             recount=lambda update: trainer._count(update),
             to_train=self.strategy.training,
             user_hook=lambda: hooked_module(self.model),
@@ -154,11 +156,9 @@ class SpeedMethods:
     def _identity(self) -> str:
         """Who computes the loss of what; a plan of a checkpoint is taken up only where all of it is the same."""
         trainer: Any = self
-        model = innermost(self.model)
-        loss = self.compute_loss_func or type(self).compute_loss  # type: ignore[attr-defined]
-        parts = [model, loss, trainer.data_collator, getattr(model, "loss_function", None)]
-        attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        return hashlib.sha256("|".join([*map(fingerprint, parts), str(attention)]).encode()).hexdigest()[:16]
+        attention = getattr(getattr(innermost(self.model), "config", None), "_attn_implementation", None)
+        parts = [stamp_of(trainer), fingerprint(trainer.data_collator), str(attention)]
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def _training_objects(self) -> tuple[Any, ...]:
         """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
@@ -237,7 +237,7 @@ class SpeedMethods:
     def _untouched(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
-            with untouched_rng(), untouched_buffers(self.model), self._as_written():
+            with sandbox(self.model, self), self._as_written():
                 yield
         finally:
             self.is_probing = False
@@ -246,7 +246,10 @@ class SpeedMethods:
         """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
         return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
 
-    def _learn_loss(self, batch: Any) -> bool:
+    def _learn_loss(self, batches: Any) -> bool:
+        raise NotImplementedError
+
+    def _loss_is_additive(self) -> bool:
         raise NotImplementedError
 
     def _loss_of_update(
@@ -254,7 +257,8 @@ class SpeedMethods:
     ) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.accounting, None
-        accounting.count(update)
+        trainer: Any = self
+        trainer._count_items(update)
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)

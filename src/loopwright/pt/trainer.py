@@ -16,7 +16,7 @@ from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .changes import ChangeMethods
 from .checkpoint import HostCopies
-from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
+from .columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
 from .memory import MemoryMeter
@@ -129,6 +129,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
         self.can_return_loss = takes_loss_flag(model)
         self._forward_takes = forward_parameters(model)
+        self._forward_takes_any = takes_anything(model)
+        self.splitter = self._make_splitter()
         self.model_accepts_loss_kwargs = bool(
             getattr(
                 innermost(model),

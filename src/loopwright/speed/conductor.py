@@ -108,11 +108,9 @@ class Conductor:
     def _learn(self, batches: list[Any]) -> None:
         """Ask the loss what it is while that is open: a later batch may show more than the first."""
         here = self._here
-        if self._knows_loss and not here.shift_is_open():
-            return
-        if not here.is_shared or not self._knows_loss:
-            for batch in batches if self._knows_loss else batches[:1]:
-                self._knows_loss = here.learn(batch) or self._knows_loss
+        if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
+            here.learn(batches)
+            self._knows_loss = True  # or as much as can be known
 
     def _taken_apart_or_none(self, batches: list[Any]) -> Samples | None:
         try:

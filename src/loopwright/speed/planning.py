@@ -67,7 +67,7 @@ class Planner:
             return self._settle(padding, batches)
         if padding is None:
             return None
-        if here.learn(batches[0]):
+        if here.learn(batches):
             return self._decide(batches, samples, padding)
         coupled = here.why_not_additive()
         if coupled is not None:

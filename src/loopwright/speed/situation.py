@@ -33,7 +33,7 @@ class Situation:
     computes_half: bool
     """Whether matrix products are computed in half precision."""
     learn: Callable[[Any], bool]
-    """Find out how the loss counts its targets, from one batch; returns whether that is known now."""
+    """Find out what the loss is, from the micro-batches of an update; returns whether it is known, and additive."""
     targets_in: Callable[[Any], Any]
     """How many targets the loss of a batch counts; None if it has no labels."""
     shifts: Callable[[], bool]
@@ -75,8 +75,8 @@ class Situation:
     """Put the model into the modes of training."""
     user_hook: Callable[[], str | None] = lambda: None
     """The module that has a hook of the user's, if any."""
-    shift_is_open: Callable[[], bool] = lambda: False
-    """Whether no batch has shown yet if the loss leaves out the first target of a sample."""
+    wants_look: Callable[[list[Any]], bool] = lambda batches: False
+    """Whether these batches may show more about the loss than those before."""
     recomputes: bool = False
     """Whether the user has activations recomputed already."""
     graph: Callable[[], Any] | None = None

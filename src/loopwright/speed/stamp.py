@@ -186,6 +186,9 @@ def _is_longer_cache(a: Any, b: Any) -> bool:
 
 def fingerprint(thing: Any) -> str:
     """A function, class or object as text that changes with its code and the plain values it is bound to."""
+    if thing is None:
+        return ""
+    thing = getattr(thing, "__wrapped__", thing)
     if isinstance(thing, functools.partial):
         bound = [repr(plain(each)) for each in (*thing.args, *thing.keywords.values())]
         return f"partial {fingerprint(thing.func)} {' '.join(bound)}"
