@@ -14,6 +14,7 @@ from ..args.places import working_folder
 from ..core.batches import Update
 from ..core.overrides import accepts, adapt, is_overridden, reaches_ours
 from ..core.signals import Interrupted
+from ..speed.stamp import AROUND, ModelStamp
 from .accounting import ARGUMENTS, LossAccounting
 from .columns import LABEL_COLUMNS, innermost
 from .data import DataMethods
@@ -29,6 +30,9 @@ from .probing import LossProbe
 from .sandbox import first_iterator, sandbox
 from .speeding import SpeedMethods
 from .splitting import BatchSplitter, CannotSplit
+
+HARMLESS = ("requires_grad", "hooks", "training", AROUND)
+"""Changes of a model that do not change what its loss is the mean of."""
 
 
 class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
@@ -46,6 +50,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
     micro_split: int
     _micro_batches: int | None = None
     """How many the current update has; None before the first."""
+    _stamp: ModelStamp | None = None
+    """What the model was at the last update; None where nothing depends on that."""
     _loss_function: Callable[..., Any]
     """compute_loss_func with the arguments it takes."""
     work: Any
@@ -225,6 +231,7 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
         needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
             self._count(update)
+        self._stamp_model(update)
         return update
 
     def _leave_layouts(self) -> None:
@@ -448,7 +455,29 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self.callback_handler.fire("on_substep_end")
         return loss
 
+    def _stamp_model(self, update: Update) -> None:
+        """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
+        if len(update.batches) == 1 and (self._speed is None or not self._speed.is_active):
+            self._stamp = None
+        elif self._stamp is None:
+            self.strategy.training()
+            self._stamp = ModelStamp(self.model, self._training_objects)
+
+    def _follow_model(self, update: Update) -> None:
+        """Look at the loss and at the speed plan again, if the model was changed since the last update."""
+        speed = self._speed if self._speed is not None and self._speed.is_active else None
+        changes = self._stamp.changes() if self._stamp is not None else []
+        if not changes:
+            return
+        if self.is_alone and not self.accounting.is_claimed and any(not each.startswith(HARMLESS) for each in changes):
+            self.accounting = self._make_accounting()
+            self._learn_loss(update.batches if speed is None else speed.as_made(update))
+            self._count(update)
+        if speed is not None:
+            speed.follow_changes(update, changes)
+
     def run_micro_batches(self, update: Update) -> Any:
+        self._follow_model(update)
         self._micro_batches = len(update.batches)
         run = self.strategy.run_update
         if self._speed is not None and self._speed.is_active:
@@ -457,6 +486,8 @@ class LossMethods(SpeedMethods, DataMethods, EvaluationMethods):
             loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
         else:
             loss = run(self.micro_step, update)
+        if self._stamp is not None:
+            self._stamp.settle()
         return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
 
     def _halve(self, update: Update) -> bool:

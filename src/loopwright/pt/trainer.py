@@ -260,7 +260,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
-        self._known = self._micro_batches = None
+        self._known = self._micro_batches = self._stamp = None
         self._copies.clear()
         if self._speed is not None:
             self._speed.finish()
