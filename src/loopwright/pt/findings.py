@@ -314,25 +314,27 @@ class LossFindings:
 
     def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
         """In training the loss fits nothing, or cannot be compared: weights follow what fits without training mode."""
-        by_samples = Denominator(SAMPLES)
         weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
         fits = quiet is not None and quiet.tells and bool(quiet.rivals)
-        if weighed and not fits and any(each is not None and each.counts_empty for each in (found, quiet)):
+        compared = [each for each in (quiet, found) if each is not None and each.tells and not each.draws]
+        if weighed and not fits and any(each.counts_empty for each in compared):
             return self.sees_loss_without_items()
-        if weighed:
-            usual = (Denominator(shifted=self.shifts), by_samples)
-            near = next((each.closest for each in (quiet, found) if each is not None and each.closest), None)
-            self.rivals = quiet.rivals if fits and quiet is not None else (near if near in usual else by_samples,)  # type: ignore[assignment]
-            self.kind = _kind_of(self.rivals[0]) if fits else LossKind.OTHER
+        self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
         if error is not None:
             text = (str(error).splitlines() or [""])[0][:200]
-            self.is_additive, self.reason = False, f"a part of a batch has no loss of its own: {text}"
-            self.trouble = None if fits else self._coupled()
+            self.reason = f"a part of a batch has no loss of its own: {text}"
         elif found is not None and found.draws:
-            self.is_additive, self.reason = False, "in training the loss draws random numbers, besides those of dropout"
-        else:
-            self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
+            self.reason = "in training the loss draws random numbers, besides those of dropout"
+        if weighed and quiet is not None and fits:
+            self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
+        elif weighed and compared:
+            usual = (Denominator(shifted=self.shifts), Denominator(SAMPLES))
+            near = compared[0].closest
+            self.rivals, self.kind = (near if near in usual else usual[1],), LossKind.OTHER  # type: ignore[assignment]
+        if found is not None and not found.draws:
             self.trouble = self._coupled()
+        elif not fits:
+            self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
 
     def _coupled(self) -> str:
         return (

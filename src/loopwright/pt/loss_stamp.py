@@ -18,7 +18,7 @@ def stamp_of(trainer: Any) -> str:
         f"{type(model).__module__}.{type(model).__qualname__}",
         _configuration(getattr(model, "config", None)),
         described(type(model).forward),
-        described(getattr(model, "loss_function", None)),
+        described(getattr(model, "_loss_function", None)),
         described(getattr(type(trainer), "compute_loss", None)),
         described(vars(trainer).get("compute_loss")),
         described(trainer.compute_loss_func),

@@ -181,10 +181,12 @@ class LossMethods(LossLearningMethods):
             self._learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
             self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
-        if self.is_alone and has_parts:
-            self._look_at_empty(update.batches)
-            self._tell_trouble()
+        batches = update.batches
         self.accounting.count(update)
+        if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
+            update.batches = batches
+            self.accounting.count(update)
+        self._tell_trouble()
         if self.accounting.divides:
             update.factor = float(self.args.gradient_accumulation_steps)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
@@ -285,3 +287,8 @@ class LossMethods(LossLearningMethods):
             self._speed.load_state_dict(states["speed"])
             if self._speed.is_decided:
                 self._announce_plan(self._speed.plan)  # the run may go on in another folder
+
+
+def _has_empty(update: Update, batches: list[Any]) -> bool:
+    """Whether some micro-batches were left out, or none of them holds an item."""
+    return len(update.batches) < len(batches) or not any(not isinstance(items, int) or items for items in update.items)

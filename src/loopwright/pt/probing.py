@@ -133,7 +133,9 @@ class LossProbe:
         self._box.restore()
         return self._compute(dict(inputs), items)
 
-    def measure(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Measured:
+    def measure(
+        self, inputs: dict[str, Any], items: Any, *, seed: int | None = None, with_gradient: bool = True
+    ) -> Measured:
         """The loss as a number, with a part of its gradient where there is one."""
         with self.trying():
             assert self._box is not None
@@ -147,7 +149,8 @@ class LossProbe:
                 loss = check_loss(loss)
                 self._set_tolerance(loss)
                 value = loss.detach().double().item()
-                return Measured(value, count, self._gradient(loss) if abs(value) < float("inf") else None)
+                wanted = with_gradient and abs(value) < float("inf")
+                return Measured(value, count, self._gradient(loss) if wanted else None)
             finally:
                 self._box.restore()
 
@@ -194,10 +197,10 @@ class LossProbe:
 
     def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
         """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
-        once = self.measure(inputs, items)
+        once = self.measure(inputs, items, with_gradient=False)
         if once.count is not None:
             return LossKind.SUM
-        twice = self.measure(inputs, 2 * items)
+        twice = self.measure(inputs, 2 * items, with_gradient=False)
         if not abs(once.value) > 0 or not once.is_defined or not twice.is_defined:
             return None
         if self.close(once.value, twice.value):
