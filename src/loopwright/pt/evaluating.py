@@ -25,6 +25,7 @@ from .columns import LABEL_COLUMNS
 from .loaders import has_length
 from .loss import check_loss, count_samples
 from .memory import MemoryMeter
+from .metric_inputs import metrics_function
 from .precision import full_eval_dtype
 from .seeding import untouched_rng
 from .shapes import Static
@@ -35,6 +36,8 @@ class EvaluationMethods(AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     args: Any
+    strategy: Any
+    device: Any
     preprocess_logits_for_metrics: Any
     label_names: list[str]
     can_return_loss: bool
@@ -83,14 +86,20 @@ class EvaluationMethods(AssessingMethods):
     ) -> EvalLoopOutput:
         """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self.compute_metrics = metrics_function(self.compute_metrics, self.device)  # perhaps assigned since the last
         if isinstance(self.compute_metrics, MetricObjects):
             self.compute_metrics.restart()
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
-        strategy, was_training = self.strategy, self.model.training
+        strategy, was_training = self.strategy, self.strategy.model.training
         if not self.is_in_train:  # a run has bound them, and may have put graphs in the place of its training step
+            if self.model is not strategy.model:
+                self._adopt_model(self.model)  # type: ignore[attr-defined]
             self._bind_overrides()  # type: ignore[attr-defined]
+        self.follow_overrides()
         strategy.evaluating()
+        if self.model is not strategy.model:
+            self.model.eval()
         casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
         try:
             with casts:
@@ -120,7 +129,7 @@ class EvaluationMethods(AssessingMethods):
         )
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
-        predict, model = adapt(self.prediction_step, "ignore_keys"), self.strategy.unwrap(self.model_wrapped)
+        predict, model = adapt(self.prediction_step, "ignore_keys"), self._evaluated_model()
         plain = EvaluationMethods.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in self._looked_at(loader):
@@ -173,6 +182,12 @@ class EvaluationMethods(AssessingMethods):
     def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and what it counts for."""
         raise NotImplementedError
+
+    def _evaluated_model(self) -> nn.Module:
+        """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
+        if self.model is not self.strategy.model:
+            return self.model
+        return self.strategy.unwrap(self.model_wrapped)  # type: ignore[no-any-return]
 
     def _predicts_next_token(self) -> bool:
         """Whether a prediction belongs to the label after it."""

@@ -47,7 +47,7 @@ class LossFindings:
         """Why the loss is not known to be additive."""
         self.trouble: str | None = None
         """What the user should be told, once."""
-        self.divides = False
+        self.divides: str | None = None
         """Whether the loss is already divided by the accumulation."""
         self.rivals: tuple[Denominator, ...] = ()
         """What the loss may be the mean of; the first is believed."""
@@ -353,23 +353,23 @@ class LossFindings:
         if all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
             self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
 
-    def learn_division(self, batch: Any, probe: LossProbe, doubled: Callable[[], AbstractContextManager[Any]]) -> None:
-        """See whether the loss halves when the accumulation is said to be twice as long."""
+    def learn_division(self, batch: Any, probe: LossProbe, said: Callable[..., AbstractContextManager[Any]]) -> None:
+        """See whether the loss halves when the accumulation is said to be twice as long.
+
+        `said(arguments=2)` is entered around a loss that finds twice the accumulation in the arguments, and
+        `said(update=2)` around one that finds twice as many micro-batches in the current update.
+        """
         if self._knows_division:
             return
         self._knows_division = True
         batch, items = part_of(batch, self.label_names), self.items_in(batch)
         try:
-            with probe.trying():
-                once = probe.measure(batch, items)
-                with doubled():
-                    twice = probe.measure(batch, items)
+            self.divides = probe.divided_by(batch, items, said)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             return
-        self.divides = once.value != 0 and once.is_defined and probe.close(once.value, 2 * twice.value)
-        if self.divides:
+        if self.divides is not None:
             self.trouble = (
                 "the loss is already divided by gradient_accumulation_steps: it is taken times that number, since "
                 "micro-batches are weighed here; leave the division out"

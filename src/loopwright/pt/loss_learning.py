@@ -38,6 +38,8 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     splitter: BatchSplitter
+    _micro_batches: int | None = None
+    """How many the current update has; None before the first."""
     compute_loss: Callable[..., Any]
     compute_loss_context_manager: Callable[..., Any]
     _prepare_inputs: Callable[..., Any]
@@ -131,7 +133,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
             accounting.learn(batches, self._probe(), self.splitter)
             if self.args.gradient_accumulation_steps > 1 and self._loss_is_theirs():
                 first = batches[0] if type(batches) is list else batches
-                accounting.learn_division(first, self._probe(), self._doubled_accumulation)
+                accounting.learn_division(first, self._probe(), self._said_to_accumulate)
             # Only a model whose loss really changes with the item count is told it from now on.
             told = (LossKind.SCALED, LossKind.MIXED, None)
             self.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
@@ -149,14 +151,16 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self.notices.tell_once(trouble)
 
     @contextmanager
-    def _doubled_accumulation(self) -> Iterator[None]:
-        """Around a loss that may divide by the accumulation itself."""
-        args, steps = self.args, self.args.gradient_accumulation_steps
-        object.__setattr__(args, "gradient_accumulation_steps", 2 * steps)
+    def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
+        """Around a loss that may divide by the accumulation itself: so many times what it is, where it may look."""
+        args, steps, current = self.args, self.args.gradient_accumulation_steps, self._micro_batches
+        object.__setattr__(args, "gradient_accumulation_steps", arguments * steps)
+        self._micro_batches = update * steps
         try:
             yield
         finally:
             object.__setattr__(args, "gradient_accumulation_steps", steps)
+            self._micro_batches = current
 
     def _loss_is_theirs(self) -> bool:
         return is_overridden(self, "compute_loss") or self.compute_loss_func is not None

@@ -22,6 +22,7 @@ from .loss_learning import LossLearningMethods
 from .loss_stamp import stamp_of
 from .oom import run_or_halve
 from .outputs import decodes_from_labels, loss_in
+from .probing import ARGUMENTS
 from .splitting import BatchSplitter, CannotSplit
 
 
@@ -38,6 +39,8 @@ class LossMethods(LossLearningMethods):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     micro_split: int
+    _loss_function: Callable[..., Any]
+    """compute_loss_func with the arguments it takes."""
     work: Any
     _forward_takes: list[str] | None
     _forward_takes_any: bool
@@ -47,6 +50,9 @@ class LossMethods(LossLearningMethods):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the update's loss."""
+        self.strategy.training()
+        if not model.training:  # what the model is wrapped in
+            model.train()
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -77,8 +83,7 @@ class LossMethods(LossLearningMethods):
 
     def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         if self.compute_loss_func is not None:
-            function = adapt(self.compute_loss_func, "num_items_in_batch")
-            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
+            return self._loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if labels is None:
             return loss_in(outputs, {})
         assert self.label_smoother is not None
@@ -115,9 +120,24 @@ class LossMethods(LossLearningMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
+        if self.compute_loss_func is not None:
+            self._loss_function = adapt(self.compute_loss_func, "num_items_in_batch")
         self._input_is_theirs = is_overridden(self, "_prepare_input")
         self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
         self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
+
+    def _follow_loss(self) -> None:
+        """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+        if self._speed is not None:
+            self._speed.finish()
+            self.notices.tell_once(
+                f"a method of the trainer or its loss was replaced after step {self.state.global_step}: what is done "
+                "about speed is decided again"
+            )
+            # Several processes would have to decide together, and only those where it was replaced come here.
+            self._speed = self._start_speed() if self.is_alone else None
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -182,15 +202,20 @@ class LossMethods(LossLearningMethods):
         elif self.is_alone and as_made and self._must_know_shift():
             self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
         batches = update.batches
-        self.accounting.count(update)
+        self._count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
             update.batches = batches
-            self.accounting.count(update)
+            self._count_items(update)
         self._tell_trouble()
-        if self.accounting.divides:
-            update.factor = float(self.args.gradient_accumulation_steps)
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
             update.total_items = self._get_num_items_in_batch(update.batches, self.device)
+
+    def _count_items(self, update: Update) -> None:
+        """Count what the loss is divided by, and note what it has been divided by already."""
+        self.accounting.count(update)
+        if self.accounting.divides is not None:
+            from_arguments = self.accounting.divides == ARGUMENTS
+            update.factor = float(self.args.gradient_accumulation_steps if from_arguments else len(update.batches))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """The targets of an update's micro-batches; None when they have no labels."""
@@ -208,6 +233,7 @@ class LossMethods(LossLearningMethods):
         return loss
 
     def run_micro_batches(self, update: Update) -> Any:
+        self._micro_batches = len(update.batches)
         run = self.strategy.run_update
         if self._speed is not None and self._speed.is_active:
             run = self._speed.around(run)
@@ -229,6 +255,7 @@ class LossMethods(LossLearningMethods):
         if not rearranged:
             self.micro_split *= 2
             update.batches = self._cut(update.batches, 2)
+        self._micro_batches = len(update.batches)
         self._count(update)
         if rearranged:
             return True

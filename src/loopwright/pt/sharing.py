@@ -10,6 +10,7 @@ from ..core.batches import Update
 from ..core.evaluation import EvalStep
 from ..core.events import CallbackHandler
 from ..core.signals import WATCHED, Interrupted
+from ..errors import ArgumentsError
 from .loss import LossKind, count_samples
 from .losses import LossMethods
 from .shares import share_loader
@@ -51,9 +52,14 @@ class SharingMethods(LossMethods):
             self._settle_doubts([int(row[-1]) for row in rows], batches)
             update = self.make_update(batches) if batches else nothing
             rows = self._exchanged(update, 0)
-        lengths, items, weights, samples, micro_batches, flos, tokens, signals, _ = (
+        lengths, items, weights, samples, micro_batches, flos, tokens, signals, accumulations, _ = (
             list(each) for each in zip(*rows, strict=True)
         )
+        if len(set(accumulations)) > 1:
+            raise ArgumentsError(
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                "change it on all of them at the same step"
+            )
         if any(signals):
             self._undone = True
             self.strategy.undo(self._held)
@@ -76,8 +82,9 @@ class SharingMethods(LossMethods):
         own, work = self._own_items(update), [update.flos, update.tokens]
         weight = own if update.weights is None else float(sum(update.weights))
         return self.strategy.rows(
-            [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(), doubt]
-        )
+            [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
+             self.plan.accumulation, doubt]
+        )  # fmt: skip
 
     def _doubt(self, batches: list[Any]) -> int:
         """Whether this process's data says something about the loss that all of them have to hear."""

@@ -7,27 +7,24 @@ flash kernels of variable length; on CPUs each document is a call of scaled_dot_
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import document_attention
-from .documents import borders_in, is_documents, longest_in
+from .documents import borders_in, is_documents, longest_in, pattern_in
+from .dropout import dropout_is_off
+from .mask_patterns import AttentionRefused
 
-NAME = "loopwright"
-"""What our attention is called among those of transformers."""
 HALF = (torch.float16, torch.bfloat16)
 UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
 """Arguments that change the result and that we do not compute; a model that uses one is refused."""
-
-
-class AttentionRefused(Exception):
-    """What a model asks of its attention is not what ours computes."""
 
 
 class Request(NamedTuple):
@@ -38,6 +35,8 @@ class Request(NamedTuple):
     softcap: float | None
     dropout: float
     scale: float | None
+    twice: bool = False
+    """Whether gradients have to be differentiable themselves, as those of attention step by step are."""
 
 
 def attend(
@@ -48,6 +47,8 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    *,
+    twice: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention within documents: (1, heads, tokens, size) to (1, tokens, heads, size)."""
@@ -59,11 +60,28 @@ def attend(
         raise AttentionRefused(f"its attention uses {surplus[0]}")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise AttentionRefused("its attention is not to its own row")
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    ask = Request(bool(causal), kwargs.get("sliding_window"), kwargs.get("softcap"), dropout, scaling)
+    if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
+        dropout = 0.0
+    causal, window = pattern_in(attention_mask)
+    claimed = kwargs.get("is_causal")
+    if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
+        raise AttentionRefused("its attention and its mask do not agree on what is causal")
+    ask = Request(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
     run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
+
+
+def attend_twice(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """In place of attention step by step, whose gradients can be differentiated again."""
+    return attend(*args, twice=True, **kwargs)
+
+
+def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """In place of a flash kernel, which is told of windows and sees no mask."""
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    if is_documents(mask) and pattern_in(mask)[1] != kwargs.get("sliding_window"):
+        raise AttentionRefused("its mask has a window that its flash attention is not told of")
+    return attend(module, query, key, *args, **kwargs)
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
@@ -122,7 +140,7 @@ def _varlen(
     return varlen_attn(q, k, v, borders, borders, longest, longest, **options)
 
 
-def _varlen_options() -> dict[str, bool]:
+def varlen_options() -> dict[str, bool]:
     """Which options this torch's varlen_attn takes; its signature has changed from version to version."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -204,12 +222,13 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask
             outputs.append(_capped(q.to(v.dtype), k, v, groups, ask))
             continue
         mask = _window_mask(q.shape[2], ask.causal, ask.window, q.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q.to(v.dtype), k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
-                is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
-            )
-        )  # fmt: skip
+        with sdpa_kernel(SDPBackend.MATH) if ask.twice else nullcontext():
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    q.to(v.dtype), k, v, attn_mask=mask, dropout_p=ask.dropout, scale=ask.scale,
+                    is_causal=ask.causal and mask is None, enable_gqa=groups > 1,
+                )
+            )  # fmt: skip
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
@@ -235,92 +254,3 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: Request) -> Tenso
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     return F.dropout(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), ask.dropout) @ v
-
-
-# ---- switching a model over -----------------------------------------------------------------------------------------
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask of a model that did not take ours as ready-made: none, and `attend` refuses."""
-    return None
-
-
-class AttentionSwitch:
-    """Makes a model use an attention of ours for a while, through transformers' interface."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        name: str = NAME,
-        attention: Callable[..., Any] = attend,
-        mask: Callable[..., Any] = _no_mask,
-        *,
-        instead_of: tuple[str, ...] = ("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
-    ) -> None:
-        self._name = name
-        self._configs = _configs_with_attention(model)
-        self._were = [config._attn_implementation for config in self._configs]
-        self.reason = self._register(attention, mask, instead_of)
-
-    def _register(
-        self, attention: Callable[..., Any], mask: Callable[..., Any], instead_of: tuple[str, ...]
-    ) -> str | None:
-        """Make our attention known; returns why it cannot be used."""
-        if not self._configs:
-            return "it does not look up its attention by name"
-        others = [name for name in self._were if name not in instead_of]
-        if others:
-            return f"its attention is {others[0]!r}"
-        try:
-            from transformers import AttentionInterface, AttentionMaskInterface
-        except ImportError:
-            return "transformers has no attention interface"
-        VARLEN_TAKES.update(_varlen_options())
-        if torch.cuda.is_available():
-            HAS["kernel"] = use_newest_flash() is None and document_attention.has_kernel()
-        AttentionInterface.register(self._name, attention)
-        AttentionMaskInterface.register(self._name, mask)
-        return None
-
-    def on(self) -> None:
-        for config in self._configs:
-            config._attn_implementation_internal = self._name
-
-    def off(self) -> None:
-        for config, name in zip(self._configs, self._were, strict=True):
-            config._attn_implementation_internal = name
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self.on()
-        try:
-            yield
-        finally:
-            self.off()
-
-
-def _configs_with_attention(model: nn.Module) -> list[Any]:
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
-
-
-def use_newest_flash() -> str | None:
-    """Let torch use FlashAttention 4 or 3 where one is installed; returns its name."""
-    try:
-        from torch.nn.attention import activate_flash_attention_impl
-    except ImportError:
-        return None
-    from importlib.util import find_spec
-
-    for name, package in (("FA4", "flash_attn.cute"), ("FA3", "flash_attn_interface")):
-        try:
-            if find_spec(package) is not None:
-                activate_flash_attention_impl(name)
-                return name
-        except Exception:  # installed, and not for this GPU or this torch
-            continue
-    return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionSwitch
+from .attention_switch import AttentionSwitch
 
 NAME = "loopwright_biased"
 
@@ -46,5 +46,5 @@ def switch_for(model: nn.Module) -> AttentionSwitch | str:
         return "transformers has no attention interface"
     if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
         return "this transformers hands no position bias to its attention"
-    switch = AttentionSwitch(model, NAME, attend, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], instead_of=("sdpa",))
+    switch = AttentionSwitch(model, {"sdpa": (NAME, attend)}, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return switch if switch.reason is None else switch.reason

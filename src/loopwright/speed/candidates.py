@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import HALF, AttentionSwitch
+from .attention import HALF
+from .attention_switch import AttentionSwitch
 from .biased import switch_for
-from .documents import as_mask
+from .documents import as_given
 from .encoder import UnpaddedEncoder, find_encoder
 from .layouts import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_unpadded
 from .plan import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
@@ -64,7 +65,7 @@ class Flat(Layout):
             return batch
         return {
             **{name: value for name, value in batch.items() if name not in (BORDERS, LONGEST)},
-            MASK: as_mask(batch[BORDERS], batch[LONGEST]),
+            MASK: as_given(batch[BORDERS], batch[LONGEST]),
         }
 
     @contextmanager

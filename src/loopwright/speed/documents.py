@@ -1,8 +1,10 @@
 """Where documents begin in a row that holds several of them, in a form every model hands on to its attention.
 
-Models that look up their attention by name take an attention mask of four dimensions as ready-made and pass it on as it
-is. The borders of the documents travel as such a mask: whole numbers, the borders along the last dimension, and the
-length of the longest document as the size of the third, so that nobody has to read a number from the device for it.
+A model is given the borders of the documents in place of a padding mask, as whole numbers in five dimensions: fewer it
+may take for padding, and of four for a mask that is ready. transformers takes them to whoever makes masks for the
+attention by its name. That is us: what comes back has four dimensions and is passed on as it is. The borders lie along
+the last dimension; the size of the one before is the length of the longest document, and that of the second says which
+places a token sees, so that nobody has to read a number from the device.
 """
 
 from __future__ import annotations
@@ -24,13 +26,29 @@ def borders_of(lengths: np.ndarray, *, fill: bool = False) -> Tensor:
     return torch.from_numpy(borders.astype(np.int32))
 
 
-def as_mask(borders: Tensor, longest: int) -> Tensor:
-    """The borders as a mask of four dimensions; takes no memory."""
-    return borders.view(1, 1, 1, -1).expand(1, 1, longest, -1)
+def as_given(borders: Tensor, longest: int) -> Tensor:
+    """The borders as a model is given them; takes no memory."""
+    return borders.view(1, 1, 1, 1, -1).expand(1, 1, 1, longest, -1)
+
+
+def is_given(mask: Tensor) -> bool:
+    """Whether a mask is one of ours that a model was given."""
+    return mask.dtype is torch.int32 and mask.dim() == 5
+
+
+def with_pattern(given: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
+    """What the attention gets: the same with which places a token sees as the size of another dimension."""
+    code = 2 * (window or 0) + (1 if causal else 2)
+    return given[0].expand(-1, code, -1, -1)
+
+
+def as_mask(borders: Tensor, longest: int, *, causal: bool = True, window: int | None = None) -> Tensor:
+    """The borders as the attention gets them."""
+    return with_pattern(as_given(borders, longest), causal=causal, window=window)
 
 
 def is_documents(mask: Tensor | None) -> bool:
-    """Whether a mask is one of ours."""
+    """Whether a mask is one of ours that the attention gets."""
     return mask is not None and mask.dtype is torch.int32 and mask.dim() == 4
 
 
@@ -42,3 +60,22 @@ def borders_in(mask: Tensor) -> Tensor:
 def longest_in(mask: Tensor) -> int:
     """The length of the longest document."""
     return mask.shape[2]
+
+
+def pattern_in(mask: Tensor) -> tuple[bool, int | None]:
+    """Whether a token sees earlier places only, and how many."""
+    code = mask.shape[1] - 1
+    return code % 2 == 0, code // 2 or None
+
+
+def split_at_chunks(given: Tensor, chunk: int, tokens: int) -> Tensor:
+    """Every document cut into pieces of `chunk` tokens, of a row of at most `tokens`; nothing waits for the device."""
+    borders = given[0, 0, 0, 0]
+    places = torch.arange(tokens, device=borders.device, dtype=torch.int32)
+    document = torch.searchsorted(borders.contiguous(), places, right=True) - 1
+    begins = (places - borders[document]) % chunk == 0
+    end = borders[-1]
+    cuts = torch.where(begins & (places < end), places, end)
+    most = borders.shape[0] + tokens // chunk
+    pieces = torch.cat([cuts.sort().values[: most - 1], end.expand(max(1, most - tokens))])
+    return as_given(pieces, min(given.shape[3], chunk))

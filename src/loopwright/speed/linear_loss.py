@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from ..errors import ArgumentsError
 from .loss_kernel import LogitMap, softmax_loss_and_gradient_
@@ -37,11 +39,14 @@ def linear_cross_entropy(
     count: int | None = None,
     chunk_tokens: int | None = None,
     dtype: torch.dtype | None = None,
+    logits: StandIn | None = None,
 ) -> Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, without ever keeping the logits.
 
-    The gradients of what requires one are computed in the forward. Before the softmax the logits are multiplied by
-    `scale` and capped as `softcap * tanh(logits / softcap)`, or go through `logit_map`, which says both and more.
+    The gradients of what requires one are computed in the forward; a backward that is itself to be differentiated
+    (`create_graph=True`) computes them again from real logits. `logits` stands for the logits in the graph. Before the
+    softmax they are multiplied by `scale` and capped as `softcap * tanh(logits / softcap)`, or go through `logit_map`,
+    which says both and more.
 
     Tokens whose target is `ignore_index` are left out before the matmul. On a GPU that takes `count`, the number of
     counted targets as the host knows it, since asking the device would mean waiting for it; more than there are is
@@ -62,9 +67,34 @@ def linear_cross_entropy(
         chunk_tokens=chunk_tokens,
         dtype=matmul_dtype(hidden) if dtype is None else dtype,
         with_gradient=torch.is_grad_enabled(),
+        logits_dtype=None if logits is None else logits.tensor.dtype,
+        is_wanted=None if logits is None else logits.is_wanted,
     )
     flat = hidden.reshape(-1, hidden.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1).long(), job)
+    in_graph = (None, None) if logits is None else (logits.tensor, _witness()[0])
+    return _LinearCrossEntropy.apply(flat, weight, bias, targets.reshape(-1).long(), job, *in_graph)
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What stands for the logits in the graph, (rows, classes), so that their gradient can be asked for."""
+
+    tensor: Tensor
+    is_wanted: Callable[[bool], bool]
+    """Whether somebody may want that gradient, told in the backward whether it is of everything or of a few tensors.
+    Otherwise it goes past the logits.
+    """
+
+
+@cache
+def _witness() -> tuple[Tensor, Any]:
+    """A tensor nobody asks for the gradient of, and its node, which runs in backwards of everything only."""
+    tensor = torch.zeros((), requires_grad=True)
+    return tensor, torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def _is_of_everything() -> bool:
+    return bool(torch._C._will_engine_execute_node(_witness()[1]))  # type: ignore[attr-defined]
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -95,6 +125,25 @@ class _Job:
     chunk_tokens: int | None
     dtype: torch.dtype
     with_gradient: bool
+    logits_dtype: torch.dtype | None
+    is_wanted: Callable[[bool], bool] | None
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def from_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The logits as whoever called the loss would have them, by operations that can be differentiated."""
+        z = F.linear(hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        return self.logit_map.apply(z)[0].to(self.logits_dtype or self.wide)
+
+    def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """torch's own loss."""
+        wide = logits if logits.dtype == torch.float64 else logits.to(self.wide)
+        return F.cross_entropy(
+            wide, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
+            reduction="mean" if self.is_mean else "sum",
+        )  # fmt: skip
 
 
 # ---- which rows go through the head ----------------------------------------------------------------------------------
@@ -125,6 +174,15 @@ def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _Row
     if real == targets.numel():
         return _Rows(targets, torch.tensor(real), all_counted=True)
     return _Rows(targets[index], torch.tensor(real), index, all_counted=True)
+
+
+def _check_range(targets: Tensor, classes: int) -> None:
+    """On a host a target that is no class is the error it is for torch; on a device it makes loss and gradient NaN."""
+    if targets.device.type != "cpu" or not targets.numel():
+        return
+    low, high = (int(each) for each in targets.aminmax())
+    if low < 0 or high >= classes:
+        raise IndexError(f"Target {low if low < 0 else high} is out of bounds.")
 
 
 def _rows_on_device(targets: Tensor, ignore_index: int, count: int | None) -> _Rows:
@@ -158,10 +216,14 @@ def _sort_true(mask: Tensor, true: Tensor, size: int) -> Tensor:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, job: _Job, *in_graph: Any
+    ) -> Tensor:
         needs = [needed and job.with_gradient for needed in ctx.needs_input_grad[:3]]
         with without_autocast(hidden.device.type):
             rows = _choose_rows(targets, job.ignore_index, job.count)
+            if rows.all_counted:
+                _check_range(rows.targets, weight.shape[0])
             total, gradients = _run_chunks(hidden, weight, bias, rows, job, needs)
         loss = total / rows.counted if job.is_mean else total
         divisor = rows.counted.clamp(min=1).to(total.dtype) if job.is_mean else torch.ones_like(total)
@@ -170,22 +232,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
             divisor = divisor.masked_fill(rows.is_broken, math.nan)
         inputs = (hidden, weight, bias)
         ctx.like = [(each.shape, each.dtype) if needed else None for each, needed in zip(inputs, needs, strict=True)]
-        ctx.save_for_backward(*gradients, divisor, rows.index)
+        ctx.save_for_backward(*gradients, divisor, rows.index, *inputs, targets)
+        ctx.job = job
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, divisor, index = ctx.saved_tensors
+        is_wanted = ctx.job.is_wanted is not None and ctx.job.is_wanted(_is_of_everything())
+        if is_wanted or torch.is_grad_enabled():
+            return _backward_from_logits(ctx, gradient, is_wanted)
+        hidden, weight, bias, divisor, index = ctx.saved_tensors[:5]
         factor = gradient / divisor
         like_hidden, like_weight, like_bias = ctx.like
         return (
             _scaled(hidden, factor, like_hidden) if index is None else _spread(hidden, factor, like_hidden, index),
             _scaled(weight, factor, like_weight),
             _scaled(bias, factor, like_bias),
-            None,
-            None,
+            *(None, None, None, None),
         )
+
+
+def _backward_from_logits(ctx: Any, gradient: Tensor, is_wanted: bool) -> tuple[Tensor | None, ...]:
+    """The same from real logits: their own gradient where it is wanted, and differentiable where that is wanted."""
+    job, targets, tracked = ctx.job, ctx.saved_tensors[8], torch.is_grad_enabled()
+    needs = [like is not None for like in ctx.like]
+    given = ctx.saved_tensors[5:8]
+    with torch.enable_grad(), without_autocast(targets.device.type):
+        # Views: a weight that hidden states were computed with too has a gradient through them, which is not ours.
+        parts = [each if each is None else each.view_as(each) if tracked else each.detach() for each in given]
+        for part, is_needed in zip(parts, needs, strict=True):
+            if part is not None and is_needed and not tracked:
+                part.requires_grad_()
+        logits = job.from_logits(*parts)
+        of = [logits] if is_wanted else [part for part, is_needed in zip(parts, needs, strict=True) if is_needed]
+        found = iter(torch.autograd.grad(job.loss_of(logits, targets), of, gradient, create_graph=tracked))
+    if is_wanted:
+        return (*(None,) * 5, next(found), None)
+    return (*(next(found) if is_needed else None for is_needed in needs), *(None,) * 4)
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor, like: Any) -> Tensor | None:
@@ -213,7 +296,7 @@ def _run_chunks(
     """The sum of the losses, and the gradients that are needed: of the chosen rows, the weight and the bias."""
     head, shift = weight.to(job.dtype), None if bias is None else bias.to(job.dtype)
     tokens, classes = rows.targets.numel(), weight.shape[0]
-    wide = torch.float64 if job.dtype == torch.float64 else torch.float32
+    wide = job.wide
     chunk = job.chunk_tokens or tokens_per_chunk(tokens, classes, job.dtype, hidden.device)
     logits = head.new_empty(min(chunk, tokens), classes)
     losses = head.new_zeros(tokens, dtype=wide)

@@ -237,7 +237,7 @@ def _rows(  # noqa: C901 - a kernel is one function
                 tl.store(logits + at, tl.zeros([BLOCK], dtype=logits.dtype.element_ty), mask=at < classes)
         return
 
-    # A target outside the classes reads nothing and makes the loss NaN, instead of reading foreign memory.
+    # A target outside the classes reads nothing and makes loss and gradient NaN, instead of reading foreign memory.
     legal = (target >= 0) & (target < classes)
     chosen = tl.load(logits + target, mask=legal, other=float("nan")).to(tl.float32) * before
     if TANH:
@@ -258,7 +258,7 @@ def _rows(  # noqa: C901 - a kernel is one function
         new_top = tl.maximum(top, tl.max(z))
         total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top))
         top = new_top
-    log_sum = top + tl.log(total)
+    log_sum = tl.where(legal, top + tl.log(total), float("nan"))
 
     loss = log_sum - (1.0 - smoothing) * chosen
     if SMOOTH:

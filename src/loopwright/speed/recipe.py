@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .linear_loss import linear_cross_entropy, without_autocast
+from .linear_loss import StandIn, linear_cross_entropy, without_autocast
 from .loss_kernel import IDENTITY, LogitMap
 
 
@@ -151,7 +151,7 @@ RECORDERS = _table()
 _LOSS_ARGUMENTS = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
-def loss_of(recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def loss_of(recipe: Recipe, logits: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """`F.cross_entropy(logits, *args, **kwargs)` without the logits; None for what only that function can do."""
     options = {**dict(zip(_LOSS_ARGUMENTS, args, strict=False)), **kwargs}
     target = options.pop("target", None)
@@ -165,11 +165,17 @@ def loss_of(recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         recipe.bias,
         target,
         logit_map=recipe.logit_map,
-        count=recipe.count,
+        count=None if counts_by_itself(hidden.device) else recipe.count,
         dtype=hidden.dtype,
+        logits=logits,
         **options,
     )
     return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(recipe.dtype)
+
+
+def counts_by_itself(device: torch.device) -> bool:
+    """Whether targets are counted where the loss is computed, without waiting for it."""
+    return device.type == "cpu"
 
 
 def _are_classes(target: Any, recipe: Recipe) -> bool:
