@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopwright.pt import accounting
+from loopwright.pt import looking
 from loopwright.pt.loss import LossKind
 from tests.pt.tiny import ShiftedTokens, Tokens, assert_close, made, pad, samples, trained_gradients, trainer_of
 
@@ -18,7 +18,7 @@ ENOUGH = 8
 
 @pytest.fixture(autouse=True)
 def _few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accounting, "ENOUGH_TOKENS", ENOUGH)
+    monkeypatch.setattr(looking, "ENOUGH_TOKENS", ENOUGH)
 
 
 SIZES: list[int] = []
@@ -58,7 +58,7 @@ def test_the_part_of_a_row_has_its_targets(tmp_path: Path) -> None:
     """The prompt of a long sample has none."""
     row = samples((60,), ignored=50)[0]
     row["labels"][55:] = -100
-    part = accounting._part_of(pad([row]), [])
+    part = looking.part_of(pad([row]), [])
     assert {tuple(value.shape) for value in part.values()} == {(1, ENOUGH)}
     assert torch.equal(part["labels"][0, -5:], row["labels"][50:55])
     assert learned(made(Tokens), [row], tmp_path).accounting.kind is LossKind.MEAN
@@ -66,7 +66,7 @@ def test_the_part_of_a_row_has_its_targets(tmp_path: Path) -> None:
 
 def test_masks_of_tokens_by_tokens_are_left_whole() -> None:
     batch = {**pad(samples((40,))), "attention_mask": torch.ones(1, 1, 40, 40)}
-    assert accounting._part_of(batch, []) is batch
+    assert looking.part_of(batch, []) is batch
 
 
 class Whole(ShiftedTokens):
@@ -92,11 +92,11 @@ def test_gradients_are_those_of_one_large_batch(tmp_path: Path) -> None:
 
 def test_an_entry_that_is_no_samples_stays_whole_beside_those_that_are() -> None:
     batch = {"scale": torch.ones(1), **pad(samples((40, 40)))}
-    part = accounting._part_of(batch, [])
+    part = looking.part_of(batch, [])
     assert part["scale"] is batch["scale"] and part["input_ids"].shape == (1, ENOUGH)
 
 
 def test_a_row_whose_documents_are_told_by_borders_is_left_whole() -> None:
     """A kernel that is told of more tokens than there are reads what is not its own."""
     batch = {**pad(samples((40,))), "cu_seq_lens_q": torch.tensor([0, 15, 40], dtype=torch.int32)}
-    assert accounting._part_of(batch, []) is batch
+    assert looking.part_of(batch, []) is batch

@@ -529,3 +529,34 @@ def test_another_loss_is_looked_at_anew(tmp_path: Any) -> None:
                        **options)  # fmt: skip
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert again.accounting.kind is LossKind.SAMPLES
+
+
+# ---- labels and batches of evaluation -------------------------------------------------------------------------------
+
+
+class TakesAnything(Tokens):
+    """Names its ids only; labels come with whatever else there is."""
+
+    def forward(self, input_ids: Tensor, **rest: Any) -> Any:  # type: ignore[override]
+        return super().forward(input_ids, labels=rest.get("labels"))
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_forward_of_keywords_gets_its_labels(removes: bool, tmp_path: Any) -> None:
+    model, data = made(TakesAnything), data_of(LENGTHS)
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "remove_unused_columns": removes}
+    [gradients] = trained_gradients(model, data, tmp_path, **options)
+    assert_close(gradients, gradients_from(model, lambda model: whole(over_items)(model, data)))
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_evaluation_leaves_out_what_it_is_told_to(drops: bool, tmp_path: Any) -> None:
+    data = data_of(LENGTHS)
+    trainer = trainer_of(made(Tokens), data, tmp_path, eval_dataset=data, per_device_eval_batch_size=3,
+                         dataloader_drop_last=drops)  # fmt: skip
+    output = trainer.predict(data)
+    kept = data[:6] if drops else data
+    with torch.no_grad():
+        expected = float(whole(over_items)(trainer.model, kept))
+    assert len(output.predictions) == len(kept)
+    assert output.metrics["test_loss"] == trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-10)

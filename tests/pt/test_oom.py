@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from loopwright.pt.oom import is_out_of_memory, run_or_halve, split_all
 from loopwright.pt.precision import Precision
+from loopwright.pt.splitting import BatchSplitter, CannotSplit
 from loopwright.pt.strategies.single import SingleDevice
 from tests.pt import tiny
 from tests.pt.tiny import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
@@ -222,3 +223,91 @@ def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("x")) and is_out_of_memory(MemoryError())
     assert is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
     assert not is_out_of_memory(RuntimeError("shapes do not fit")) and not is_out_of_memory(ValueError("out of memory"))
+
+
+# ---- what goes by samples -------------------------------------------------------------------------------------------
+
+
+def looking_at(size: int) -> dict[str, Tensor]:
+    """Text beside the patches of its images, of which there happen to be as many as samples."""
+    return {
+        "input_ids": torch.arange(size * 3).reshape(size, 3),
+        "pixel_values": torch.zeros(size, 8),
+        "image_grid_thw": torch.ones(1, 3, dtype=torch.long).expand(size, 3),
+    }
+
+
+def test_images_beside_text_are_not_cut_by_coincidence() -> None:
+    with pytest.raises(CannotSplit, match="'pixel_values' has 4 rows"):
+        BatchSplitter().split_all([looking_at(4)], 2)
+
+
+def test_images_are_cut_where_each_sample_is_seen_to_have_one() -> None:
+    batch = {"input_ids": torch.tensor([[9, 1, 2], [3, 9, 4]]), "pixel_values": torch.zeros(2, 3, 4, 4)}
+    first, _ = BatchSplitter(image_token=9).split_all([batch], 2)
+    assert first["pixel_values"].shape == (1, 3, 4, 4)
+    two_and_none = {**batch, "input_ids": torch.tensor([[9, 1, 9], [3, 5, 4]])}
+    assert BatchSplitter(image_token=9).why_whole(two_and_none) is not None
+
+
+def test_pictures_without_text_go_by_samples() -> None:
+    batch = {"pixel_values": torch.zeros(4, 3, 2, 2), "labels": torch.zeros(4, dtype=torch.long)}
+    assert [len(piece["pixel_values"]) for piece in split_all([batch], 2)] == [2, 2]
+
+
+def test_class_weights_as_many_as_samples_are_told_from_weights_of_samples() -> None:
+    """Their name leaves a doubt, which a batch of one sample or of another size ends."""
+    batch = {"x": torch.zeros(3, 2), "weight": torch.arange(3.0)}
+    assert BatchSplitter().why_whole(batch) is not None
+    shared = BatchSplitter(one_sample=lambda: {"x": torch.zeros(1, 2), "weight": torch.arange(3.0)})
+    assert [len(piece["weight"]) for piece in shared.split_all([batch], 3)] == [3, 3, 3]
+    own = BatchSplitter()
+    own.see({"x": torch.zeros(5, 2), "weight": torch.zeros(5)})
+    assert [len(piece["weight"]) for piece in own.split_all([batch], 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"cu_seq_lens_q": torch.tensor([0, 3, 6])},
+        {"position_ids": torch.zeros(3, 3, 4)},
+        {"relations": torch.zeros(3, 3)},
+        {"pixel_values": torch.zeros(24, 8)},
+        {"labels": torch.zeros(12, dtype=torch.long)},
+    ],
+    ids=lambda entry: next(iter(entry)),
+)
+def test_what_may_belong_to_all_samples_keeps_the_batch_whole(entry: dict[str, Tensor]) -> None:
+    assert BatchSplitter().why_whole({"input_ids": torch.zeros(3, 4, dtype=torch.long), **entry}) is not None
+
+
+def test_an_entry_whose_length_changes_with_the_data_keeps_the_batch_whole() -> None:
+    splitter = BatchSplitter()
+    splitter.see({"x": torch.zeros(4, 2), "nodes": torch.zeros(9, 2)})
+    assert splitter.why_whole({"x": torch.zeros(3, 2), "nodes": torch.zeros(3, 2)}) is not None
+
+
+def test_a_batch_that_cannot_be_cut_is_the_original_error_with_a_word(tmp_path: Any) -> None:
+    class Watching(Tokens):
+        def forward(self, input_ids: Tensor, pixel_values: Any = None, labels: Any = None) -> Any:  # type: ignore[override]
+            return super().forward(input_ids, None, labels)
+
+    def collate(features: Any) -> Any:
+        batch = tiny.pad(features)
+        patches = sum(len(each["input_ids"]) for each in features)
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "pixel_values": torch.zeros(patches, 2)}
+
+    trainer = trainer_of(limited(made(Watching), 3), samples(), tmp_path, collator=collate, **RUN)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train()
+    assert [text for text in trainer.notices.told if "cannot be cut" in text and "pixel_values" in text]
+
+
+@pytest.mark.parametrize("most", [2, 3, 6])
+def test_a_mean_over_sequences_is_the_same_in_smaller_parts(most: int, tmp_path: Any) -> None:
+    class Sequences(Tokens):
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+            loss = nn.functional.cross_entropy(self.logits(input_ids).transpose(1, 2), labels, reduction="none")
+            return {"loss": (loss.sum(-1) / (labels != -100).sum(-1)).mean()}
+
+    assert_same_run(*both(made(Sequences), most, tmp_path))

@@ -109,7 +109,8 @@ class DataMethods(ShapeMethods):
             description=description,
             batch_size=self.args.eval_batch_size,
             sampler=sampler,
-            drop_last=self.args.dataloader_drop_last and sampler is not None,  # streams are gone through to their end
+            # Streams are gone through to their end, as transformers does.
+            drop_last=self.args.dataloader_drop_last and not isinstance(dataset, IterableDataset),
         )
 
     def _get_dataloader(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .denominators import NOTHING, Denominator
 from .loss import count_samples, count_targets, find_targets
+from .oom import is_out_of_memory
 from .probing import ANOTHER_SEED, LossProbe, Measured
 from .shapes import IGNORED
-from .splitting import BatchSplitter, CannotSplit
+from .splitting import BatchSplitter, CannotSplit, split_all
 
 MANY = 64
 """Samples that are looked at one by one to find where to cut."""
+ENOUGH_TOKENS = 16_384
+"""Tokens that tell what a loss is; the logits of a very long row would take more memory than training it."""
 JOINED = 3
 """Batches of one sample that are joined to have something to cut."""
 
@@ -150,6 +154,67 @@ def pieces_of(
         elif size == 1:
             raise CannotSplit("micro-batches have one sample each, and cannot be joined")
     return [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
+
+
+def part_of(inputs: Any, label_names: list[str]) -> Any:
+    """Not many more tokens of a batch than are enough: a few of its rows, or of its only row the end of its targets."""
+    targets = find_targets(inputs, label_names)
+    if targets is None or targets.dim() != 2 or targets.numel() <= ENOUGH_TOKENS:
+        return inputs
+    if len(targets) > 1:
+        try:
+            half = split_all([inputs], 2)[0]
+        except CannotSplit:
+            return inputs
+        fewer = find_targets(half, label_names)
+        is_less = fewer is not None and len(fewer) < len(targets)
+        return part_of(half, label_names) if is_less else inputs
+    width, counted = targets.shape[1], (targets[0] != IGNORED).nonzero()
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    if any(width in value.shape[2:] or len(value) != 1 for value in tensors):
+        return inputs  # a mask of every token with every other, say, or where the documents of a row begin
+    end = max(int(counted.max()) + 1, ENOUGH_TOKENS) if len(counted) else width
+
+    def cut(value: Any) -> Any:
+        is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == width
+        return value[:, end - ENOUGH_TOKENS : end] if is_along else value
+
+    return {name: cut(value) for name, value in inputs.items()}
+
+
+def rows_of(inputs: Any, label_names: list[str]) -> Any:
+    """A few whole rows of a batch: two at least, which is what a comparison takes."""
+    targets = find_targets(inputs, label_names)
+    if targets is None or targets.dim() < 2 or targets.numel() <= ENOUGH_TOKENS or count_samples(inputs) < 4:
+        return inputs
+    try:
+        half = split_all([inputs], 2)[0]
+    except CannotSplit:
+        return inputs
+    return rows_of(half, label_names) if count_samples(half) < count_samples(inputs) else inputs
+
+
+def padding_is_neutral(
+    batches: list[Any], joined: Any, probe: LossProbe, *, told: Callable[[Any], Any], pad_token: int
+) -> bool:
+    """Whether the loss of a batch is the same once it is padded as it was to be joined with others."""
+    wide = _widths(joined)
+    short = next((batch for batch in batches if _widths(batch) != wide), None)
+    if short is None:
+        return True
+    padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
+    try:
+        found = [probe.measure(each, told(each)).value for each in (short, padded)]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return probe.close(*found)
+
+
+def _widths(batch: Any) -> list[int]:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return [value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
 
 
 def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:

@@ -17,7 +17,7 @@ def stamp_of(trainer: Any) -> str:
         f"{type(model).__module__}.{type(model).__qualname__}",
         _configuration(getattr(model, "config", None)),
         fingerprint(type(model).forward),
-        fingerprint(getattr(model, "loss_function", None)),
+        fingerprint(getattr(model, "_loss_function", None)),
         fingerprint(getattr(type(trainer), "compute_loss", None)),
         fingerprint(vars(trainer).get("compute_loss")),
         fingerprint(trainer.compute_loss_func),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ from .shapes import IGNORED
 ComputeLoss = Callable[[dict[str, Any], Any], Any]
 """The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
 
+ARGUMENTS, UPDATE = "arguments", "update"
+"""Where a loss that divides by the accumulation may find it."""
 ANOTHER_SEED = 20_231
 FEW_PARAMETERS, FEW_ENTRIES = 8, 65_536
 """Parameters whose gradients are compared, and how much of each."""
@@ -133,7 +135,9 @@ class LossProbe:
         self._box.restore()
         return self._compute(dict(inputs), items)
 
-    def measure(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Measured:
+    def measure(
+        self, inputs: dict[str, Any], items: Any, *, seed: int | None = None, with_gradient: bool = True
+    ) -> Measured:
         """The loss as a number, with a part of its gradient where there is one."""
         with self.trying():
             assert self._box is not None
@@ -147,7 +151,8 @@ class LossProbe:
                 loss = check_loss(loss)
                 self._set_tolerance(loss)
                 value = loss.detach().double().item()
-                return Measured(value, count, self._gradient(loss) if abs(value) < float("inf") else None)
+                wanted = with_gradient and abs(value) < float("inf")
+                return Measured(value, count, self._gradient(loss) if wanted else None)
             finally:
                 self._box.restore()
 
@@ -194,15 +199,29 @@ class LossProbe:
 
     def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
         """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
-        once = self.measure(inputs, items)
+        once = self.measure(inputs, items, with_gradient=False)
         if once.count is not None:
             return LossKind.SUM
-        twice = self.measure(inputs, 2 * items)
+        twice = self.measure(inputs, 2 * items, with_gradient=False)
         if not abs(once.value) > 0 or not once.is_defined or not twice.is_defined:
             return None
         if self.close(once.value, twice.value):
             return LossKind.MEAN
         return LossKind.SCALED if self.close(once.value, 2 * twice.value) else LossKind.MIXED
+
+    def divided_by(
+        self, inputs: dict[str, Any], items: Any, said: Callable[..., AbstractContextManager[Any]]
+    ) -> str | None:
+        """Where the loss finds the accumulation that it is divided by; None if it is not divided."""
+        with self.trying():
+            with said():
+                once = self.measure(inputs, items, with_gradient=False)
+            for what in (ARGUMENTS, UPDATE) if once.value and once.is_defined else ():
+                with said(**{what: 2}):
+                    twice = self.measure(inputs, items, with_gradient=False)
+                if self.close(once.value, 2 * twice.value):
+                    return what
+        return None
 
     def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
         """Whether the loss ignores the first target of each row: computed with other ones there.
