@@ -17,6 +17,7 @@ from .layouts import Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
+from .positions import longest_alike
 from .samples import SOURCE, NoSamples, OddSamples, Samples, take_apart
 from .situation import Situation
 
@@ -29,6 +30,7 @@ class Conductor:
     ) -> None:
         self._here, self._announce, self._tell = situation, announce, tell
         self._planner = Planner(situation)
+        self._longest_alike = longest_alike(situation.model)
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
@@ -200,6 +202,9 @@ class Conductor:
             batches, is_pair=self._here.is_pair, counts_trailing=not self._here.shifts(), whole=self._whole
         )
         self._whole.update(samples.per_sample())
+        limit, widest = self._longest_alike, max(axis.width for axis in samples.axes.values())
+        if limit is not None and widest > limit:
+            raise OddSamples(f"beyond {limit:,} tokens the model's rotary embedding goes by the longest of a batch")
         return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
