@@ -139,8 +139,10 @@ def rows_of(model: nn.Module, data: list[dict[str, Any]], **options: Any) -> Ten
     shifts = "CausalLM" in type(model).__name__
     laid = layout.lay(taken, Limits(budget=1 << 30, overhead=0), shifts=shifts, fill=options.get("fill", False))
     assert len(laid.batches) == 1
+    here = next(model.parameters()).device
+    batch = {name: value.to(here) if isinstance(value, Tensor) else value for name, value in laid.batches[0].items()}
     with layout.active():
-        return model(**layout.for_model(laid.batches[0])).loss
+        return model(**layout.for_model(batch)).loss
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
