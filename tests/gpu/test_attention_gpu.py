@@ -164,7 +164,7 @@ def test_gradients_can_be_differentiated_again() -> None:
 
 def test_chunks_and_windows_of_masks_are_those_of_padded_batches() -> None:
     from tests.speed.architectures import collate, samples
-    from tests.speed.test_attention_windows import AS_THEY_ARE, rows_of
+    from tests.speed.windowed import AS_THEY_ARE, rows_of
 
     for name in ("llama4", "phimoe", "qwen2_moe", "mistral", "cohere2", "modernbert"):
         data = samples(6, "masked" if name == "modernbert" else "causal", longest=40)
