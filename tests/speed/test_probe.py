@@ -13,9 +13,10 @@ from torch import Tensor, nn
 import loopwright.speed.attention as attention
 import loopwright.speed.candidates as candidates
 import loopwright.speed.layouts as layouts
+from loopwright.speed.distance import gradient_distance
 from loopwright.speed.documents import as_mask, borders_in, borders_of
 from loopwright.speed.plan import AS_MADE, FLAT
-from loopwright.speed.probe import gradient_distance, whole_precision
+from loopwright.speed.probe import whole_precision
 from tests.speed.architectures import build, samples
 from tests.speed.training import gradients_of, train
 

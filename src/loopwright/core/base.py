@@ -17,6 +17,7 @@ from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .acting import Acting
 from .batches import Place, Update
+from .changes import ChangingMethods
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .loop import run_training
@@ -32,7 +33,7 @@ from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
 
 
-class BaseTrainer(Acting):
+class BaseTrainer(Acting, ChangingMethods):
     """Trains whatever its strategy can run; a subclass brings the framework."""
 
     train_instead: ClassVar[Callable[[Any], TrainOutput] | None] = None
@@ -162,6 +163,8 @@ class BaseTrainer(Acting):
                 if not each.name.startswith("is_"):
                     setattr(mine, each.name, getattr(fresh, each.name))
         plan = self.plan
+        self._asked_accumulation = self._first_accumulation = self.args.gradient_accumulation_steps
+        self._is_resized = False
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
@@ -190,10 +193,13 @@ class BaseTrainer(Acting):
         """The updates of an epoch from where progress stands."""
         self._held, self._undone = None, False
         batches = self.epoch_batches(epoch)
-        found, undoable = self.progress.batches_in_epoch > 0, self._may_be_undone()
+        found = self.progress.batches_in_epoch > 0
         pace, clock = self.pace, time.perf_counter
         while True:
-            if undoable and (found or self._held is None):
+            if self.args.gradient_accumulation_steps != self._asked_accumulation:
+                self.follow_accumulation()
+            self.follow_overrides()
+            if (found or self._held is None) and self._may_be_undone():
                 self._held = self.strategy.hold()
             asked = clock()
             micro_batches = self._next_batches(batches)
@@ -240,6 +246,7 @@ class BaseTrainer(Acting):
         strategy, events = self.strategy, self.callback_handler
         if self.split is not None:
             self.split.data_is_there()
+        self.follow_changes()
         try:
             loss = self.run_micro_batches(update)
         except Interrupted:
@@ -248,9 +255,11 @@ class BaseTrainer(Acting):
             self.leave()
         if self.split is not None:
             self.split.gradients_are_done()
+        self.follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
+        self.follow_optimizer_late()
         moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
         self.learning_rate = self._get_learning_rate()
@@ -319,6 +328,7 @@ class BaseTrainer(Acting):
         inside = whole is None or self.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
             self.progress.close_epoch()
+        self.tell_unfollowed()
 
     def _get_learning_rate(self) -> float:
         raise NotImplementedError

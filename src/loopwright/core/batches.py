@@ -23,6 +23,11 @@ class Update:
     items: list[Any] = field(default_factory=list)
     """Targets per micro-batch: whole numbers, or device scalars when the labels already live there."""
     total_items: Any = None
+    weights: list[Any] | None = None
+    """What each micro-batch's mean loss counts for, where that is not its items."""
+    total_weight: Any = None
+    factor: float = 1.0
+    """What every loss is multiplied with besides: undoes what the user's code divides by."""
     samples: int = 0
     micro_batches: int = 0
     """Batches taken from the loader, however they were cut up afterwards."""
@@ -47,6 +52,9 @@ class Update:
     def share(self, index: int) -> Any:
         """The part of the update's targets that this micro-batch holds."""
         if len(self.batches) == 1 and not self.shared:
-            return 1
-        return self.items[index] / self.total_items
-
+            share: Any = 1
+        elif self.weights is None:
+            share = self.items[index] / self.total_items
+        else:
+            share = self.weights[index] / self.total_weight
+        return share if self.factor == 1 else share * self.factor

@@ -103,6 +103,11 @@ class PackedPlan(Plan):
     def updates_before(self, epoch: int) -> int:
         return sum(_updates(self.packing.count(each), self.accumulation) for each in range(epoch))
 
+    def epochs_to(self, max_steps: int, *, done: int, epoch: int, left: int) -> int:
+        """As many as may be needed: how many an epoch really has is known when it begins."""
+        fewest = max(_updates(self.packing.fewest, self.accumulation), 1)
+        return epoch + 1 + max(math.ceil((max_steps - done - left) / fewest), 0)
+
     def epoch_after(self, epoch: int, batches: int) -> float:
         return epoch + batches / self.packing.count(epoch)
 

@@ -43,6 +43,11 @@ class Plan:
         """Updates of all epochs before this one."""
         return epoch * self.updates_per_epoch
 
+    def epochs_to(self, max_steps: int, *, done: int, epoch: int, left: int) -> int:
+        """Epochs of a run of so many updates, of which `done` are done and `left` are left in its current epoch."""
+        after = max_steps - done - left
+        return epoch + 1 + max(math.ceil(after / self.updates_per_epoch), 0)
+
     def epoch_after(self, epoch: int, batches: int) -> float:
         """The fractional epoch once `batches` micro-batches of epoch `epoch` are done."""
         return epoch + batches / (self.batches_per_epoch or self.max_steps * self.accumulation * self.world_size)

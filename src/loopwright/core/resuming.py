@@ -95,15 +95,39 @@ class ResumingMethods(BaseTrainer):
         folder, plan, args = Path(checkpoint), self.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
-        if args.max_steps > 0 or self._updates_are_as_large(folder):
+        document, step = read_json(folder / PROGRESS), read_json(folder / STATE)["global_step"]
+        are_alike = self._updates_are_as_large(folder)
+        if are_alike and not document.get("resized"):
             return plan
-        progress, step = Progress(**read_json(folder / PROGRESS)["progress"]), read_json(folder / STATE)["global_step"]
-        left = -(-self._batches_left(progress) // (plan.accumulation * plan.world_size))
-        done = plan.updates_before(progress.epoch + 1) - left
-        self.notices.tell_once(
-            f"updates have another size than in {folder.name}: after its {step} there are {plan.max_steps - done} more"
-        )
+        progress = Progress(**document["progress"])
+        shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
+        if args.max_steps <= 0 and not are_alike:
+            self.notices.tell_once(
+                f"updates have another size than in {folder.name}: after its {step} there are "
+                f"{shifted.max_steps - step} more"
+            )
+        return shifted
+
+    def _shifted(self, plan: Plan, step: int, *, epoch: int, batches_left: int) -> Plan:
+        """A plan for a run that has come to this place in `step` updates, not in as many as it says."""
+        left = -(-batches_left // (plan.accumulation * plan.world_size))
+        if self.args.max_steps > 0:
+            epochs = plan.epochs_to(plan.max_steps, done=step, epoch=epoch, left=left)
+            return dataclasses.replace(plan, epochs=epochs)
+        done = plan.updates_before(epoch + 1) - left
         return dataclasses.replace(plan, max_steps=step + plan.max_steps - done)
+
+    def plan_again(self) -> Plan:
+        """The plan of the arguments as they are now, from the beginning of the run."""
+        raise NotImplementedError
+
+    def replanned(self) -> Plan:
+        plan, progress = self.plan_again(), self.progress
+        whole = plan.batches_in(progress.epoch)
+        if whole is None:
+            return plan
+        left = max(whole - progress.batches_in_epoch, 0)
+        return self._shifted(plan, self.state.global_step, epoch=progress.epoch, batches_left=left)
 
     def _updates_are_as_large(self, folder: Path) -> bool:
         """Whether updates have the size of those of the run that saved a checkpoint."""
@@ -126,6 +150,7 @@ class ResumingMethods(BaseTrainer):
             self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
         self.state.samples_seen = self.progress.samples_seen
         self.meter.load_state_dict(document["meter"])
+        self._is_resized = bool(document.get("resized"))
         self.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:

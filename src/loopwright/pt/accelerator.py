@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import NotAvailable
 from .checkpoint import plain_module
 
 
 class AcceleratorFace:
     """`trainer.accelerator` for code written against other trainers."""
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Any, micro_batches: Callable[[], int] = lambda: 1) -> None:
+        self._strategy, self._micro_batches = strategy, micro_batches
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self._micro_batches()
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        raise NotAvailable(
+            f"trainer.accelerator.gradient_accumulation_steps={steps}: the trainer goes by its arguments; "
+            f"set trainer.args.gradient_accumulation_steps={steps}, which counts from the next update on"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -44,6 +44,12 @@ def forward_parameters(model: nn.Module) -> list[str] | None:
     return named or (None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [])
 
 
+def takes_anything(model: nn.Module) -> bool:
+    """Whether the model's forward takes inputs that it does not name: it may compute a loss from labels among them."""
+    parameters = inspect.signature(innermost(model).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def find_labels(model: nn.Module) -> list[str]:
     """The parameters of the forward that are labels."""
     names = forward_parameters(model) or []

@@ -52,6 +52,8 @@ class DataMethods(ShapeMethods):
     _batches_are_theirs: bool = False
     _kept_accumulation: int | None = None
     """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
+    _counted_loader: tuple[Any, int] | None = None
+    """The training loader and how many batches all processes get from theirs."""
     strategy: Any
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
@@ -103,7 +105,11 @@ class DataMethods(ShapeMethods):
         dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset)
         return self._get_dataloader(
-            dataset, description=description, batch_size=self.args.eval_batch_size, sampler=sampler
+            dataset,
+            description=description,
+            batch_size=self.args.eval_batch_size,
+            sampler=sampler,
+            drop_last=self.args.dataloader_drop_last and sampler is not None,  # streams are gone through to their end
         )
 
     def _get_dataloader(
@@ -257,7 +263,14 @@ class DataMethods(ShapeMethods):
         """Batches all processes get from their loaders in an epoch."""
         if self.strategy.data_world == 1:
             return len(loader)
-        return batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
+        if self._counted_loader is None or self._counted_loader[0] is not loader:  # asked once: everybody has to answer
+            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
+            self._counted_loader = (loader, count)
+        return self._counted_loader[1]
+
+    def plan_again(self) -> Plan:
+        self._kept_accumulation = None  # the user has asked for another one
+        return self._make_plan(self.train_dataloader)
 
     def release_data(self) -> None:
         """Stop loading processes that would outlive the run, and then take seconds to be collected."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..core.assessing import AssessingMethods
 from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
 from ..core.metric_objects import MetricObjects
 from ..core.outputs import EvalLoopOutput, speed_metrics
-from ..core.overrides import adapt
+from ..core.overrides import adapt, is_overridden
 from ..core.predictions import map_nested
 from ..core.signals import Interrupted
 from ..errors import DataError
@@ -24,6 +25,7 @@ from .columns import LABEL_COLUMNS
 from .loaders import has_length
 from .loss import check_loss, count_samples
 from .memory import MemoryMeter
+from .metric_inputs import metrics_function
 from .precision import full_eval_dtype
 from .seeding import untouched_rng
 from .shapes import Static
@@ -34,6 +36,8 @@ class EvaluationMethods(AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     args: Any
+    strategy: Any
+    device: Any
     preprocess_logits_for_metrics: Any
     label_names: list[str]
     can_return_loss: bool
@@ -82,14 +86,20 @@ class EvaluationMethods(AssessingMethods):
     ) -> EvalLoopOutput:
         """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self.compute_metrics = metrics_function(self.compute_metrics, self.device)  # perhaps assigned since the last
         if isinstance(self.compute_metrics, MetricObjects):
             self.compute_metrics.restart()
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
-        strategy, was_training = self.strategy, self.model.training
+        strategy, was_training = self.strategy, self.strategy.model.training
         if not self.is_in_train:  # a run has bound them, and may have put graphs in the place of its training step
+            if self.model is not strategy.model:
+                self._adopt_model(self.model)  # type: ignore[attr-defined]
             self._bind_overrides()  # type: ignore[attr-defined]
+        self.follow_overrides()
         strategy.evaluating()
+        if self.model is not strategy.model:
+            self.model.eval()
         casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
         try:
             with casts:
@@ -119,11 +129,11 @@ class EvaluationMethods(AssessingMethods):
         )
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
-        predict, model = adapt(self.prediction_step, "ignore_keys"), self.strategy.unwrap(self.model_wrapped)
+        predict, model = adapt(self.prediction_step, "ignore_keys"), self._evaluated_model()
         plain = EvaluationMethods.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
-        for inputs in loader:
-            items = self._eval_items(inputs, learn=step)
+        for inputs in self._looked_at(loader):
+            self._eval_items(inputs, learn=step)
             if isinstance(self.compute_metrics, MetricObjects):
                 self.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
@@ -136,11 +146,48 @@ class EvaluationMethods(AssessingMethods):
             self.callback_handler.fire("on_prediction_step")
             if self.signals.received and self.is_in_train:
                 raise Interrupted
-            samples = count_samples(inputs)
+            samples, batch = count_samples(inputs), inputs
             inputs = inputs.real() if type(inputs) is Static else inputs
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
-            weights = (self._summed_over, items, samples)
-            yield EvalStep(loss, logits, labels, kept, next(each for each in weights if each is not None), samples)
+            if self._summed_over is not None:
+                weight = self._summed_over
+            else:
+                loss, weight = self._weighed(loss, batch, samples)
+            yield EvalStep(loss, logits, labels, kept, weight, samples)
+
+    def _looked_at(self, loader: Any) -> Iterator[Any]:
+        """The batches of a loader; the first two show how batches have to be weighed, where there are two."""
+        if not self.is_alone or self.args.eval_loss_reduction != "item_mean" or is_overridden(self, "prediction_step"):
+            yield from loader
+            return
+        batches = iter(loader)
+        first = list(islice(batches, 2))
+        if len(first) > 1 and self._has_loss(first[0]):
+            self._learn_eval_loss(first)
+        yield from first
+        first.clear()
+        yield from batches
+
+    def _has_loss(self, inputs: Any) -> bool:
+        """Whether evaluation computes a loss for such a batch."""
+        if not isinstance(inputs, Mapping):
+            return False
+        asked = not self.label_names and bool(inputs.get("return_loss", self.can_return_loss))
+        return bool(self._labels_in(inputs)) or asked
+
+    def _learn_eval_loss(self, batches: list[Any]) -> None:
+        """Find out what the mean loss of a batch counts for."""
+        raise NotImplementedError
+
+    def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
+        """A batch's mean loss, and what it counts for."""
+        raise NotImplementedError
+
+    def _evaluated_model(self) -> nn.Module:
+        """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
+        if self.model is not self.strategy.model:
+            return self.model
+        return self.strategy.unwrap(self.model_wrapped)  # type: ignore[no-any-return]
 
     def _predicts_next_token(self) -> bool:
         """Whether a prediction belongs to the label after it."""

@@ -22,12 +22,17 @@ class OptimizerMethods(BaseTrainer):
     strategy: Any
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     train_dataloader: Any
+    _scheduled_updates: int = 0
+    """How many updates the schedule of the learning rate was made for."""
+    _scheduled_then: int | None = None
+    """The same in the run that is resumed, when it has changed the size of its updates since."""
 
     def _prepare_optimizer(self) -> None:
         if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
             self.lr_scheduler = None
         self._own_scheduler = self.lr_scheduler is None
-        self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
+        updates = self._scheduled_updates = self._scheduled_then or self.plan.max_steps
+        self.create_optimizer_and_scheduler(num_training_steps=updates)
         check_fp16_weights(self.model, self.strategy.precision)
         self.optimizer = self.strategy.setup_optimizer(self.optimizer)
         self.model_wrapped = self.strategy.rewrap(self.model_wrapped)

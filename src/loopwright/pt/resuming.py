@@ -118,6 +118,9 @@ class ResumingMethods(core.ResumingMethods):
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
             return None
         before = read_json(folder / ARGUMENTS)
+        # What its arguments say was perhaps set by a callback, which this run does not know yet.
+        then = read_json(folder / PROGRESS).get("asked_accumulation", before["gradient_accumulation_steps"])
+        before["gradient_accumulation_steps"] = then
         asked = ("per_device_train_batch_size", "gradient_accumulation_steps")
         micro_batches = args.per_device_train_batch_size * self.strategy.data_world
         samples = self._samples_per_update(folder)
@@ -131,6 +134,15 @@ class ResumingMethods(core.ResumingMethods):
             f"{kept} micro-batches each instead of {args.gradient_accumulation_steps}"
         )
         return kept
+
+    def _updates_scheduled(self, checkpoint: str) -> int | None:
+        """The updates the schedule was made for, where the run has changed their size since then; else None."""
+        folder = Path(checkpoint)
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file():
+            return None
+        document, before = read_json(folder / PROGRESS), read_json(folder / ARGUMENTS)
+        is_as_long = all(before.get(name) == getattr(self.args, name) for name in ("num_train_epochs", "max_steps"))
+        return document["scheduled_updates"] if document.get("resized") and is_as_long else None
 
     def _ordered_data(self) -> bool:
         return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]

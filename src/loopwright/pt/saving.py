@@ -49,6 +49,7 @@ class SavingMethods(ResumingMethods):
     """What a save in the background writes while training goes on."""
     device: Any
     compiled: Any
+    _scheduled_updates: int
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -252,7 +253,14 @@ class SavingMethods(ResumingMethods):
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
         strategy = self.strategy
-        size = {"world_size": strategy.data_world, "copies": strategy.copies, "accumulation": self.plan.accumulation}
+        size = {
+            "world_size": strategy.data_world,
+            "copies": strategy.copies,
+            "accumulation": self.plan.accumulation,
+            "asked_accumulation": self._first_accumulation,
+            "resized": self._is_resized,
+            "scheduled_updates": self._scheduled_updates,
+        }
         documents = {
             PROGRESS: {
                 "progress": dataclasses.asdict(self.progress),

@@ -117,7 +117,7 @@ class ShapeMethods(BaseTrainer):
 
     def _mean_loss_of(self, inputs: dict[str, Any]) -> float:
         items = self.accounting.items_in(inputs)  # type: ignore[attr-defined]
-        loss = self._probe()._loss(inputs, items)  # type: ignore[attr-defined]
+        loss = self._probe().loss(inputs, items)  # type: ignore[attr-defined]
         if isinstance(loss, (tuple, list)):
             loss = loss[0] / loss[1]
         return float(check_loss(loss).double().item())
@@ -139,4 +139,3 @@ def len_or_none(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError, AttributeError):
         return None
-

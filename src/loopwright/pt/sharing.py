@@ -10,13 +10,18 @@ from ..core.batches import Update
 from ..core.evaluation import EvalStep
 from ..core.events import CallbackHandler
 from ..core.signals import WATCHED, Interrupted
-from .loss import LossKind
+from ..errors import ArgumentsError
+from .loss import LossKind, count_samples
 from .losses import LossMethods
 from .shares import share_loader
 from .strategies.many import on_host
 
 SIGNALS = ("", *(each.name for each in WATCHED))
 """Signals by a number that fits into a row of numbers."""
+
+
+HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
+"""What data of one process may say about the loss of all."""
 
 
 class SharingMethods(LossMethods):
@@ -42,24 +47,65 @@ class SharingMethods(LossMethods):
         self._plan_together(batches)
         nothing = Update([], real_tokens=0, computed_tokens=0, squared_lengths=0)
         update = self.make_update(batches) if batches else nothing
-        own = self._own_items(update)
-        rows = self.strategy.rows(
-            [len(update), own, update.samples, update.micro_batches, update.flos, update.tokens, self._signal()]
+        rows = self._exchanged(update, self._doubt(batches))
+        if any(row[-1] for row in rows):
+            self._settle_doubts([int(row[-1]) for row in rows], batches)
+            update = self.make_update(batches) if batches else nothing
+            rows = self._exchanged(update, 0)
+        lengths, items, weights, samples, micro_batches, flos, tokens, signals, accumulations, _ = (
+            list(each) for each in zip(*rows, strict=True)
         )
-        lengths, items, samples, micro_batches, flos, tokens, signals = (list(each) for each in zip(*rows, strict=True))
+        if len(set(accumulations)) > 1:
+            raise ArgumentsError(
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                "change it on all of them at the same step"
+            )
         if any(signals):
             self._undone = True
             self.strategy.undo(self._held)
             self._leave_together(signals)
         if not any(lengths):
             return None
-        self._keep_company(update, lengths, items)
+        self._keep_company(update, lengths, weights)
         update.shared = True
-        total = sum(items) / len(items) if self.args.average_tokens_across_devices else own
-        update.total_items = total or 1
+        averaged, rank = self.args.average_tokens_across_devices, self.strategy.data_rank
+        update.total_items = (sum(items) / len(items) if averaged else items[rank]) or 1
+        update.total_weight = (sum(weights) / len(weights) if averaged else weights[rank]) or 1
+        if self.accounting.kind is LossKind.TOTAL:  # gradients are averaged over processes, and this is a sum
+            update.total_weight = 1 / len(rows)
         update.samples, update.micro_batches = int(sum(samples)), int(sum(micro_batches))
         update.flos, update.tokens = sum(flos), int(sum(tokens))
         return update
+
+    def _exchanged(self, update: Update, doubt: int) -> list[list[float]]:
+        """What every process has of the update, in one exchange."""
+        own, work = self._own_items(update), [update.flos, update.tokens]
+        weight = own if update.weights is None else float(sum(update.weights))
+        return self.strategy.rows(
+            [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
+             self.plan.accumulation, doubt]
+        )  # fmt: skip
+
+    def _doubt(self, batches: list[Any]) -> int:
+        """Whether this process's data says something about the loss that all of them have to hear."""
+        if self.strategy.forward_is_collective or not batches:
+            return 0
+        if self.accounting.empty_in(batches) and self._look_at_empty(batches):
+            return HAS_LOSS_WITHOUT_ITEMS
+        return WEIGHS_DIFFERENTLY if self.accounting.disagrees(batches) else 0
+
+    def _settle_doubts(self, doubts: list[int], batches: list[Any]) -> None:
+        if HAS_LOSS_WITHOUT_ITEMS in doubts:
+            self.accounting.sees_loss_without_items()
+            self._tell_trouble()
+        else:
+            self._learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
+
+    def _batches_of(self, source: int, batches: list[Any]) -> list[Any]:
+        """A few micro-batches of one process, for all of them."""
+        own = [on_host(batch) for batch in batches[:3]] if self.strategy.data_rank == source else None
+        found: list[Any] = self.strategy.broadcast(own, source * self.strategy.copies)
+        return found
 
     def _own_items(self, update: Update) -> float:
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED and update.batches:
@@ -79,12 +125,15 @@ class SharingMethods(LossMethods):
         stand_in = strategy.broadcast(own, full[0] * strategy.copies)
         if rank in idle:
             update.batches, update.items = [], []
+            update.weights = None if update.weights is None else []
             if self._speed is not None:
                 self._speed.leave_as_made()
             needed[rank] = max(most, 1)
         update.real = len(update.batches)
         update.batches = [*update.batches, *[stand_in] * needed[rank]]
         update.items = [*update.items, *[0] * needed[rank]]
+        if update.weights is not None or self.accounting.kind is LossKind.TOTAL:
+            update.weights = [*(update.weights or []), *[0] * needed[rank]]
 
     def _learn_together(self, batches: list[Any]) -> None:
         """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
@@ -96,13 +145,13 @@ class SharingMethods(LossMethods):
         holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
         if not holders:
             return
-        source = holders[0]
-        own = on_host(batches[0]) if self.strategy.data_rank == source else None
-        batch = self.strategy.broadcast(own, source * self.strategy.copies)
+        found = self._batches_of(holders[0], batches)
+        if len(found) == 1 and count_samples(found[0]) == 1 and len(holders) > 1:
+            found = [*found, *self._batches_of(holders[1], batches)]
         if smoothed:
-            accounting.learn_shift(batch, self._shift_probe())
+            accounting.learn_shift(found[0], self._shift_probe())
         if accounting.is_open:
-            self._learn_loss(batch)
+            self._learn_loss(found)
 
     def _first_as_made(self, update: Update) -> Any:
         return update.batches[0] if self._speed is None else self._speed.first_as_made(update)
@@ -166,7 +215,8 @@ class SharingMethods(LossMethods):
 
     def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
         """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
-        unknown = self.accounting.undecided_shift and not self._eval_learned
+        is_open = self.accounting.undecided_shift or self._accounting_of_evaluation().is_open
+        unknown = is_open and not self._eval_learned
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
         if not unknown and not lacking:
             return None
@@ -177,6 +227,8 @@ class SharingMethods(LossMethods):
             self._eval_learned = True
             if self._labels_in(batch):
                 self.accounting.learn_shift(batch, self._shift_probe())
+            if self._has_loss(batch):
+                self._learn_eval_loss([batch])
         return batch if lacking else None
 
     def _gathered(self, step: EvalStep | None) -> Iterator[EvalStep]:

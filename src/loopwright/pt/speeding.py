@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,13 +24,15 @@ from ..speed.graphs import cannot_capture
 from ..speed.memory_plan import model_bytes
 from ..speed.plan import SpeedPlan
 from ..speed.situation import Situation
+from ..speed.stamp import fingerprint, is_foreign
 from .columns import innermost, without_wrappers
 from .devices import total_memory
 from .kinds import kind_of
-from .loss import check_loss, untouched_buffers
+from .loss import check_loss
+from .loss_stamp import stamp_of
 from .precision import Autocast, Precision
 from .preparing import checkpoint_activations, compile_as_asked, recomputing_policies
-from .seeding import untouched_rng
+from .sandbox import sandbox
 from .work import operations_per_token
 
 FILE_NAME = "speed_plan.json"
@@ -85,7 +88,7 @@ class SpeedMethods:
             if self.args.per_device_train_batch_tokens:
                 self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
             return None
-        return Conductor(self._situation(), announce=self._announce_plan, tell=self.notices.tell_once)
+        return Conductor(self._situation, announce=self._announce_plan, tell=self.notices.tell_once)
 
     def _why_not(self) -> str | None:
         for name, reason in BATCHES_ARE_THEIRS.items():
@@ -106,6 +109,7 @@ class SpeedMethods:
         return None
 
     def _situation(self) -> Situation:
+        trainer: Any = self
         model = innermost(self.model)
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
@@ -120,7 +124,7 @@ class SpeedMethods:
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             # Several processes learn together, before they plan: each on its own could come to another result.
-            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self.accounting.kind is not None,
+            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
             targets_in=lambda batch: self.accounting.items_in(batch),
             shifts=lambda: self.accounting.shifts,
             updates_left=lambda: self.plan.max_steps - self.state.global_step,
@@ -139,7 +143,27 @@ class SpeedMethods:
             recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
             graph=self._graph_micro_batches,
             why_not_graph=self._why_not_graph(),
+            free_memory=self.strategy.free_memory,
+            identity=self._identity,
+            training=self._training_objects,
+            wants_look=lambda batches: self.accounting.wants_look(batches),
+            why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
+            recount=lambda update: trainer._count(update),
+            to_train=self.strategy.training,
+            user_hook=lambda: hooked_module(self.model),
         )
+
+    def _identity(self) -> str:
+        """Who computes the loss of what; a plan of a checkpoint is taken up only where all of it is the same."""
+        trainer: Any = self
+        attention = getattr(getattr(innermost(self.model), "config", None), "_attn_implementation", None)
+        parts = [stamp_of(trainer), fingerprint(trainer.data_collator), str(attention)]
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+    def _training_objects(self) -> tuple[Any, ...]:
+        """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
+        accumulation = self.args.gradient_accumulation_steps
+        return (self.optimizer, accumulation, self.compute_loss_func, self.model, self.strategy.changes)
 
     def _why_only_grouped(self) -> str | None:
         for name, reason in INPUTS_ARE_THEIRS.items():
@@ -184,6 +208,10 @@ class SpeedMethods:
             with self.strategy.forward_context():
                 return check_loss(trainer._compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
 
+        def put(inputs: Any) -> Any:
+            self.strategy.training()  # as the training step does in whose place graphs are replayed
+            return self.strategy.put(inputs)
+
         told: set[str] = set()
 
         def tell(text: str) -> None:
@@ -197,7 +225,7 @@ class SpeedMethods:
             loss_of=loss_of,
             weigh=self.accounting.weigh,
             backward=self.strategy.backward,
-            put=self.strategy.put,
+            put=put,
             plain=trainer._training_step,
             give_up=self._speed.give_up_graphs,
             tell=tell,
@@ -209,7 +237,7 @@ class SpeedMethods:
     def _untouched(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
-            with untouched_rng(), untouched_buffers(self.model), self._as_written():
+            with sandbox(self.model, self), self._as_written():
                 yield
         finally:
             self.is_probing = False
@@ -218,21 +246,32 @@ class SpeedMethods:
         """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
         return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
 
-    def _learn_loss(self, batch: Any) -> bool:
+    def _learn_loss(self, batches: Any) -> bool:
         raise NotImplementedError
 
-    def _loss_of_update(self, batches: list[Any], prepare: Callable[[Any], Any]) -> Tensor:
-        """The loss of an update made of these micro-batches, weighed as in training."""
+    def _loss_is_additive(self) -> bool:
+        raise NotImplementedError
+
+    def _loss_of_update(
+        self, batches: list[Any], prepare: Callable[[Any], Any], backward: Callable[..., None] | None = None
+    ) -> Tensor:
+        """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.accounting, None
-        accounting.count(update)
+        trainer: Any = self
+        trainer._count_items(update)
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)
             inputs = dict(prepare(batch))  # a copy: overrides take labels out
             loss = self._compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
             loss = accounting.weigh(loss)
+            if backward is not None:
+                backward(loss)
+                loss = loss.detach()
             total = loss if total is None else total + loss
         assert total is not None
+        if backward is not None and accounting.summed is not None:
+            backward(None, accounting.divided(torch.ones_like(total)))
         return accounting.divided(total)
 
     def _announce_plan(self, plan: SpeedPlan) -> None:
@@ -252,8 +291,7 @@ def hooked_module(model: nn.Module) -> str | None:
     """The first module somebody hung a hook on: neither we nor the libraries models are made of."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            home = getattr(hook, "__module__", None) or type(hook).__module__
-            if not home.startswith(("loopwright.", "transformers.", "torch.")):
+            if is_foreign(hook):
                 return name or type(module).__name__
     return None
 

@@ -14,8 +14,9 @@ from ..core.overrides import accepts, is_overridden
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
+from .changes import ChangeMethods
 from .checkpoint import HostCopies
-from .columns import find_labels, forward_parameters, innermost, takes_loss_flag
+from .columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
 from .loss import LabelSmoother
 from .memory import MemoryMeter
@@ -42,7 +43,7 @@ from .watch import Watch, patience_for
 from .work import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, PacingMethods):
+class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
     """Trains, evaluates and saves any PyTorch model."""
 
     args: Any
@@ -101,7 +102,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.data_collator = data_collator or default_collator(processing_class)
         self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
         self.is_alone = self.strategy.world_size == 1
-        self.accelerator = AcceleratorFace(self.strategy)
+        self.accelerator = AcceleratorFace(self.strategy, lambda: self.current_gradient_accumulation_steps)
         self.memory = MemoryMeter(self.device)
         self._copies = HostCopies()
         if not self.is_alone:
@@ -128,6 +129,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
         self.can_return_loss = takes_loss_flag(model)
         self._forward_takes = forward_parameters(model)
+        self._forward_takes_any = takes_anything(model)
+        self.splitter = self._make_splitter()
         self.model_accepts_loss_kwargs = bool(
             getattr(
                 innermost(model),
@@ -169,8 +172,8 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
 
     @property
     def current_gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an update."""
-        return self.args.gradient_accumulation_steps
+        """Micro-batches of the current update: fewer at the end of an epoch."""
+        return self.args.gradient_accumulation_steps if self._micro_batches is None else self._micro_batches
 
     @property
     def gather_function(self) -> Callable[[Any], Any]:
@@ -204,7 +207,9 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
             set_seed(args.seed)
             self._adopt_model(self.call_model_init())
             self.optimizer = self.lr_scheduler = None
-        self._kept_accumulation = None
+        elif self.model is not self.strategy.model:
+            self._adopt_assigned_model()
+        self._kept_accumulation = self._scheduled_then = None
         if checkpoint is not None:
             self._load_from_checkpoint(checkpoint)
             self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
@@ -213,6 +218,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.plan = self._make_plan(self.train_dataloader)
         if checkpoint is not None:
             self.plan = self.plan_to_go_on(checkpoint)
+            self._scheduled_then = self._updates_scheduled(checkpoint)
         self._start_state()
         self._prepare_optimizer()
         self.accounting = self._make_accounting()
@@ -226,6 +232,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
+        self._know()
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:
@@ -253,6 +260,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
+        self._known = self._micro_batches = None
         self._copies.clear()
         if self._speed is not None:
             self._speed.finish()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import document_attention
 from .document_by_document import Request, one_by_one
 from .documents import borders_in, is_documents, longest_in, pattern_in
+from .dropout import dropout_is_off
 from .mask_patterns import AttentionRefused
 
 HALF = (torch.float16, torch.bfloat16)
@@ -45,6 +46,8 @@ def attend(
         raise AttentionRefused(f"its attention uses {surplus[0]}")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise AttentionRefused("its attention is not to its own row")
+    if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
+        dropout = 0.0
     causal, window = pattern_in(attention_mask)
     claimed = kwargs.get("is_causal")
     if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:

@@ -11,26 +11,44 @@ import numpy as np
 from ..core.batches import Update
 from .budget import limits_for
 from .candidates import Layout, make_layout
-from .deciding import knows_count, output_head
+from .deciding import HEAD, output_head
 from .graphing import GraphedTraining, share_of
-from .layouts import Limits
+from .guard import image_tokens_of, samples_of
+from .layouts import Laid, Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
-from .positions import longest_alike
-from .samples import SOURCE, NoSamples, OddSamples, Samples, take_apart
+from .positions import check_lengths, longest_alike
+from .proving import knows_count
+from .samples import SOURCE, NoSamples, OddSamples, Samples
 from .situation import Situation
+from .stamp import ModelStamp
+from .verification import Verification
+
+MOST_CHANGES = 8
+"""Times a model may change between two updates before nothing about it is believed any more."""
 
 
 class Conductor:
     """Lays out updates, and brings the model's attention and head in and out around each of them."""
 
     def __init__(
-        self, situation: Situation, *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
+        self,
+        situation: Callable[[], Situation],
+        *,
+        announce: Callable[[SpeedPlan], None],
+        tell: Callable[[str], None],
     ) -> None:
-        self._here, self._announce, self._tell = situation, announce, tell
-        self._planner = Planner(situation)
-        self._longest_alike = longest_alike(situation.model)
+        self._make_situation, self._announce, self._tell = situation, announce, tell
+        self._reset()
+        self._changes = 0
+        self._whole: set[str] = set()
+        """Entries of batches that were seen to run along no tokens."""
+        self._undo: list[Callable[[], None]] = []
+
+    def _reset(self) -> None:
+        """Nothing decided; what the plan depends on is looked at when it is first needed."""
+        self._situation: Situation | None = None
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
@@ -42,46 +60,169 @@ class Conductor:
         self._head: PendingHead | None = None
         self._last: tuple[list[Any], Samples] | None = None
         """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
-        self._undo: list[Callable[[], None]] = []
         self._widest = 0
         """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
-        self._whole: set[str] = set()
-        """Entries of batches that were seen to run along no tokens."""
         self._graphed: GraphedTraining | None = None
+        self._stamp: ModelStamp | None = None
+        self._verification: Verification | None = None
+        self._must_prove = False
+        """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
+
+    @property
+    def _here(self) -> Situation:
+        if self._situation is None:
+            self._situation = self._make_situation()
+            self._planner = Planner(self._situation)
+            self._image_tokens = image_tokens_of(getattr(self._situation.model, "config", None))
+            self._longest_alike = longest_alike(self._situation.model)
+        return self._situation
 
     # ---- every update -----------------------------------------------------------------------------------------------
 
     def arrange(self, update: Update) -> None:
         """Lay the update's samples out as planned; batches that cannot be taken apart stay as they are."""
-        if not self.is_decided and not self._here.is_shared:
+        here = self._here
+        if not self.is_decided and not here.is_shared:
             self.consider(update.batches)
-        if self._layout is None:
-            if self._graphed is not None and not self._knows_loss:
-                self._here.learn(update.batches[0])
-                self._knows_loss = True  # or as much as can be known
+        self._last = None
+        if not self.is_active:
             return
-        if not self._knows_loss:  # a plan of a checkpoint: batches that are laid out tell less about the loss
-            self._knows_loss = self._here.learn(update.batches[0])
+        if self._stamp is None:
+            here.to_train()
+            self._stamp = ModelStamp(here.model, here.training)
+        self._learn(update.batches)
+        samples = self._taken_apart_or_none(update.batches) if self._layout is not None else None
+        if self._layout is None or samples is None:
+            if self._layout is None and self._head is not None:
+                self._verify(update.batches, None, None)
+            return
+        laid, limits = self._laid(update.batches, samples)
+        assert self._verification is not None
+        if self._must_prove or not self._verification.coverage.forms:
+            if not self._holds(update.batches, samples, limits):
+                return
+        elif not self._verification.allows(update.batches, samples, laid, limits):
+            return
+        if self._verify(update.batches, samples, limits):
+            self._last = (update.batches, samples)
+            self._put_into(update, samples, laid)
+
+    def _learn(self, batches: list[Any]) -> None:
+        """Ask the loss what it is while that is open: a later batch may show more than the first."""
+        here = self._here
+        if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
+            here.learn(batches)
+            self._knows_loss = True  # or as much as can be known
+
+    def _taken_apart_or_none(self, batches: list[Any]) -> Samples | None:
         try:
-            samples = self._taken_apart(update.batches)
+            samples = self._taken_apart(batches)
             if self._here.shifts() and samples.first_targets_are_counted():
                 raise OddSamples("a sample that is padded on the left has a target on its first token")
         except NoSamples as reason:
-            self._last = None
             self._tell(f"speed: batches like these stay as they were made: {reason}")
-            return
-        self._last = (update.batches, samples)
-        self._lay(update, *self._last)
+            return None
+        return samples
 
-    def _lay(self, update: Update, batches: list[Any], samples: Samples) -> None:
+    def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
         assert self._layout is not None
         if self.plan.few_shapes:
             self._look_at_widths(samples)
         limits = self._limits(batches, samples)
-        laid = self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill)
-        update.batches = laid.batches
-        update.real_tokens, update.computed_tokens = samples.real_tokens, laid.computed_tokens
-        update.squared_lengths = samples.squared_lengths
+        return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits
+
+    @staticmethod
+    def _put_into(update: Update, samples: Samples, laid: Laid) -> None:
+        update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
+        update.real_tokens, update.squared_lengths = samples.real_tokens, samples.squared_lengths
+
+    # ---- is it still true -------------------------------------------------------------------------------------------
+
+    def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+        """Whether a plan of a checkpoint holds for this update; if not, it is made again from the next one on."""
+        assert self._verification is not None
+        proof = self._verification.prove(batches, samples, limits, covers=not self._verification.coverage.forms)
+        self._must_prove = False
+        if not proof.accepted:
+            self._start_again(f"the plan of the checkpoint does not hold any more: {proof.reason}")
+        return proof.accepted
+
+    def _verify(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+        """Compare some updates both ways; a difference switches everything off."""
+        assert self._verification is not None
+        watch = self._verification
+        proof = watch.count(batches, samples, limits)
+        if proof is None:
+            return True
+        self._tell(
+            f"speed: update {watch.updates} since the plan was made differs from the path as it is: {proof.reason}. "
+            f"The last one that agreed came {watch.since} updates before; those in between may be wrong. "
+            "Batches stay as they were made from here on."
+        )
+        self._switch_off(f"an update differed later on: {proof.reason}")
+        return False
+
+    def _switch_off(self, reason: str) -> None:
+        name = self.plan.layout if self._layout is not None else HEAD
+        self.finish()
+        plan = SpeedPlan(choices=self.plan.choices)
+        for choice in plan.choices:
+            choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
+        self.plan, self._graphed, self._last = plan, None, None
+        self._carry_out(None, None)
+        self._announce(plan)
+
+    def _start_again(self, reason: str) -> None:
+        """Take everything off; the next update decides anew, from what model and training are now."""
+        self._tell(f"speed: accelerations are looked at again: {reason}")
+        self._changes += 1
+        if self._changes > MOST_CHANGES or self._here.is_shared:
+            self._switch_off(reason)
+        else:
+            self.finish()
+            self._reset()
+
+    def check_model(self, update: Update) -> None:
+        """Look whether model or training were changed since the last update, by a callback say; then prove again."""
+        if self._stamp is None:
+            return
+        self._here.to_train()
+        changes = self._stamp.changes()
+        if not changes:
+            return
+        if self._graphed is not None:
+            self._refresh_graphs(changes[0])
+        if "hooks" in changes and self._here.user_hook() is not None:
+            self._put_back(update)
+            self._start_again("a hook was registered")
+        elif self._layout is not None or self._head is not None:
+            self._prove_changed(update, changes[0])
+
+    def _prove_changed(self, update: Update, change: str) -> None:
+        assert self._verification is not None
+        batches, samples = self._last or (update.batches, None)
+        if samples is None and self._layout is not None:
+            self._must_prove = True  # this update is as made; the next one that is not shows whether the plan holds
+            return
+        limits = None if samples is None else self._limits(batches, samples)
+        self._changes += 1
+        if self._changes <= MOST_CHANGES and self._verification.prove(batches, samples, limits, covers=False).accepted:
+            return
+        self._put_back(update)
+        self._start_again(f"{change} has changed")
+
+    def _refresh_graphs(self, change: str) -> None:
+        assert self._graphed is not None
+        self._changes += 1
+        if self._changes > MOST_CHANGES:
+            self._graphed.give_up(f"{change} changes while training runs")
+        else:
+            self._graphed.look_again()
+
+    def _put_back(self, update: Update) -> None:
+        if self._last is not None:
+            update.batches, self._last = self._last[0], None
+            self._here.recount(update)
 
     def _look_at_widths(self, samples: Samples) -> None:
         longest = int(samples.axes[SOURCE].ends.max())
@@ -123,9 +264,10 @@ class Conductor:
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The function that runs an update, with what the plan needs in place."""
 
-        def running(*args: Any) -> Any:
+        def running(step: Any, update: Update) -> Any:
+            self.check_model(update)
             with self.active():
-                return run(*args)
+                return run(step, update)
 
         return running
 
@@ -155,7 +297,7 @@ class Conductor:
         self._tell(f"out of memory: micro-batches have at most {self.plan.budget:,} tokens from here on")
         if self._graphed is not None:
             self._graphed.step.forget()
-        self._lay(update, batches, samples)
+        self._put_into(update, samples, self._laid(batches, samples)[0])
         return True
 
     # ---- the plan ---------------------------------------------------------------------------------------------------
@@ -167,6 +309,8 @@ class Conductor:
             return
         self.plan = made.plan
         self._carry_out(made.layout, made.head)
+        if self._verification is not None and made.coverage is not None:
+            self._verification.coverage = made.coverage
         self._announce(self.plan)
         if self._here.token_budget and self._layout is None and made.padding > 0:
             self._tell(
@@ -187,6 +331,7 @@ class Conductor:
                 self._graphed.take_rows(layout.for_model)
         self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
         self.is_idle = not self.is_active
+        self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
 
     def give_up_graphs(self, reason: str) -> None:
         """Micro-batches turned out to be no graphs: the run goes on without, and so does whoever resumes it."""
@@ -198,13 +343,12 @@ class Conductor:
         self._announce(self.plan)
 
     def _taken_apart(self, batches: list[Any]) -> Samples:
-        samples = take_apart(
-            batches, is_pair=self._here.is_pair, counts_trailing=not self._here.shifts(), whole=self._whole
+        here = self._here
+        samples = samples_of(
+            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
         )
         self._whole.update(samples.per_sample())
-        limit, widest = self._longest_alike, max(axis.width for axis in samples.axes.values())
-        if limit is not None and widest > limit:
-            raise OddSamples(f"beyond {limit:,} tokens the model's rotary embedding goes by the longest of a batch")
+        check_lengths(samples, self._longest_alike)
         return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
@@ -214,12 +358,16 @@ class Conductor:
         """Leave the model as it was found."""
         while self._undo:
             self._undo.pop()()
+        self._stamp = None
 
     # ---- going on ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
+        assert self._here is not None  # with its planner, if nothing has needed them so far
         plan = self.plan.as_dict() if self.is_decided else None
         seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
+        if self._verification is not None:
+            seen["verification"] = self._verification.state_dict()
         if self._graphed is not None:
             seen["times"] = dict(self._graphed.step.times)
         return {**seen, "plan": plan}
@@ -235,10 +383,11 @@ class Conductor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
+        here = self._here
         self._planner.load_state_dict(state)
         self._whole, self._widest = set(state.get("whole", ())), state.get("widest", 0)
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
-        if plan is None or (plan.changes_anything and plan.made_for != self._here.described()):
+        if plan is None or (plan.changes_anything and plan.made_for != here.described()):
             return
         model = self._here.model
         layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
@@ -249,5 +398,8 @@ class Conductor:
             return
         self.plan = plan
         self._carry_out(layout, None if head is None else PendingHead(head))
+        self._must_prove = self.is_active
+        if self._verification is not None:
+            self._verification.load_state_dict(state.get("verification", {}))
         if self._graphed is not None:
             self._graphed.step.times.update(state.get("times", {}))

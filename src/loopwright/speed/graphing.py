@@ -153,6 +153,16 @@ class GraphedTraining:
     def _plain(self, model: nn.Module, inputs: Any, **more: Any) -> Tensor:
         return self._given_plain(model, self._prepare(inputs), **more)
 
+    def look_again(self) -> None:
+        """Let go of all graphs, and prove the loss again: a number that was recorded has changed."""
+        self._is_proved, self._drops_mask = False, True
+        self.step.forget()
+
+    def give_up(self, reason: str) -> None:
+        """Replay nothing from here on."""
+        self.step.reason = self.step.reason or reason
+        self._is_possible()
+
     def close(self) -> None:
         """Let go of all graphs; steps are the trainer's own from here on."""
         self._told = True

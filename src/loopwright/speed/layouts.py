@@ -189,6 +189,11 @@ def _longest(lengths: np.ndarray, part: int, *, within: int) -> int:
     return _rounded_up(longest, 128) if part else longest
 
 
+def longest_row(batches: Sequence[Any]) -> int:
+    """Tokens of the longest row."""
+    return max(int(batch["input_ids"].shape[-1]) for batch in batches)
+
+
 def padded_tokens(batches: Sequence[Any], samples: Samples) -> int:
     """Tokens the collator's own batches make a model compute."""
     names = [axis.names[0] for axis in samples.axes.values()]

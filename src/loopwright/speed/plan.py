@@ -67,6 +67,12 @@ class SpeedPlan:
             if choice.name == name:
                 choice.is_on, choice.reason = False, reason
 
+    def add_numbers(self, name: str, numbers: dict[str, float]) -> None:
+        """Keep what a whole update has shown beside what a few samples did."""
+        for choice in self.choices:
+            if choice.name == name and choice.is_on:
+                choice.numbers.update((f"update_{key}", value) for key, value in numbers.items())
+
     def forget(self, name: str) -> None:
         """Leave out what was noted, to note it anew."""
         self.choices = [choice for choice in self.choices if choice.name != name]

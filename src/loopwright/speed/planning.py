@@ -10,11 +10,13 @@ from torch import Tensor
 from .budget import limits_for, plan_memory
 from .candidates import Layout
 from .compiling import get_ready
-from .deciding import Decision
+from .deciding import HEAD, Decision
 from .graphing import GraphChoice
+from .guard import Coverage
 from .layouts import padded_tokens
 from .pending import PendingHead
-from .plan import IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it, pays_to_compile
+from .plan import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it, pays_to_compile
+from .probe import Proof
 from .samples import NoSamples, OddSamples, Samples
 from .situation import Situation
 
@@ -33,6 +35,8 @@ class Made(NamedTuple):
     head: PendingHead | None = None
     padding: float = 0.0
     """The part of the tokens that is padding and worth leaving out."""
+    coverage: Coverage | None = None
+    """What updates the proofs have covered."""
 
 
 class Planner:
@@ -63,8 +67,11 @@ class Planner:
             return self._settle(padding, batches)
         if padding is None:
             return None
-        if here.learn(batches[0]):
+        if here.learn(batches):
             return self._decide(batches, samples, padding)
+        coupled = here.why_not_additive()
+        if coupled is not None:
+            return self._settle(coupled, batches)
         return self._settle("the loss does not show what it is divided by", batches) if self._looks == LOOKS else None
 
     # ---- when -------------------------------------------------------------------------------------------------------
@@ -114,9 +121,29 @@ class Planner:
         here, self._tokens = self._here, samples.real_tokens
         if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
             get_ready()
-        decision = Decision(here, samples)
+        refused: dict[str, Proof] = {}
+        while True:
+            decision = self._drafted(batches, samples, padding, refused)
+            plan, found = decision.plan, None
+            if plan.layout != AS_MADE or plan.linear_loss:
+                found = decision.prove_update()
+            if not isinstance(found, tuple):
+                break
+            what, proof = found
+            if what not in (plan.layout, HEAD):
+                return self._settle(proof.reason, batches, padding=padding) or Made(SpeedPlan(), padding=padding)
+            refused[what] = proof
+        self.choose_compiling(plan)
+        return Made(plan, decision.layout, decision.head, padding, found)
+
+    def _drafted(
+        self, batches: list[Any], samples: Samples, padding: float, refused: dict[str, Proof]
+    ) -> Decision:
+        """A plan that a few samples agree with, without what a whole update has refused."""
+        here = self._here
+        decision = Decision(here, samples, batches, refused)
         plan = decision.make(padding=padding, micro_batches=len(batches))
-        if decision.reference is not None:
+        if decision.references:
             plan_memory(
                 plan,
                 here,
@@ -127,8 +154,7 @@ class Planner:
                 prove=decision.prove_recomputing,
             )
         self._choose_graphs(plan, decision, batches, samples)
-        self.choose_compiling(plan)
-        return Made(plan, decision.layout, decision.head, padding)
+        return decision
 
     def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
         row = min(samples.real_tokens, limits_for(plan, self._here, batches, samples).budget)

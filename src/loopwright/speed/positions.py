@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from .samples import OddSamples, Samples
+
 
 def longest_alike(model: nn.Module) -> int | None:
     """How long the longest of a batch may be for each sample's positions to be its own; None for any length.
@@ -16,6 +18,12 @@ def longest_alike(model: nn.Module) -> int | None:
     """
     limits = [limit for module in model.modules() for limit in _limits_of(module)]
     return min(limits, default=None)
+
+
+def check_lengths(samples: Samples, limit: int | None) -> None:
+    """Raise `OddSamples` where a batch is longer than positions stay alike."""
+    if limit is not None and max(axis.width for axis in samples.axes.values()) > limit:
+        raise OddSamples(f"beyond {limit:,} tokens the model's rotary embedding goes by the longest of a batch")
 
 
 def _limits_of(rope: nn.Module) -> list[int]:

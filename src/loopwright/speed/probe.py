@@ -1,40 +1,67 @@
 """The proof: before anything is switched on it must give the loss and the gradients of the path it replaces.
 
-On a few of the user's own samples, in single precision (or whatever finer format the weights have) and without dropout:
+Twice, each time in single precision (or whatever finer format the weights have):
 
-    again    the path as it is gives the same loss twice, so that comparing means something
-    loss     the same loss
-    gradient the same gradient, all trainable parameters together, relative L2
-    leak     changing the other samples leaves one sample's loss as it is
-    poison   changing what stands in the padding leaves the loss as it is
-    buffers  running statistics come out the same
+    a few samples      in eval mode, divided into small micro-batches, so that dividing shows
+    the whole update   in train mode without dropout, cut as it will be cut
+
+    again      the path as it is gives the same loss twice, whatever the random streams hold
+    loss       the same loss
+    gradient   the same gradient, all trainable parameters together and each of them, relative L2
+    state      buffers and plain values on modules come out the same
+    dropout    no dropout takes a row of many samples for one sample
+    leak       changing the other samples leaves one sample's loss as it is      (a few samples)
+    poison     changing what stands in the padding leaves the loss as it is      (a few samples)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from .samples import IGNORED, SOURCE, Samples
+from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
+from .disturbed import MOVED, other_neighbours, other_padding, poisoned_tensors
+from .dropout import Shapes, per_sample, without_dropout
+from .randomness import drops_no_layers, random_streams, seed_all
+from .samples import Samples
+from .stamp import left_differently, state_of
 
 Prepare = Callable[[Any], Any]
 """A micro-batch on the device to what the model takes."""
-LossOf = Callable[[list[Any], Prepare], Tensor]
-"""The loss of an update made of these micro-batches, with its graph."""
-Lay = Callable[[Samples], list[Any]]
-"""The micro-batches a layout makes of samples."""
+LossOf = Callable[..., Tensor]
+"""`loss_of(batches, prepare, backward=None)`: the loss of an update made of these micro-batches.
 
-LOSS, GRADIENT, STILL = 1e-5, 1e-4, 2.5e-7
-"""How far loss, gradient, and what must not move at all may be off, relatively, in single precision."""
+With its graph; or, given `backward(loss, factor)`, that is called for each micro-batch as soon as its loss is known,
+and once more with None and what all gradients are still to be multiplied by."""
+Lay = Callable[[Samples], list[Any]]
+"""The micro-batches a layout makes of samples, on the device."""
+
+
+class Setting(NamedTuple):
+    """How two paths are compared."""
+
+    tolerance: Tolerance
+    train: bool
+    """In train mode, or in eval mode."""
+    whole: bool = True
+    """Half-precision weights in single precision."""
+    coarse: bool = False
+    """Matrix products of single precision on tensor cores."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around every forward: autocast, where the precision of training is compared."""
+
+
 HALF_AS_GOOD = 1.5
 """How much larger than that of the path as it is the rounding error of a half-precision kernel may be."""
 MOST_COMPARED = 2_000_000_000
 """Weights whose gradients are compared; of larger models every second, third ... parameter is."""
+SEEDS = (11, 29, 47)
 
 
 @dataclass
@@ -45,6 +72,8 @@ class Proof:
     accepted: bool = False
     reason: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+    ran_out: bool = False
+    """Whether memory was too short to compare."""
 
     def refuse(self, reason: str) -> Proof:
         self.accepted, self.reason = False, reason
@@ -52,14 +81,26 @@ class Proof:
 
 
 @dataclass
-class Reference:
-    """Loss, gradient and buffers of the path as it is."""
+class Outcome:
+    """What came of running an update once."""
 
-    samples: Samples
-    batches: list[Any]
     loss: float
     gradient: list[Tensor | None]
-    buffers: list[Tensor]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    """What the model holds besides its weights, before and after."""
+    dropouts: Shapes
+
+
+@dataclass
+class Reference:
+    """Samples, the micro-batches of the path as it is, and what came of them."""
+
+    samples: Samples | None
+    """None where the update cannot be taken apart, and stays as it was made."""
+    batches: list[Any]
+    outcome: Outcome
+    setting: Setting
     minds_padding: bool = False
     """Whether another token in the padding gives another loss."""
 
@@ -68,17 +109,25 @@ class Refused(Exception):
     """The path as it is cannot be compared with anything; says why."""
 
 
+class OutOfMemory(Refused):
+    """The same because memory is too short for comparing in this precision."""
+
+
 @dataclass
 class Candidate:
     """A path to be compared with the one as it is."""
 
     name: str
     lay: Lay
-    """Divided, as an update is."""
+    """A few samples, divided."""
     lay_together: Lay | None
     """All in one micro-batch; None where samples stay together as the collator has them."""
+    lay_update: Lay | None
+    """The samples of a whole update, as training has them; None where they stay as the collator made them."""
     prepare: Prepare
     install: Callable[[], AbstractContextManager[Any]]
+    row_tokens: Callable[[Any], int] | None = None
+    """How many tokens the row of a micro-batch has; None where samples share no row."""
 
 
 class Prober:
@@ -88,167 +137,230 @@ class Prober:
         self, model: nn.Module, loss_of: LossOf, *, untouched: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self._model, self._loss_of, self._untouched = model, loss_of, untouched
-        self._prepare: Prepare = lambda batch: batch
         self._parameters = _compared([p for p in model.parameters() if p.requires_grad])
 
     @contextmanager
-    def quiet(self, *, whole: bool = True) -> Iterator[None]:
-        """Without dropout, nothing left behind, half-precision weights as single precision."""
+    def quiet(self, setting: Setting) -> Iterator[Shapes]:
+        """Without dropout, nothing left behind, half-precision weights as single precision; yields dropout's shapes."""
         modes = [(module, module.training) for module in self._model.modules()]
-        with self._untouched(), whole_precision(self._model) if whole else nullcontext():
-            self._model.eval()
+        with ExitStack() as stack:
+            stack.enter_context(self._untouched())
+            stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
+            stack.enter_context(_tensor_cores(setting.coarse))
+            stack.enter_context(setting.around())
+            shapes = stack.enter_context(without_dropout())
+            self._model.train(setting.train)
             try:
-                yield
+                yield shapes
             finally:
                 for module, mode in modes:
                     module.training = mode
 
-    def reference(self, samples: Samples, batches: list[Any]) -> Reference:
-        """The path as it is, on these samples as the collator would have them."""
+    # ---- the path as it is ------------------------------------------------------------------------------------------
+
+    def reference(self, samples: Samples | None, batches: list[Any], setting: Setting) -> Reference:
+        """The path as it is: as the collator made it, or a few samples as it would have them."""
         try:
-            first, gradient = self._run(batches)
-            again = self._loss(batches)
-            poisoned = self._loss([_poisoned(batch) for batch in batches])
+            setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
+            outcome = self._run(batches, _as_is, setting)
+            if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
+                raise Refused("the loss is not finite")
+            self._check_repeats(batches[:1], setting)
+        except Refused:
+            raise
         except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
-            raise Refused(f"a few samples cannot be run for comparison: {_text_of(error)}") from error
-        if first != first or abs(first) == float("inf"):
-            raise Refused("the loss of a few samples is not finite")
-        if not _close(first, again, STILL):  # with and without gradients kernels may round differently
-            raise Refused("the loss of the same samples is another one the second time")
-        minds = not _relative(again, poisoned) <= STILL
-        return Reference(samples, batches, first, gradient, self._buffers(batches), minds)
+            kind = OutOfMemory if _is_out_of_memory(error) else Refused
+            raise kind(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+        found = Reference(samples, batches, outcome, setting)
+        if not setting.train:
+            plain = self._loss(batches, _as_is, setting)
+            poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
+            found.minds_padding = not relative(plain, poisoned) <= setting.tolerance.still
+        return found
 
-    def prove(self, candidate: Candidate, reference: Reference) -> Proof:
-        """Whether a candidate gives what the path as it is gives."""
-        return self._tried(candidate, reference, self._compare)
+    def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
+        """A model of double precision is compared in single precision if it computes a part of its loss in that."""
+        if setting.tolerance is not DOUBLE:
+            return setting.tolerance
+        with self.quiet(setting), _Formats() as formats:
+            self._loss_of(batches, _as_is)
+        return SINGLE if formats.coarse else DOUBLE
 
-    def prove_in_half(self, candidate: Candidate, reference: Reference) -> Proof:
+    def _check_repeats(self, batches: list[Any], setting: Setting) -> None:
+        """Refuse a loss that is another one the second time: what it draws besides dropout cannot be compared."""
+        with self.quiet(setting):
+            streams = random_streams(self._model)
+            first = float(self._loss_of(batches, _as_is).detach())
+            draws = streams != random_streams(self._model)
+        for seed in SEEDS if draws else SEEDS[:1]:
+            with self.quiet(setting):
+                seed_all(seed)
+                again = float(self._loss_of(batches, _as_is).detach())
+            if not is_close(first, again, setting.tolerance.still):
+                what = "training draws random numbers besides dropout" if draws else "computing it twice differs"
+                raise Refused(f"the loss of the same samples is another one the second time: {what}")
+        if draws and not drops_no_layers(self._model):
+            raise Refused("training draws random numbers besides dropout")
+
+    # ---- candidates -------------------------------------------------------------------------------------------------
+
+    def prove(self, candidate: Candidate, reference: Reference, *, divided: bool) -> Proof:
+        """Whether a candidate gives what the path as it is gives; `divided` as a few samples are, or as in training."""
+        compare = self._compare_few if divided else self._compare_update
+        return self._tried(candidate, lambda proof: compare(proof, candidate, reference))
+
+    def prove_in_half(self, candidate: Candidate, reference: Reference, around: Any) -> Proof:
         """Whether the kernels a candidate uses in training round about as well as those it replaces."""
-        stock = gradient_distance(reference.gradient, self._run(reference.batches)[1])
+        expected, setting = reference.outcome.gradient, Setting(HALF, train=False, whole=False, around=around)
+        stock = gradient_distance(expected, self._run(reference.batches, _as_is, setting).gradient)
 
-        def compare(proof: Proof, reference: Reference, candidate: Candidate) -> Proof:
-            found = gradient_distance(reference.gradient, self._run(candidate.lay(reference.samples))[1])
+        def compare(proof: Proof) -> Proof:
+            assert reference.samples is not None
+            batches = candidate.lay(reference.samples)
+            found = gradient_distance(expected, self._run(batches, candidate.prepare, setting).gradient)
             proof.numbers = {"half_gradient": found, "half_gradient_before": stock}
             proof.accepted = found <= HALF_AS_GOOD * stock + 1e-3
             return proof if proof.accepted else proof.refuse(f"in half precision its gradient is off by {found:.0e}")
 
-        return self._tried(candidate, reference, compare)
+        return self._tried(candidate, compare)
 
-    def _tried(self, candidate: Candidate, reference: Reference, compare: Callable[..., Proof]) -> Proof:
+    def _tried(self, candidate: Candidate, compare: Callable[[Proof], Proof]) -> Proof:
         proof = Proof(candidate.name)
-        before, self._prepare = self._prepare, candidate.prepare
         try:
             with candidate.install():
-                return compare(proof, reference, candidate)
+                return compare(proof)
         except Exception as error:  # whatever a model says to inputs it was not written for, the answer is no
+            proof.ran_out = _is_out_of_memory(error)
             return proof.refuse(_text_of(error))
-        finally:
-            self._prepare = before
 
-    def _compare(self, proof: Proof, reference: Reference, candidate: Candidate) -> Proof:
+    def _compare_few(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
+        assert reference.samples is not None
         batches = candidate.lay(reference.samples)
-        loss, gradient = self._run(batches)
-        numbers = proof.numbers
-        numbers["loss"] = _relative(reference.loss, loss)
-        numbers["gradient"] = gradient_distance(reference.gradient, gradient)
-        if not numbers["loss"] <= LOSS:
-            return proof.refuse(f"its loss differs by {numbers['loss']:.0e}")
-        if not numbers["gradient"] <= GRADIENT:
-            return proof.refuse(f"its gradient differs by {numbers['gradient']:.0e}")
-        tests = (("leak", _other_neighbours), ("poison", _other_padding))
-        for test, change in tests if candidate.lay_together is not None else ():
+        self._compare(proof, batches, candidate, reference)
+        tests = (("leak", other_neighbours), ("poison", other_padding))
+        asked = proof.accepted and candidate.lay_together is not None and not reference.setting.train
+        for test, change in tests if asked else ():
             if test == "poison" and reference.minds_padding:
                 continue  # the model knows padding by its token, which layouts leave as it is
-            moved = self._moved(candidate.lay_together, *change(reference.samples))
+            moved = self._moved(candidate, reference.setting, *change(reference.samples))
             if moved is not None:
-                numbers[test] = moved
-                if not moved <= STILL:
-                    return proof.refuse(_MOVED[test].format(moved))
-        numbers["buffers"] = _largest_difference(reference.buffers, self._buffers(batches))
-        if not numbers["buffers"] <= LOSS:
-            return proof.refuse("running statistics of the model come out differently")
-        proof.accepted = True
+                proof.numbers[test] = moved
+                if not moved <= reference.setting.tolerance.still:
+                    return proof.refuse(MOVED[test].format(moved))
         return proof
 
-    def _moved(self, lay: Lay | None, before: Samples | None, after: Samples | None) -> float | None:
+    def _compare_update(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
+        samples, lay = reference.samples, candidate.lay_update
+        batches = reference.batches if samples is None or lay is None else lay(samples)
+        outcome = self._compare(proof, batches, candidate, reference)
+        if proof.accepted and candidate.row_tokens is not None and samples is not None and len(samples) > 1:
+            shape = per_sample(outcome.dropouts, {candidate.row_tokens(batch) for batch in batches})
+            if shape is not None:
+                proof.refuse(f"a dropout of shape {shape} would take a row of many samples for one sample")
+        return proof
+
+    def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
+        """Loss, gradient and state; what differs is the reason of the proof."""
+        expected, setting = reference.outcome, reference.setting
+        outcome = self._run(batches, candidate.prepare, setting)
+        tolerance, numbers = setting.tolerance, proof.numbers
+        numbers["loss"] = relative(expected.loss, outcome.loss)
+        numbers["gradient"] = gradient_distance(expected.gradient, outcome.gradient)
+        worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
+        if not numbers["loss"] <= tolerance.loss:
+            proof.refuse(f"its loss differs by {numbers['loss']:.0e}")
+        elif not numbers["gradient"] <= tolerance.gradient:
+            proof.refuse(f"its gradient differs by {numbers['gradient']:.0e}")
+        elif worst is not None:
+            proof.refuse(f"the gradient of {self._name_of(worst[0])} differs by {worst[1]:.0e}")
+        else:
+            left = left_differently(
+                (expected.before, expected.after), (outcome.before, outcome.after), tolerance.gradient
+            )
+            proof.accepted = left is None
+            proof.reason = "" if left is None else f"{left}, which the model changes as it runs, comes out differently"
+        return outcome
+
+    def _name_of(self, index: int) -> str:
+        wanted = self._parameters[index]
+        return next((name for name, parameter in self._model.named_parameters() if parameter is wanted), "a parameter")
+
+    def _moved(
+        self, candidate: Candidate, setting: Setting, before: Samples | None, after: Samples | None
+    ) -> float | None:
+        lay = candidate.lay_together
         if lay is None or before is None or after is None:
             return None
-        return _relative(self._loss(lay(before)), self._loss(lay(after)))
+        return relative(*(self._loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
-    def _run(self, batches: list[Any]) -> tuple[float, list[Tensor | None]]:
-        loss = self._loss_of(batches, self._prepare)
-        gradient = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        return loss.item(), list(gradient)
+    def _run(self, batches: list[Any], prepare: Prepare, setting: Setting) -> Outcome:
+        """An update, one micro-batch after the other, so that no more is kept than in training."""
+        gradient: list[Tensor | None] = [None] * len(self._parameters)
 
-    def _loss(self, batches: list[Any]) -> float:
-        with torch.no_grad():
-            return self._loss_of(batches, self._prepare).item()
+        def backward(loss: Tensor | None, factor: Any = None) -> None:
+            if loss is None:
+                gradient[:] = [None if each is None else each * factor for each in gradient]
+                return
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            gradient[:] = [_sum(a, b) for a, b in zip(gradient, found, strict=True)]
 
-    def _buffers(self, batches: list[Any]) -> list[Tensor]:
-        """Buffers as a forward in training leaves them, from where they are now."""
-        kept = [buffer.clone() for buffer in self._model.buffers()]
-        if not kept:
-            return []
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.train()
-        try:
-            self._loss(batches)
-            return [buffer.clone() for buffer in self._model.buffers()]
-        finally:
-            for module, mode in modes:
-                module.training = mode
-            with torch.no_grad():
-                for buffer, value in zip(self._model.buffers(), kept, strict=True):
-                    if buffer.shape == value.shape:
-                        buffer.copy_(value)
+        with self.quiet(setting) as shapes, torch.enable_grad():
+            before = state_of(self._model)
+            loss = self._loss_of(batches, prepare, backward)
+            return Outcome(float(loss), gradient, before, state_of(self._model), list(shapes))
+
+    def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
+        with self.quiet(setting), torch.no_grad():
+            return float(self._loss_of(batches, prepare))
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
 
 
 def _text_of(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    kind = "" if type(error).__name__ in ("AttentionRefused", "NoSamples") else f"{type(error).__name__}: "
-    return f"{kind}{text[0][:120] if text else ''}"
+    kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples")
+    return f"{'' if kind in ours else f'{kind}: '}{text[0][:120] if text else ''}"
 
 
-_MOVED = {
-    "leak": "a sample sees the others of its row: its loss moves by {:.0e} with them",
-    "poison": "what stands in the padding moves the loss by {:.0e}",
-}
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def _other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """One sample's targets alone, before and after all other samples' tokens are changed."""
-    labels, ids = samples.tensors.get("labels"), samples.tensors.get("input_ids")
-    if labels is None or ids is None or labels.is_floating_point() or len(samples) < 2 or set(samples.axes) != {SOURCE}:
-        return None, None
-    counted = (labels != IGNORED).flatten(1).sum(1) if labels.dim() > 1 else (labels != IGNORED).long()
-    one = int(counted.argmax())
-    if not counted[one] or labels.dim() < 2:
-        return None, None
-    others = torch.arange(len(labels)) != one
-    alone, changed = labels.clone(), ids.clone()
-    alone[others] = IGNORED
-    changed[others] = torch.flip(ids, (0, 1))[others]
-    before = Samples({**samples.tensors, "labels": alone}, samples.axes, samples.constants)
-    after = Samples({**samples.tensors, "labels": alone, "input_ids": changed}, samples.axes, samples.constants)
-    return before, after
+# ---- formats --------------------------------------------------------------------------------------------------------
 
 
-def _other_padding(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """All samples, before and after the token that fills them up is another."""
-    poisoned = _poisoned(samples.tensors)
-    if poisoned is samples.tensors:
-        return None, None
-    return samples, Samples(poisoned, samples.axes, samples.constants)
+class _Formats(TorchDispatchMode):
+    """Notes whether anything is computed more coarsely than in double precision."""
+
+    coarse = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        self.coarse |= any(isinstance(each, Tensor) and each.dtype in _COARSE_FORMATS for each in outputs)
+        return result
 
 
-def _poisoned(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same with another token in the padding, if there is any."""
-    mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
-    if mask is None or ids is None or ids.is_floating_point() or bool(mask.all()):
-        return tensors
-    return {**tensors, "input_ids": torch.where(mask == 0, ids.max(), ids)}
+_COARSE_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def _tensor_cores(coarse: bool) -> Iterator[None]:
+    """Matrix products of single precision on tensor cores: a whole update would take as long as many of training."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if coarse else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -256,40 +368,13 @@ def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     return parameters[::every]
 
 
-# ---- comparing ------------------------------------------------------------------------------------------------------
+# ---- precision ------------------------------------------------------------------------------------------------------
 
 
-def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """Relative L2 distance of two gradients, all parameters together."""
-    apart = size = 0.0
-    for a, b in zip(expected, found, strict=True):
-        if a is None and b is None:
-            continue
-        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
-        b = torch.zeros_like(a) if b is None else b
-        apart += float((a.double() - b.double()).square().sum())
-        size += float(a.double().square().sum())
-    return (apart / size) ** 0.5 if size else (0.0 if apart == 0 else float("inf"))
-
-
-def _relative(expected: float, found: float) -> float:
-    return abs(expected - found) / max(abs(expected), 1e-12)
-
-
-def _close(a: float, b: float, tolerance: float) -> bool:
-    return abs(a - b) <= tolerance * max(abs(a), abs(b))
-
-
-def _largest_difference(expected: list[Tensor], found: list[Tensor]) -> float:
-    worst = 0.0
-    for a, b in zip(expected, found, strict=True):
-        if a.shape != b.shape:
-            continue  # caches of positions grow with the longest row; they hold no statistics
-        if a.is_floating_point():
-            worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp_min(1e-6)) if a.numel() else 0.0)
-        elif not torch.equal(a, b):
-            return float("inf")
-    return worst
+def tolerance_of(model: nn.Module) -> Tolerance:
+    """How exactly a model can be compared: by the format of its weights."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return DOUBLE if kinds == {torch.float64} else SINGLE
 
 
 @contextmanager

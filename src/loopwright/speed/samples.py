@@ -7,7 +7,7 @@ sample. All of that is read from the collated batches, so that it does not matte
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,8 @@ class Samples:
     axes: dict[str, Axis]
     constants: dict[str, Any]
     """What is the same in every batch and belongs to no sample."""
+    paddings: dict[str, float] = field(default_factory=dict)
+    """The value each tensor is padded with, where that was looked at."""
 
     def __len__(self) -> int:
         return len(next(iter(self.axes.values())).starts)

@@ -33,7 +33,7 @@ class Situation:
     computes_half: bool
     """Whether matrix products are computed in half precision."""
     learn: Callable[[Any], bool]
-    """Find out how the loss counts its targets, from one batch; returns whether that is known now."""
+    """Find out what the loss is, from the micro-batches of an update; returns whether it is known, and additive."""
     targets_in: Callable[[Any], Any]
     """How many targets the loss of a batch counts; None if it has no labels."""
     shifts: Callable[[], bool]
@@ -61,6 +61,22 @@ class Situation:
     """Have the model recompute activations by a policy; returns what undoes it."""
     policies: tuple[str, ...] = ("none",)
     """What the model can do about its activations, from nothing recomputed to all."""
+    free_memory: Callable[[], None] = lambda: None
+    """Give cached memory of the device back."""
+    identity: Callable[[], str] = lambda: ""
+    """Who computes the loss of what: model, loss, collator and attention, as text that changes with their code."""
+    training: Callable[[], tuple[Any, ...]] = tuple
+    """Objects of the training around the model that a plan takes for granted: optimizer, accumulation, loss."""
+    why_not_additive: Callable[[], str | None] = lambda: None
+    """Why the loss of an update is not made of those of its samples, if so."""
+    recount: Callable[[Any], None] = lambda update: None
+    """Count the targets of an update again, after its micro-batches were exchanged."""
+    to_train: Callable[[], None] = lambda: None
+    """Put the model into the modes of training."""
+    user_hook: Callable[[], str | None] = lambda: None
+    """The module that has a hook of the user's, if any."""
+    wants_look: Callable[[list[Any]], bool] = lambda batches: False
+    """Whether these batches may show more about the loss than those before."""
     recomputes: bool = False
     """Whether the user has activations recomputed already."""
     graph: Callable[[], Any] | None = None
@@ -87,4 +103,4 @@ class Situation:
         libraries = [sys.modules.get(library) for library in ("torch", "transformers")]
         versions = [f"{library.__name__} {library.__version__}" for library in libraries if library is not None]
         # An override that was not there before sees what only the plain path may change.
-        return ", ".join([name, *versions, *([self.only_grouped] if self.only_grouped else [])])
+        return ", ".join([name, *versions, *([self.only_grouped] if self.only_grouped else []), self.identity()])

@@ -170,6 +170,9 @@ class DataMethods(BaseTrainer):
         self.steps_per_epoch, self.num_train_examples = plan.updates_per_epoch, plan.examples
         return plan
 
+    def plan_again(self) -> Plan:
+        return self._make_plan(self.source)
+
     def _training_source(self) -> Source:
         """What `get_train_tfdataset` gives, as a source."""
         given = self.get_train_tfdataset()

@@ -50,6 +50,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         self.spans = spans_all(runtime.replicas(), self.world_size) if spans is None else spans
         """Whether the runtime itself can add up over all processes."""
         self.forward_is_collective = self.spans  # as many micro-batches everywhere: one graph everywhere
+        self._trained: list[nn.Parameter] = []
         self._shared: list[bool] | None = None
         """Which parameters have a gradient on any process, found out in the first update."""
 
@@ -118,7 +119,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     def _average_gradients(self) -> None:
         if self._shared is None:
             self._shared = self._with_gradients_anywhere()
-        for parameter, shared in zip(self._parameters, self._shared, strict=True):
+        for parameter, shared in zip(self._trained, self._shared, strict=True):
             if shared and parameter.grad is None:  # no part in the loss here
                 parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(self.device)
             elif parameter.grad is not None and not shared:
@@ -126,20 +127,20 @@ class XlaProcesses(XlaDevice, ManyProcesses):
                     f"{self._name_of(parameter)} had no part in the loss of the first update, so the other processes "
                     "expect no gradient of it; set requires_grad=False on it, or use it from the first update on"
                 )
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
         self._sum(gradients, scale=1.0 / self.data_world)
 
     def _with_gradients_anywhere(self) -> list[bool]:
         """For each parameter: whether any process has a gradient of it."""
-        rows = self.host.rows([float(parameter.grad is not None) for parameter in self._parameters])
+        rows = self.host.rows([float(parameter.grad is not None) for parameter in self._trained])
         return [any(column) for column in zip(*rows, strict=True)]
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         return next((name for name, each in self.model.named_parameters() if each is parameter), "a parameter")
 
-    def refresh_parameters(self) -> None:
-        super().refresh_parameters()
-        self._shared = None
+    def follow(self) -> None:
+        super().follow()
+        self._trained, self._shared = self.contents.trained(), None
 
     def _sum(self, tensors: list[Tensor], *, scale: float = 1.0) -> None:
         """Add up over all processes, in place."""

@@ -39,12 +39,22 @@ class DataParallel(ManyProcesses):
         self.forward_is_collective = bool(self._options.get("static_graph"))
         self._recording = False
         self._wrapped: Any = None
+        self._replaced: Any = None
+        """The wrapper before this one."""
+        self._has_changed_inside = False
+        """Whether something was changed in the middle of the last update."""
+        self._is_theirs = False
+        """Whether the user has wrapped the model."""
+        self._shared: list[nn.Parameter] = []
+        """The parameters whose gradients travel: those that were trained when the model was wrapped."""
         self._seen: set[nn.Parameter] | None = set()
         """The parameters that got a gradient in the first update; None once that is known to be all of them."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as training calls it; an already wrapped one stays as it is."""
-        if isinstance(model, DistributedDataParallel) or not any(p.requires_grad for p in model.parameters()):
+        self._is_theirs, self._replaced = isinstance(model, DistributedDataParallel), None
+        self._shared = [p for p in model.parameters() if p.requires_grad]
+        if self._is_theirs or not self._shared:
             self._wrapped = model
             return model
         places = {p.device for p in model.parameters()}
@@ -54,6 +64,58 @@ class DataParallel(ManyProcesses):
         )
         self._seen, self._recording = set(), self.forward_is_collective
         return self._wrapped
+
+    def rewrap(self, model: nn.Module) -> nn.Module:
+        """The model as training calls it, wrapped anew where other parameters are trained by now."""
+        if self._replaced is None or model is self._wrapped:
+            return model
+        if model is not self._replaced:
+            raise ModelError(
+                "other parameters are trained now, so the model was wrapped anew in DistributedDataParallel, but "
+                "_wrap_model is overridden and the wrapper is inside of another one; freeze and unfreeze before train()"
+            )
+        return self._wrapped
+
+    def follow(self) -> None:
+        """Wrap anew when other parameters are trained: a wrapper shares the gradients it was made for, and waits."""
+        super().follow()
+        trained = self.contents.trained()
+        if self._wrapped is None or list(map(id, trained)) == list(map(id, self._shared)):
+            return
+        if self._is_theirs:
+            raise ModelError(
+                "other parameters are trained than when you wrapped the model in DistributedDataParallel, which knows "
+                "only those; give the trainer the model itself, and it is wrapped anew whenever they change"
+            )
+        if isinstance(self._wrapped, DistributedDataParallel):
+            self._wrapped._remove_autograd_hooks()  # else gradients travel twice
+        former = self._wrapped
+        self.wrap(self.model)
+        self._replaced = former
+
+    def look(self) -> None:
+        super().look()
+        if self._has_changed_inside:
+            self._has_changed_inside = False
+            self.follow()
+
+    def look_inside(self) -> None:
+        """Refuse what an update has made trainable itself: its wrapper shares no gradient of that."""
+        if self._wrapped is None:
+            super().look_inside()
+        if self._wrapped is None or not self.contents.look():
+            return
+        super().follow()
+        self._has_changed_inside = True
+        known = set(self._shared)
+        named = {p: name for name, p in self.model.named_parameters()}
+        strangers = [named.get(p, "?") for p in self.contents.parameters if p.grad is not None and p not in known]
+        if strangers:
+            raise ModelError(
+                f"these parameters became trainable in the middle of an update: {listing(strangers)}. Processes share "
+                "gradients of what was trained when the update began; change it in on_step_begin, on_step_end or "
+                "between epochs, on every process"
+            )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model without the wrapper, whose forward would talk to the other processes."""
@@ -80,7 +142,7 @@ class DataParallel(ManyProcesses):
     def _watching(self) -> Iterator[None]:
         """See in the first update which parameters get a gradient: one without would leave the others unshared."""
         seen: set[nn.Parameter] = set()
-        handles = [p.register_post_accumulate_grad_hook(seen.add) for p in self._parameters]
+        handles = [p.register_post_accumulate_grad_hook(seen.add) for p in self.contents.trained()]
         try:
             yield
         finally:
@@ -89,7 +151,7 @@ class DataParallel(ManyProcesses):
         self._seen = None
         if not self._options.get("find_unused_parameters") and not self._options.get("static_graph"):
             named = {p: name for name, p in self.model.named_parameters()}
-            unused = [named.get(p, "?") for p in self._parameters if p not in seen]
+            unused = [named.get(p, "?") for p in self.contents.trained() if p not in seen]
             if unused:
                 raise ModelError(unused_parameters(unused))
 
@@ -109,10 +171,15 @@ class DataParallel(ManyProcesses):
         return [names[each] for each in numbers if each < len(names)]
 
 
+def listing(names: list[str]) -> str:
+    """The first of many names."""
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
 def unused_parameters(names: list[str]) -> str:
     """What to do about parameters without a gradient."""
-    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (
-        f"these parameters took no part in the loss, so their processes would wait for their gradients: {listed}. "
+        "these parameters took no part in the loss, so their processes would wait for their gradients: "
+        f"{listing(names)}. "
         "Set requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"
     )

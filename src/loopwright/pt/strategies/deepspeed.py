@@ -36,6 +36,7 @@ class DeepSpeed(ManyProcesses):
         super().__init__(device, Precision(), processes, non_blocking=non_blocking)
         self._args = args
         self.engine: Any = None
+        self._groups = 0
         self._package = _imported()
 
     # ---- setting up -------------------------------------------------------------------------------------------------
@@ -55,8 +56,24 @@ class DeepSpeed(ManyProcesses):
             model=self.model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.optimizer, self._broken = optimizer, None
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.contents.take(self.model, None)  # the groups hold what the engine has made of the parameters
+        self._groups = len(optimizer.param_groups)
         return optimizer
+
+    def change_optimizer(self, optimizer: Any) -> Any:
+        self.follow()
+
+    def look(self) -> None:
+        if self.engine is not None and len(self.optimizer.param_groups) != self._groups:
+            self.follow()
+        super().look()
+
+    def follow(self) -> None:
+        """Refuse: the engine has taken parameters and optimizer when it was made, and knows no others."""
+        raise NotAvailable(
+            "parameters, requires_grad or parameter groups were changed while DeepSpeed trains, and its engine keeps "
+            "those it was made with; change them before train(), or train without deepspeed="
+        )
 
     def rewrap(self, model: nn.Module) -> nn.Module:
         return model if self.engine is None else self.engine

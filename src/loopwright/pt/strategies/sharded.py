@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...errors import ModelError
 from ..boxes import is_distributed
@@ -24,6 +25,8 @@ class Sharded(ManyProcesses):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._spread: list[nn.Parameter] = []
+        """The parameters as they were spread."""
         self._successors: dict[nn.Parameter, nn.Parameter] = {}
         """What became of each parameter when it was spread."""
 
@@ -33,6 +36,7 @@ class Sharded(ManyProcesses):
         self._begin_alike(model)
         self.shard(model)
         after = dict(model.named_parameters(remove_duplicate=False))
+        self._spread = list(after.values())
         self._successors = {old: after[name] for name, old in before.items() if after[name] is not old}
         return super().setup_model(model, place=False)
 
@@ -54,12 +58,31 @@ class Sharded(ManyProcesses):
                 dist.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
-    def training(self) -> None:
+    def look(self) -> None:
+        """See what was changed since the last update; a forward pass without a backward leaves whole parameters."""
+        if not self.contents.is_same():
+            for module in self.contents.modules:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        super().look()
+
+    def follow(self) -> None:
+        super().follow()
+        self._refuse_strangers()
         # Parameters on different meshes, or on none, cannot be handed to the optimizer's kernels in one list.
-        meshes = {str(getattr(p, "device_mesh", None)) for p in self._parameters}
+        meshes = {str(getattr(p, "device_mesh", None)) for p in self.contents.trained()}
         for group in getattr(self.optimizer, "param_groups", []) if len(meshes) > 1 else []:
             group.update({name: False for name in ("foreach", "fused") if name in group})
-        super().training()
+
+    def _refuse_strangers(self) -> None:
+        """A parameter that came after the model was spread is in no shard, and nobody would share its gradient."""
+        known = set(map(id, self._spread))
+        strangers = [n for n, p in self.model.named_parameters() if id(p) not in known and p.requires_grad]
+        if strangers:
+            raise ModelError(
+                f"these parameters were added or replaced after the model was spread over processes: "
+                f"{', '.join(strangers[:10])}. Add them before you give the model to the trainer"
+            )
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Take the optimizer; one that was made for the whole parameters goes over to what became of them."""
@@ -89,11 +112,12 @@ class Sharded(ManyProcesses):
         return [p.grad for p in self._clipped if p.grad is not None]
 
     def scale_gradients(self, factor: Any) -> None:
-        parts = [_part(gradient) for gradient in self._gradients()]
+        parts = [_part(p.grad) for p in self.contents.everything if p.grad is not None]
         if parts:
             torch._foreach_mul_(parts, factor)
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
+        self.look_inside()
         if not max_norm and not want_norm:
             return None
         gradients = self._gradients()

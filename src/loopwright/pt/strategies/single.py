@@ -19,6 +19,7 @@ from ..checkpoint import decode_optimizer, encode_optimizer
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
+from .contents import Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused form can leave out a step when a device flag says so."""
@@ -54,11 +55,9 @@ class SingleDevice:
         ahead = prefetch_for if device.type == "cpu" or can_pin_memory(device) else NoPrefetch
         self._ahead = ahead(device, non_blocking=non_blocking)
         self._may_fold: Callable[[], bool] | None = None
-        self.model: nn.Module = nn.Module()
+        self.contents = Contents(nn.Module())
         self.optimizer: Any = None
-        self._parameters: list[nn.Parameter] = []
         self._clipped: list[Any] = []
-        self._buffers: list[tuple[dict[str, Any], str]] = []
         self._broken: Tensor | None = None
         self.reads_are_free = device.type == "cpu"
         # Bound once: these run for every micro-batch.
@@ -73,15 +72,13 @@ class SingleDevice:
         """Move the model to the device, unless it is already spread over several."""
         if place and self.device.type != "meta":
             model.to(self.device)
-        self.model = model
-        # Looked up once; the place of each, because a module may put another tensor there.
-        self._buffers = [
-            (module._buffers, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self.contents.take(model, None)
         return model
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without what training wraps it in."""
+        return self.contents.model
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as training calls it: here the model itself."""
@@ -96,16 +93,40 @@ class SingleDevice:
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Take the optimizer and remember its parameters: no update walks the model again."""
-        self.model, self.optimizer = self.precision.prepare(self.model, optimizer)
+        """Take the optimizer."""
+        model, self.optimizer = self.precision.prepare(self.model, optimizer)
         self._broken = None
-        self.refresh_parameters()
+        self.contents.take(model, self.optimizer)
+        self.follow()
         return self.optimizer
 
-    def refresh_parameters(self) -> None:
-        """Look up the trainable parameters again, after the user changed them."""
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._clipped = self.precision.parameters(self._parameters, self.optimizer)
+    def change_optimizer(self, optimizer: Any) -> Any:
+        """Take another optimizer in the middle of a run."""
+        return self.setup_optimizer(optimizer)
+
+    @property
+    def changes(self) -> int:
+        """A number that rises when something that updates depend on is no longer the same.
+
+        That is another module, parameter, optimizer or parameter group, another `requires_grad`, another training mode
+        of a submodule, and what the trainer tells by `note_change`: another loss, accumulation or override. What was
+        prepared for an update (a graph, a plan) and its number are valid as long as `changes` is. It is up to date
+        once an update has begun (`look`).
+        """
+        return self.contents.changes
+
+    def note_change(self) -> None:
+        """Let `changes` rise for something that only the caller knows."""
+        self.contents.changes += 1
+
+    def look(self) -> None:
+        """At the beginning of an update: see what was changed since the last one, and follow it."""
+        if self.contents.look():
+            self.follow()
+
+    def follow(self) -> None:
+        """Go over to the parameters as they are now."""
+        self._clipped = self.precision.parameters(self.contents.parameters, self.optimizer)
         self._choose_clipping()
 
     def fold_clipping(self, allowed: Callable[[], bool]) -> None:
@@ -115,7 +136,7 @@ class SingleDevice:
 
     def _choose_clipping(self) -> None:
         self._clip, self._step = nn.utils.clip_grad_norm_, self.precision.step
-        masters = self._clipped is not self._parameters
+        masters = self._clipped is not self.contents.parameters
         if self._may_fold is None or self.device.type != "cuda" or self.precision.scales or masters:
             return
         if cannot_fold(self.optimizer, self._clipped) is None:
@@ -159,12 +180,18 @@ class SingleDevice:
         function()
 
     def scale_gradients(self, factor: Any) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        """Multiply all gradients, those of a loss with parameters of its own too."""
+        self.look_inside()
+        gradients = [p.grad for p in self.contents.everything if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        """Clip to the norm and return the norm before clipping; without a limit only when it is wanted."""
+        """Clip to the norm and return the norm before clipping; without a limit only when it is wanted.
+
+        The norm is that of all gradients in the model, as `clip_grad_norm_(model.parameters())` has it.
+        """
+        self.look_inside()
         if self.precision.scales:
             self.precision.unscale(self.optimizer)
         if max_norm:
@@ -172,6 +199,11 @@ class SingleDevice:
         if want_norm:
             return nn.utils.get_total_norm([p.grad for p in self._clipped if p.grad is not None])
         return None
+
+    def look_inside(self) -> None:
+        """Inside an update: a forward pass may have made parameters that were not there before."""
+        if not self.contents.is_same():
+            self.look()
 
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
         """A device flag: loss or norm is NaN or infinite; a sticky one stays set for the updates that follow."""
@@ -203,7 +235,8 @@ class SingleDevice:
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
     def zero_grad(self) -> None:
-        for parameter in self._parameters:
+        """Drop all gradients: of trained and frozen parameters, and of what only the optimizer has."""
+        for parameter in self.contents.everything:
             parameter.grad = None
 
     def free_memory(self) -> None:
@@ -214,8 +247,8 @@ class SingleDevice:
     # ---- modes ------------------------------------------------------------------------------------------------------
 
     def training(self) -> None:
-        """Model (and an optimizer that has modes) ready to train."""
-        self.model.train()
+        """Model (and an optimizer that has modes) ready to train; costs next to nothing when they are."""
+        self.contents.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
 
@@ -233,7 +266,13 @@ class SingleDevice:
 
     def hold(self) -> Any:
         """Random states and buffers as they are now."""
-        held = [(place, name, place[name], place[name].clone()) for place, name in self._buffers]
+        # The place of each, because a module may put another tensor there.
+        held = [
+            (module._buffers, name, buffer, buffer.clone())
+            for module in self.contents.modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         return snapshot_rng(), held
 
     def undo(self, held: Any) -> None:

@@ -1,0 +1,66 @@
+"""What callbacks and overrides change while a trainer trains: taken up at the next update, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ArgumentsError
+from ..notices import Notices
+from .plan import Plan
+from .state import Progress, TrainerState
+
+
+class ChangingMethods:
+    """Asked in every update, so each of these costs next to nothing while nothing has changed."""
+
+    args: Any
+    plan: Plan
+    state: TrainerState
+    progress: Progress
+    notices: Notices
+    _asked_accumulation: int = 1
+    """The accumulation the plan was made for; callbacks may ask for another one."""
+    _first_accumulation: int = 1
+    """The accumulation the run was started with."""
+    _is_resized: bool = False
+    """Whether updates of this run had another size before, because the accumulation was changed in between."""
+
+    def follow_overrides(self) -> None:
+        """Before the batches of an update are looked at: take up methods that were assigned since the last one."""
+
+    def follow_changes(self) -> None:
+        """Before the micro-batches of an update: take up the parameters and the optimizer as they are now."""
+
+    def follow_optimizer(self) -> None:
+        """Before gradients are clipped: take up an optimizer or a schedule that was assigned."""
+
+    def follow_optimizer_late(self) -> None:
+        """After on_pre_optimizer_step: the same, where it is not too late."""
+
+    def tell_unfollowed(self) -> None:
+        """Say what was changed during training and cannot have an effect any more."""
+
+    def follow_accumulation(self) -> None:
+        """Take up another gradient_accumulation_steps: for updates from here on, and in the plan of what is left."""
+        asked, before, step = self.args.gradient_accumulation_steps, self.plan, self.state.global_step
+        if not isinstance(asked, int) or asked < 1:
+            raise ArgumentsError(
+                f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be a whole number above 0"
+            )
+        self._asked_accumulation = asked
+        if asked == before.accumulation:
+            return
+        self._is_resized = True
+        self.plan = self.replanned()
+        self.state.max_steps, self.state.num_train_epochs = self.plan.max_steps, self.plan.epochs
+        told = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
+        if self.plan.max_steps != before.max_steps:
+            told += (
+                f": the run has {self.plan.max_steps:,} updates now instead of {before.max_steps:,}, and the learning "
+                "rate keeps the schedule it was started with"
+            )
+        self.notices.tell_once(told)
+
+    def replanned(self) -> Plan:
+        """The plan of the arguments as they are now, for a run whose updates so far had other sizes."""
+        raise NotImplementedError

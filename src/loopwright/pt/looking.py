@@ -1,0 +1,185 @@
+"""What a loss is the mean of: the loss of a batch against the losses of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .denominators import NOTHING, Denominator
+from .loss import count_samples, count_targets, find_targets
+from .probing import ANOTHER_SEED, LossProbe, Measured
+from .shapes import IGNORED
+from .splitting import BatchSplitter, CannotSplit
+
+MANY = 64
+"""Samples that are looked at one by one to find where to cut."""
+JOINED = 3
+"""Batches of one sample that are joined to have something to cut."""
+
+Pieces = list[tuple[Any, list[Any]]]
+"""Batches, each with its parts."""
+
+
+@dataclass
+class Equation:
+    """A loss and the losses of the parts."""
+
+    whole: Measured
+    parts: list[Measured]
+    batches: list[Any]
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is anything to compare: a loss of zero without a gradient fits everything."""
+        gradient = self.whole.gradient
+        moves = gradient is not None and bool(gradient.any())
+        return self.whole.is_defined and (self.whole.value != 0 or moves)
+
+    def error(self, by: Denominator, label_names: list[str]) -> float:
+        """How far the loss is from what the parts would make it, relatively."""
+        predicted = self._predicted(by, label_names)
+        if predicted is None:
+            return float("inf")
+        most = max(abs(self.whole.value), *(abs(part.value) for part in self.parts if part.is_defined), 1e-300)
+        return abs(predicted.value - self.whole.value) / most
+
+    def fits(self, by: Denominator, label_names: list[str], probe: LossProbe) -> bool:
+        """Whether the loss, its count and its gradient are what the parts make them."""
+        predicted = self._predicted(by, label_names)
+        if predicted is None:
+            return not self.whole.is_defined
+        defined = [part for part in self.parts if part.is_defined]
+        if not probe.close(predicted.value, self.whole.value, max(abs(part.value) for part in defined)):
+            return False
+        if predicted.count is not None and not probe.close(predicted.count, self.whole.count or 0.0):
+            return False
+        norms = [float(part.gradient.norm()) for part in defined if part.gradient is not None]
+        return probe.alike(predicted.gradient, self.whole.gradient, max(norms, default=0.0))
+
+    def has_loss_without_items(self, label_names: list[str]) -> bool:
+        """Whether a part without a single label that counts has a loss all the same."""
+        for batch, part in zip(self.batches, self.parts, strict=True):
+            count = count_targets(batch, label_names, shifted=False)
+            if count is not None and int(count) == 0 and part.is_defined and part.value:
+                return True
+        return False
+
+    def _predicted(self, by: Denominator, label_names: list[str]) -> Measured | None:
+        """The loss of the whole from those of the parts; None if it would not exist."""
+        counts = [by.count(batch, label_names) for batch in self.batches]
+        if any(count is None for count in counts):
+            return None
+        weights = [float(count) for count in counts]
+        total = 1.0 if by.what == NOTHING else sum(weights)
+        terms = [(weight / total, part) for weight, part in zip(weights, self.parts, strict=True) if weight and total]
+        if not terms or not all(part.is_defined for _, part in terms):
+            return None
+        gradient = None
+        if all(part.gradient is not None for _, part in terms):
+            gradient = torch.stack([share * part.gradient for share, part in terms]).sum(0)  # type: ignore[operator]
+        counted = [part.count for _, part in terms if part.count is not None]
+        value = sum(share * part.value for share, part in terms)
+        return Measured(value, sum(counted) if counted else None, gradient)
+
+
+@dataclass
+class Finding:
+    """What a look at a loss has shown."""
+
+    rivals: tuple[Denominator, ...] = ()
+    """Denominators that fit; several where the batch does not tell them apart."""
+    closest: Denominator | None = None
+    tells: bool = True
+    draws: bool = False
+    """Whether the loss changes with the seed."""
+    counts_empty: bool = False
+    """Whether a part without items had a loss."""
+
+
+def look(
+    probe: LossProbe,
+    pieces: Pieces,
+    wanted: list[Denominator],
+    *,
+    label_names: list[str],
+    told: Callable[[Any], Any],
+    check_seed: bool = True,
+) -> Finding:
+    """Which of the denominators make the losses of the parts that of the whole."""
+    whole = probe.measure(pieces[0][0], told(pieces[0][0]))
+    if check_seed:
+        again = probe.measure(pieces[0][0], told(pieces[0][0]), seed=ANOTHER_SEED)
+        if not probe.close(whole.value, again.value) and (whole.is_defined or again.is_defined):
+            return Finding(draws=True)
+        if not probe.alike(whole.gradient, again.gradient):
+            return Finding(draws=True)
+    equations = []
+    for batch, parts in pieces:
+        first = whole if batch is pieces[0][0] else probe.measure(batch, told(batch))
+        equations.append(Equation(first, [probe.measure(part, told(part)) for part in parts], parts))
+    equations = [equation for equation in equations if equation.tells]
+    if not equations:
+        return Finding(tuple(wanted), tells=False)
+    fitting = [by for by in wanted if all(each.fits(by, label_names, probe) for each in equations)]
+    closest = min(wanted, key=lambda by: max(each.error(by, label_names) for each in equations))
+    empty = any(each.has_loss_without_items(label_names) for each in equations)
+    return Finding(tuple(fitting), closest, counts_empty=empty)
+
+
+def pieces_of(
+    batches: list[Any],
+    splitter: BatchSplitter,
+    label_names: list[str],
+    *,
+    rivals: tuple[Denominator, ...],
+    may_ignore: bool,
+    pad_token: int,
+) -> Pieces:
+    """A batch in two parts, cut at two places; batches of one sample are joined first. Raises `CannotSplit`."""
+    first, size = batches[0], count_samples(batches[0])
+    cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
+    if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # alone it tells nothing, or nothing new
+        alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
+        joined = splitter.join([first, *alike[: JOINED - 1]], may_ignore=may_ignore, pad_token=pad_token)
+        if joined is not None and count_samples(joined) > size:
+            first, size = joined, count_samples(joined)
+            cuts = _cuts(first, size, splitter, label_names, rivals)
+        elif size == 1:
+            raise CannotSplit("micro-batches have one sample each, and cannot be joined")
+    return [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
+
+
+def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
+    """Whether labels are known to take -100: on a GPU a class that does not exist ends the process."""
+    found = [find_targets(batch, label_names) for batch in batches]
+    targets = [each for each in found if each is not None]
+    return any(each.device.type == "cpu" and bool((each == IGNORED).any()) for each in targets if each.dim() > 1)
+
+
+def _cuts(
+    batch: Any, size: int, splitter: BatchSplitter, label_names: list[str], rivals: tuple[Denominator, ...]
+) -> list[tuple[float, int]]:
+    """Where to cut, and how much that tells: where the rivals share out the batch most differently, unequally."""
+    places = list(range(1, size)) if size <= MANY else [size // 3, size - size // 4]
+    rows = splitter.split(batch, [1] * size) if size <= MANY else []
+    shares = [_shares(rows, by, label_names) for by in rivals]
+    known = [each for each in shares if each is not None]
+
+    def differs(cut: int) -> float:
+        taken = [sum(each[:cut]) for each in known]
+        return round(max(taken) - min(taken), 6) if len(taken) > 1 else 0.0
+
+    found = [(differs(cut), cut) for cut in places]
+    found.sort(key=lambda pair: (-pair[0], 2 * pair[1] == size, abs(pair[1] - size // 3)))
+    return found[:2]
+
+
+def _shares(rows: list[Any], by: Denominator, label_names: list[str]) -> list[float] | None:
+    """The part of a batch that each of its rows is; None if that cannot be counted here."""
+    counts = [by.count(row, label_names) for row in rows]
+    if not counts or not all(isinstance(count, int) for count in counts) or not sum(counts):
+        return None
+    return [count / sum(counts) for count in counts]

@@ -1,0 +1,268 @@
+"""Computing a loss to see what it is: with gradients, without dropout, and without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .loss import LossKind, check_loss, count_targets, find_targets
+from .sandbox import Sandbox, sandbox
+from .shapes import IGNORED
+
+ComputeLoss = Callable[[dict[str, Any], Any], Any]
+"""The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
+
+ANOTHER_SEED = 20_231
+FEW_PARAMETERS, FEW_ENTRIES = 8, 65_536
+"""Parameters whose gradients are compared, and how much of each."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""How far two ways to compute one loss may be apart, relatively; half precision is rounded at each step."""
+IN_HALF = 2e-2
+GRADIENT_TOLERANCE = 200
+"""Gradients are sums of many rounded numbers: they may be so many times further apart."""
+
+
+@dataclass
+class Measured:
+    """A loss, the count it came with if it is a pair, and the gradient of a few parameters."""
+
+    value: float
+    count: float | None = None
+    gradient: Tensor | None = None
+
+    @property
+    def is_defined(self) -> bool:
+        return abs(self.value) < float("inf")
+
+
+class NeutralDropout(TorchFunctionMode):
+    """Every dropout of torch lets all of its input pass; whatever else depends on training mode stays."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS and args:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        elif func is F.multi_head_attention_forward:
+            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
+            if "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = frozenset(
+    {
+        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+    }
+)  # fmt: skip
+
+
+class LossProbe:
+    """Computes a loss again and again; model, trainer and random streams stay as they are."""
+
+    def __init__(
+        self,
+        compute: ComputeLoss,
+        model: nn.Module,
+        *,
+        trainer: Any = None,
+        with_gradients: bool = True,
+    ) -> None:
+        self._compute, self._model, self._trainer = compute, model, trainer
+        self._with_gradients = with_gradients
+        self.may_leave_half = False
+        """Whether autocast is left out, until something turns out to need it."""
+        self._in_half = False
+        self._box: Sandbox | None = None
+        self.tolerance = TOLERANCE[torch.float32]
+        self.is_exact = True
+        """Whether losses are computed closely enough to tell small differences."""
+
+    # ---- trying -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trying(self, *, training: bool | None = None) -> Iterator[None]:
+        """Around several losses: the state they all start from is noted once; the mode may be another one."""
+        if self._box is not None and training is None:
+            yield
+            return
+        outer = self._box
+        with sandbox(self._model, self._trainer) as box:
+            self._box = box
+            self._mode = training
+            try:
+                yield
+            finally:
+                self._box, self._mode = outer, None
+
+    _mode: bool | None = None
+
+    def loss(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Any:
+        """The loss of a batch, from the same state each time; another seed shows whether it draws numbers."""
+        with self.trying():
+            assert self._box is not None
+            self._prepare(seed)
+            with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
+                try:
+                    return self._computed(inputs, items)
+                finally:
+                    self._box.restore()
+
+    def _computed(self, inputs: dict[str, Any], items: Any) -> Any:
+        try:
+            return self._compute(dict(inputs), items)
+        except RuntimeError:  # a kernel may take half precision only
+            if not self.may_leave_half:
+                raise
+        self.may_leave_half, self._in_half = False, True
+        assert self._box is not None
+        self._box.restore()
+        return self._compute(dict(inputs), items)
+
+    def measure(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Measured:
+        """The loss as a number, with a part of its gradient where there is one."""
+        with self.trying():
+            assert self._box is not None
+            self._prepare(seed)
+            try:
+                with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
+                    loss = self._computed(inputs, items)
+                count = None
+                if isinstance(loss, (tuple, list)):
+                    count, loss = float(loss[1]), loss[0]
+                loss = check_loss(loss)
+                self._set_tolerance(loss)
+                value = loss.detach().double().item()
+                return Measured(value, count, self._gradient(loss) if abs(value) < float("inf") else None)
+            finally:
+                self._box.restore()
+
+    def _prepare(self, seed: int | None) -> None:
+        if self._mode is not None:
+            self._model.train(self._mode)
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+
+    def _set_tolerance(self, loss: Tensor) -> None:
+        weights = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), loss.dtype)
+        precise = loss.dtype in TOLERANCE and weights in TOLERANCE and not self._in_half
+        low = loss.dtype if loss.dtype in TOLERANCE else torch.float32
+        self.tolerance = max(TOLERANCE[low], TOLERANCE[weights]) if precise else IN_HALF
+        self.is_exact = precise
+
+    def _gradient(self, loss: Tensor) -> Tensor | None:
+        """A part of the gradient; None where there is none, or where it cannot be had this way."""
+        if not self._with_gradients or not loss.requires_grad:
+            return None
+        chosen = self._few_parameters()
+        try:
+            found = torch.autograd.grad(loss, chosen, allow_unused=True)
+        except RuntimeError:  # checkpoints of the old kind want .backward()
+            self._with_gradients = False
+            return None
+        parts = [
+            torch.zeros(min(p.numel(), FEW_ENTRIES), dtype=torch.float64)
+            if g is None
+            else g.detach().reshape(-1)[:FEW_ENTRIES].to("cpu", torch.float64)
+            for p, g in zip(chosen, found, strict=True)
+        ]
+        return torch.cat(parts) if parts else None
+
+    def _few_parameters(self) -> list[nn.Parameter]:
+        """Trainable parameters from all over the model, first and last ones among them."""
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        step = max(1, (len(trainable) - 1) // (FEW_PARAMETERS - 1))
+        return [*trainable[::step][:FEW_PARAMETERS], *trainable[-1:]] if trainable else []
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
+        """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
+        once = self.measure(inputs, items)
+        if once.count is not None:
+            return LossKind.SUM
+        twice = self.measure(inputs, 2 * items)
+        if not abs(once.value) > 0 or not once.is_defined or not twice.is_defined:
+            return None
+        if self.close(once.value, twice.value):
+            return LossKind.MEAN
+        return LossKind.SCALED if self.close(once.value, 2 * twice.value) else LossKind.MIXED
+
+    def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
+        """Whether the loss ignores the first target of each row: computed with other ones there.
+
+        None if this batch cannot tell.
+        """
+        targets = find_targets(inputs, label_names)
+        if targets is None or "shift_labels" in inputs or targets.dim() < 2 or targets.shape[-1] < 2:
+            return False
+        if targets.is_floating_point() or targets.dtype is torch.bool:
+            return False
+        first = torch.zeros_like(targets, dtype=torch.bool)
+        first[..., 0] = True
+        others = _other_classes(targets)
+        if others is None or bool((targets[first] == IGNORED).all()):
+            return None
+        name = next(name for name, value in inputs.items() if value is targets)
+        # The count is the batch's own, and the same each time, for losses that cannot do without one.
+        items = count_targets(inputs, label_names, shifted=False)
+
+        def value(labels: Tensor) -> float:
+            return _number(self.loss({**inputs, name: labels}, items))
+
+        with self.trying():
+            plain = value(targets)
+            if plain == 0 or plain != plain:
+                return None
+            without = value(torch.where(first, others, targets))
+            if without != without:
+                return None
+            # A loss that ignores every target, not just the first ones, is not shifted.
+            return plain == without and plain != value(torch.where(first, targets, others))
+
+    def close(self, a: float, b: float, scale: float = 0.0) -> bool:
+        """Whether two numbers are one but for rounding; `scale` is the size of what they were computed from."""
+        return abs(a - b) <= self.tolerance * max(abs(a), abs(b), scale)
+
+    def alike(self, a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> bool:
+        """Whether two gradients are one but for rounding."""
+        if a is None or b is None:
+            return True
+        most = max(float(a.norm()), float(b.norm()), scale)
+        return float((a - b).norm()) <= min(GRADIENT_TOLERANCE * self.tolerance, 0.2) * most
+
+
+def _number(loss: Any) -> float:
+    """A loss, or the sum of a (sum, count) pair, as a host number."""
+    return check_loss(loss[0] if isinstance(loss, (tuple, list)) else loss).detach().double().item()
+
+
+def _other_classes(targets: Tensor) -> Tensor | None:
+    """Another class for every target that counts; None if no target counts.
+
+    Not every loss can take a class that does not exist, or an ignored target: the classes are those of the batch or,
+    where it has only one, 0 and 1, which exist wherever the loss is not 0.
+    """
+    counted = targets[targets != IGNORED]
+    if counted.numel() == 0:
+        return None
+    low, high = counted.min(), counted.max()
+    if bool(low == high):
+        low = (high == 0).to(high.dtype)
+    return torch.where(targets == IGNORED, targets, torch.where(targets == high, low, high))

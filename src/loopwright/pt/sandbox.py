@@ -1,0 +1,387 @@
+"""Trying something out without leaving a trace: random streams, buffers, gradients, modes and plain Python state."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from .devices import is_lazy
+from .seeding import restore_rng, snapshot_rng
+
+MOST_NODES = 200_000
+"""Values looked at in all; a model of a thousand modules has about twenty thousand."""
+MOST_ENTRIES = 10_000
+"""Entries of one container that are looked into; a longer one is kept entry by entry, without what these hold."""
+DEEPEST = 8
+WEIGHTS_ON_HOST, WEIGHTS_ON_DEVICE = 8_000_000, 64_000_000
+"""Weights of models that are copied whole; those of larger models are watched, which costs nothing."""
+PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
+LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
+"""Packages whose objects hold nothing that a loss keeps count in."""
+INSTALLED = ("site-packages", "dist-packages")
+NOT_STATE = frozenset(
+    {
+        "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset",
+        "eval_dataset", "train_dataloader", "data_collator", "processing_class", "callback_handler", "strategy",
+        "accounting", "notices", "signals", "meter", "pace", "plan", "progress", "work", "_held", "_speed", "_copies",
+    }
+)  # fmt: skip
+"""Attributes of a trainer that no loss changes, or that are large: data, the run's own parts."""
+Undo = Callable[[], None]
+
+
+@contextmanager
+def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
+    """Whatever is computed inside, model, trainer and random streams are afterwards as they were found."""
+    box = Sandbox(model, trainer)
+    try:
+        yield box
+    finally:
+        box.restore()
+        box.close()
+
+
+class Sandbox:
+    """The state of a model, a trainer and all random streams at one moment, to be put back any number of times."""
+
+    def __init__(self, model: nn.Module, trainer: Any = None) -> None:
+        self._model = model
+        self._modules = list(model.modules())
+        is_sharded = _is_sharded(self._modules)
+        self._rng = snapshot_rng()
+        self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b.device) and _is_writable(b)]
+        self._weights = [] if is_sharded else _copied_weights(model)
+        self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
+        self._state = state = _State()
+        state.leave_out(model.buffers())  # these are copied above
+        if is_sharded:  # whole and sharded parameters take turns there, by somebody else's bookkeeping
+            state.leave_out(module._parameters for module in self._modules)
+        for module in self._modules:
+            state.keep_attributes(module)
+        if trainer is not None:
+            state.is_theirs = _is_written_here
+            state.keep_attributes(trainer)
+            for function in _loss_functions(trainer):
+                state.keep(function)
+        self._lazy = self._stand_in_for_lazy_buffers()
+        self._hide_gradients()
+
+    @property
+    def changed_weights(self) -> bool:
+        """Whether weights that are too many to be copied were written to, which is not undone."""
+        return any(_version(parameter) != version for parameter, version in self._versions)
+
+    def restore(self) -> None:
+        """Put everything back; the sandbox can be used again."""
+        restore_rng(self._rng)
+        self._state.restore()
+        for place, name, clone in self._lazy_clones():
+            place[name] = clone
+        with torch.no_grad():
+            for tensor, value in (*self._buffers, *self._weights):
+                tensor.data.copy_(value)
+        self._hide_gradients()
+
+    def close(self) -> None:
+        """Bring back the gradients and the buffers that stayed out meanwhile."""
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        for place, name, buffer in self._lazy:
+            place[name] = buffer
+
+    def _hide_gradients(self) -> None:
+        # Gradients of an update under way stay out of it instead of being copied.
+        for parameter, _ in self._grads:
+            if parameter.grad is not None:
+                parameter.grad = None
+
+    def _stand_in_for_lazy_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """On a lazy device even putting back what is there is work, so copies stand in and the originals stay out."""
+        lazy = [
+            (module._buffers, name, buffer)
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and is_lazy(buffer.device)
+        ]
+        for place, name, buffer in lazy:
+            place[name] = buffer.clone()  # type: ignore[assignment]
+        return lazy  # type: ignore[return-value]
+
+    def _lazy_clones(self) -> list[tuple[dict[str, Any], str, Tensor]]:
+        return [(place, name, buffer.clone()) for place, name, buffer in self._lazy]
+
+
+class _State:
+    """Plain Python values, and how to put each of them back in place."""
+
+    def __init__(self) -> None:
+        self.is_theirs: Callable[[Any], bool] = lambda value: True
+        """Whether an object is looked into."""
+        self._undo: list[Undo] = []
+        self._empty: list[Any] = []
+        self._seen: set[int] = set()
+        self._left = MOST_NODES
+        self._held: list[Any] = []  # an id stays that of one object only while the object lives
+
+    def leave_out(self, values: Iterable[Any]) -> None:
+        """Values that somebody else takes care of."""
+        for value in values:
+            self._note(value)
+
+    def restore(self) -> None:
+        for container in self._empty:
+            if container:
+                container.clear()
+        for undo in self._undo:
+            undo()
+
+    def keep_attributes(self, owner: Any, depth: int = 0) -> None:
+        """Attributes of an object: bound to what they were, those that came later removed."""
+        if id(owner) in self._seen:
+            return
+        self._note(owner)
+        without = NOT_STATE if hasattr(type(owner), "compute_loss") else frozenset()
+        attributes = vars(owner)
+        self._undo.append(_rebinding(attributes, without))
+        for name, value in list(attributes.items()):
+            if type(value) not in PLAIN and name not in without:
+                self.keep(value, depth + 1)
+
+    def keep(self, value: Any, depth: int = 0) -> None:
+        """Remember a value and what it holds, as far as it is plain state."""
+        if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
+            return
+        if isinstance(value, (nn.Module, type)):
+            return  # modules are kept one by one
+        if isinstance(value, (list, dict, set, deque, tuple)):
+            self._keep_container(value, depth)
+        elif isinstance(value, (Tensor, np.ndarray)):
+            self._keep_array(value)
+        elif isinstance(value, (FunctionType, MethodType, CellType)):
+            self._keep_function(value, depth)
+        elif (undo := _stream(value)) is not None:
+            self._note(value)
+            self._undo.append(undo)
+        elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_theirs(value):
+            if not _runs_by_itself(value):
+                self.keep_attributes(value, depth)
+
+    def _keep_array(self, value: Any) -> None:
+        self._note(value)
+        if isinstance(value, np.ndarray):
+            if value.size <= WEIGHTS_ON_HOST and value.flags.writeable:
+                same = value.copy()
+                self._undo.append(lambda: np.copyto(value, same))
+        elif type(value) is Tensor and value.numel() <= WEIGHTS_ON_HOST and not is_lazy(value.device):
+            if not _is_writable(value):
+                return
+            clone, version = value.detach().clone(), _version(value)
+
+            def undo() -> None:
+                if _version(value) != version:
+                    value.data.copy_(clone)
+
+            self._undo.append(undo)
+
+    def _keep_container(self, value: Any, depth: int) -> None:
+        self._note(value)
+        if not value:
+            if not isinstance(value, tuple):
+                self._empty.append(value)
+            return
+        undo = _refilling(value)
+        if undo is not None:
+            self._undo.append(undo)
+        if len(value) <= MOST_ENTRIES:
+            for each in value.values() if isinstance(value, dict) else value:
+                if type(each) not in PLAIN:
+                    self.keep(each, depth + 1)
+
+    def _keep_function(self, value: Any, depth: int) -> None:
+        """Counters live in a function's attributes and in the variables it closes over, too."""
+        self._note(value)
+        if isinstance(value, MethodType):
+            self.keep(value.__func__, depth + 1)
+            self.keep(value.__self__, depth + 1)
+            return
+        if isinstance(value, CellType):
+            try:
+                content = value.cell_contents
+            except ValueError:  # not assigned yet
+                return
+            self._undo.append(lambda: setattr(value, "cell_contents", content))
+            self.keep(content, depth + 1)
+            return
+        if value.__module__ is not None and value.__module__.startswith(("loopwright.", "torch.", "transformers.")):
+            return
+        self._undo.append(_rebinding(vars(value)))
+        for each in (*vars(value).values(), *(value.__closure__ or ())):
+            self.keep(each, depth + 1)
+
+    def _note(self, value: Any) -> None:
+        self._seen.add(id(value))
+        self._held.append(value)
+        self._left -= 1
+
+
+def first_iterator(trainer: Any) -> str | None:
+    """The name of an attribute that draws from a source, which could not be given back what was drawn from it."""
+    for name, value in vars(trainer).items():
+        if name in NOT_STATE or not isinstance(value, Iterator) or _copied(value) is not None:
+            continue
+        if isinstance(value, _BaseDataLoaderIter) or not _is_of_a_library(value):
+            return name
+    return None
+
+
+def _copied(iterator: Any) -> Any:
+    """Another iterator that gives what this one is about to give; None if there can be none."""
+    if type(iterator) is itertools.count:
+        return itertools.count(*ast.literal_eval(f"[{repr(iterator)[6:-1]}]"))
+    return copy(iterator) if type(iterator) in (type(iter([])), type(iter(())), type(iter(range(0)))) else None
+
+
+def _loss_functions(trainer: Any) -> list[Any]:
+    """The user's own functions that compute a loss."""
+    found = [getattr(trainer, "compute_loss_func", None)]
+    for cls in type(trainer).__mro__:
+        function = vars(cls).get("compute_loss")
+        if isinstance(function, FunctionType) and not cls.__module__.startswith("loopwright."):
+            found.append(function)
+    return [function for function in found if function is not None]
+
+
+def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()) -> Undo:
+    before = {name: value for name, value in attributes.items() if name not in without}
+    drawn = {name: _copied(value) for name, value in before.items() if isinstance(value, Iterator)}
+
+    def undo() -> None:
+        if len(attributes) > len(before):
+            for name in [name for name in attributes if name not in before and name not in without]:
+                del attributes[name]
+        for name, value in before.items():
+            if attributes.get(name, attributes) is not value:
+                attributes[name] = value
+        for name, value in drawn.items():
+            if value is not None:
+                attributes[name] = _copied(value)
+
+    return undo
+
+
+def _refilling(value: Any) -> Undo | None:
+    """How to give a container its entries back; None for one that cannot change."""
+    if isinstance(value, (list, deque)):
+        entries = list(value)
+
+        def refill_list() -> None:
+            if len(value) != len(entries) or any(a is not b for a, b in zip(value, entries, strict=True)):
+                value.clear()
+                value.extend(entries)
+
+        return refill_list
+    if isinstance(value, dict):
+        return _refilling_dict(value)
+    if isinstance(value, set):
+        members = set(value)
+
+        def refill_set() -> None:
+            if value != members:
+                value.clear()
+                value.update(members)
+
+        return refill_set
+    return None
+
+
+def _refilling_dict(value: dict[Any, Any]) -> Undo:
+    kept = dict(value)
+
+    def refill() -> None:
+        same = len(value) == len(kept) and all(a is b and value[a] is kept[b] for a, b in zip(value, kept, strict=True))
+        if not same:
+            value.clear()
+            for key, each in kept.items():  # one by one: every kind of dictionary can do that
+                value[key] = each
+
+    return refill
+
+
+def _stream(value: Any) -> Undo | None:
+    """How to put a random stream of the user's own back; None for anything else."""
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        return lambda: value.set_state(state) and None
+    if isinstance(value, random.Random):
+        stands = value.getstate()
+        return lambda: value.setstate(stands)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator.state
+        return lambda: setattr(value.bit_generator, "state", bits)
+    if isinstance(value, np.random.RandomState):
+        kept = value.get_state(legacy=True)
+        return lambda: value.set_state(kept)
+    return None
+
+
+def _is_of_a_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in LIBRARIES
+
+
+def _is_written_here(value: Any) -> bool:
+    """Whether an object's class is the user's own, not that of an installed package."""
+    home = type(value).__module__
+    if home.partition(".")[0] in sys.stdlib_module_names:
+        return type(value).__module__ == "types"  # SimpleNamespace
+    file = getattr(sys.modules.get(home), "__file__", None) or ""
+    return not any(part in file for part in INSTALLED)
+
+
+def _runs_by_itself(value: Any) -> bool:
+    """Whether another thread may be at work on an object: its queues are not to be turned back."""
+    own = (threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+    return any(isinstance(each, own) for each in vars(value).values())
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether each element has a place of its own, and the tensor has data at all."""
+    if tensor.device.type == "meta" or tensor.is_inference():
+        return False
+    if tensor.layout is not torch.strided:
+        return True
+    return all(stride or size <= 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _copied_weights(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    parameters = [p for p in model.parameters() if p.device.type != "meta" and not is_lazy(p.device)]
+    on_host = any(p.device.type == "cpu" for p in parameters)
+    if sum(p.numel() for p in parameters) > (WEIGHTS_ON_HOST if on_host else WEIGHTS_ON_DEVICE):
+        return []
+    return [(p, p.detach().clone()) for p in parameters]
+
+
+def _is_sharded(modules: list[nn.Module]) -> bool:
+    if any(type(module).__name__.startswith("FSDP") for module in modules):
+        return True
+    weights = [p for p in modules[0].parameters() if p is not None]
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in weights)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else int(tensor._version)

@@ -1,0 +1,75 @@
+"""How far two losses or gradients are apart, and how far they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tolerance(NamedTuple):
+    """How far loss, gradient, one parameter's gradient, and what must not move at all may be off, relatively."""
+
+    loss: float
+    gradient: float
+    parameter: float
+    still: float
+    floor: float
+    """Part of the whole gradient's norm below which a parameter's gradient is rounding."""
+
+
+DOUBLE = Tolerance(1e-10, 1e-9, 1e-8, 1e-12, 1e-12)
+SINGLE = Tolerance(1e-5, 1e-4, 1e-3, 2.5e-7, 1e-6)
+COARSE = Tolerance(2e-3, 1e-2, 5e-2, 2e-3, 1e-3)
+"""Tensor cores with ten bits; a few samples are compared in single precision besides."""
+HALF = Tolerance(2e-2, 5e-2, 2e-1, 2e-2, 1e-2)
+"""The precision of training, where memory is too short for a whole update in any other."""
+
+
+def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
+    """Relative L2 distance of two gradients, all parameters together."""
+    pairs = _norms(expected, found)
+    apart, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    return float((apart / size) ** 0.5) if size else (0.0 if apart == 0 else float("inf"))
+
+
+def worst_parameter(
+    expected: Sequence[Tensor | None], found: Sequence[Tensor | None], tolerance: Tolerance
+) -> tuple[int, float] | None:
+    """The parameter whose gradient is furthest off, and how far, if that is more than rounding."""
+    pairs = _norms(expected, found)
+    floor = tolerance.floor * sum(size for _, size in pairs) ** 0.5
+    worst: tuple[int, float] | None = None
+    for index, (apart, size) in enumerate(pairs):
+        distance = apart**0.5
+        if distance > tolerance.parameter * size**0.5 + floor:
+            relative = distance / size**0.5 if size else float("inf")
+            worst = (index, relative) if worst is None or relative > worst[1] else worst
+    return worst
+
+
+def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[tuple[float, float]]:
+    """For every parameter the squared distance and the squared norm of what is expected, read in one wait."""
+    rows = []
+    for a, b in zip(expected, found, strict=True):
+        if a is None and b is None:
+            rows.append(torch.zeros(2, dtype=torch.float64))
+            continue
+        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if b is None else b
+        size = a.double().square().sum()
+        rows.append(torch.stack([(a.double() - b.double()).square().sum(), size]))
+    if not rows:
+        return []
+    device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+    return [(apart, size) for apart, size in torch.stack([row.to(device) for row in rows]).tolist()]
+
+
+def relative(expected: float, found: float) -> float:
+    return abs(expected - found) / max(abs(expected), 1e-12)
+
+
+def is_close(a: float, b: float, tolerance: float) -> bool:
+    return abs(a - b) <= tolerance * max(abs(a), abs(b))

@@ -1,0 +1,58 @@
+"""Training without dropout: modules stay in train mode, so that everything else they do in training is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Shapes = list[tuple[int, ...]]
+
+_OFF = [0]
+"""How many `without_dropout` are entered; attention kernels that draw their own numbers ask `dropout_is_off`."""
+
+
+def dropout_is_off() -> bool:
+    return _OFF[0] > 0
+
+
+@contextmanager
+def without_dropout() -> Iterator[Shapes]:
+    """Element-wise dropout does nothing; yields the shapes it would have been applied to.
+
+    Only dropout of single elements is switched off: it is the same in every layout. What drops whole samples,
+    channels or layers goes on drawing random numbers, which is how the proof notices it.
+    """
+    shapes: Shapes = []
+    functional, builtin, attention = F.dropout, torch.dropout, F.scaled_dot_product_attention
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if training and p > 0:
+            shapes.append(tuple(input.shape))
+        return input if p < 1 or not training else functional(input, p, training, inplace)
+
+    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *a: Any, **k: Any):  # type: ignore[no-untyped-def]
+        return attention(query, key, value, attn_mask, 0.0, *a, **k)
+
+    patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        (F, "dropout", dropout),
+        (torch, "dropout", lambda input, p, train: dropout(input, p, train)),
+        (F, "scaled_dot_product_attention", attend),
+    ]
+    for place, name, function in patches:
+        setattr(place, name, function)
+    _OFF[0] += 1
+    try:
+        yield shapes
+    finally:
+        _OFF[0] -= 1
+        F.dropout, torch.dropout, F.scaled_dot_product_attention = functional, builtin, attention
+
+
+def per_sample(shapes: Shapes, rows: set[int]) -> tuple[int, ...] | None:
+    """The shape of a dropout that does not run along the tokens of a row, where a row would be one sample to it."""
+    return next((shape for shape in shapes if shape[:1] == (1,) and not rows & set(shape[1:])), None)

@@ -1,0 +1,229 @@
+"""What a plan takes for granted about a model and its training, in a form that is cheap to compare at every update."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, str, type(None))
+FEW = 64
+"""Elements up to which a list of numbers on a module is looked at."""
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+)  # fmt: skip
+ATTENTION = "_attn_implementation_internal"
+
+
+def plain(value: Any) -> Any:
+    """A value that can be compared: numbers, text, short sequences of them; `...` for anything else."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, (list, tuple, deque)) and len(value) <= FEW and all(isinstance(each, PLAIN) for each in value):
+        return tuple(value)
+    return ...
+
+
+def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The configurations the modules of a model read while they compute, each once."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        config = module.__dict__.get("config")
+        if config is not None and hasattr(config, "__dict__") and id(config) not in seen:
+            seen.add(id(config))
+            yield f"{name}.config" if name else "config", config
+
+
+class ModelStamp:
+    """Modes, plain numbers, hooks and trainable parameters of a model; `changes` says what differs since last time.
+
+    Asked at every update: what is looked at is found once, and then only read.
+    """
+
+    def __init__(self, model: nn.Module, around: Callable[[], tuple[Any, ...]] = tuple) -> None:
+        self._model, self._around = model, around
+        self._objects = around()
+        """Objects of the training around the model: optimizer, loss, accumulation."""
+        self._take()
+
+    def _take(self) -> None:
+        self._modules = [(name, module.__dict__) for name, module in self._model.named_modules()]
+        self._configs = [(name, config.__dict__) for name, config in configs_of(self._model)]
+        places = [place for _, place in self._modules]
+        self._hook_dicts = [place[key] for place in places for key in HOOKS if key in place]
+        self._numbers = [(place, key) for place in places for key in place if isinstance(place[key], PLAIN)]
+        self._numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
+        self._sequences = [
+            (place, key)
+            for place in places
+            for key in place
+            if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
+        ]
+        self._parameters = list(self._model.named_parameters())
+        self._known = self._named()
+        self._read = self._readings()
+
+    def _readings(self) -> tuple[Any, ...]:
+        return (
+            [place[key] for place, key in self._numbers],
+            [plain(place[key]) for place, key in self._sequences],
+            [len(place) for _, place in self._modules],
+            [len(place) for _, place in self._configs],
+            [len(hooks) for hooks in self._hook_dicts],
+            [parameter.requires_grad for _, parameter in self._parameters],
+        )
+
+    def changes(self) -> list[str]:
+        """What is different from the last time this was asked, by name; nothing in the usual case."""
+        objects, self._objects = self._objects, self._around()
+        around = any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True))
+        found = ["the optimizer, the loss, the accumulation or the parameters"] if around else []
+        try:
+            if not around and self._readings() == self._read:
+                return []
+        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute went, or a number became a tensor
+            pass
+        before, self._known = self._known, {}
+        self._take()
+        return found + [key for key in {**before, **self._known} if _differ(before, self._known, key)]
+
+    def _named(self) -> dict[str, Any]:
+        """Everything that is looked at, by name."""
+        found = {
+            f"{name}.{key}".lstrip("."): kept
+            for name, place in self._modules
+            for key, value in place.items()
+            if (kept := plain(value)) is not ...
+        }
+        for name, place in self._configs:
+            found.update((f"{name}.{key}", value) for key, value in place.items() if _counts(key, value))
+        found["hooks"] = [id(hook) for hooks in self._hook_dicts for hook in hooks.values() if is_foreign(hook)]
+        found.update((f"requires_grad of {name}", each.requires_grad) for name, each in self._parameters)
+        return found
+
+
+def _counts(key: str, value: Any) -> bool:
+    """Whether a value of a configuration may change what is computed: numbers, and the name of the attention."""
+    return isinstance(value, (bool, int, float)) or key == ATTENTION
+
+
+def is_foreign(hook: Any) -> bool:
+    """Whether a hook comes from the user: neither from us nor from the libraries models are made of."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return not home.startswith(("loopwright.", "transformers.", "torch."))
+
+
+def _differ(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    a, b = before.get(key, ...), now.get(key, ...)
+    return a is not b and (type(a) is not type(b) or a != b)
+
+
+# ---- what a forward leaves behind -----------------------------------------------------------------------------------
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything a forward of a model may leave behind: buffers, tensors and plain values on its modules."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key == "training":
+                continue
+            if isinstance(value, Tensor):
+                found[f"{name}.{key}"] = value.detach().clone()
+            elif (kept := plain(value)) is not ...:
+                found[f"{name}.{key}"] = kept
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                found[f"{name}.{key}"] = buffer.detach().clone()
+    for name, config in configs_of(model):
+        values = {f"{name}.{key}": plain(value) for key, value in config.__dict__.items() if key != ATTENTION}
+        found.update((key, value) for key, value in values.items() if value is not ...)
+    return found
+
+
+def left_differently(
+    one: tuple[Mapping[str, Any], ...], other: tuple[Mapping[str, Any], ...], tolerance: float
+) -> str | None:
+    """The first thing two runs, each given as before and after, have changed differently; None if there is none."""
+    for name in {**one[1], **other[1]}:
+        changed = [not _same(before.get(name), after.get(name), 0.0) for before, after in (one, other)]
+        a, b = one[1].get(name), other[1].get(name)
+        if any(changed) and not _same(a, b, tolerance) and not _is_longer_cache(a, b):
+            return name.strip(".")
+    return None
+
+
+def _same(a: Any, b: Any, tolerance: float) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and not isinstance(a, Tensor) and a == b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    if not tolerance or not a.is_floating_point() or not a.numel():
+        return False
+    return bool((a - b).abs().max() <= tolerance * a.abs().max().clamp_min(1e-6))
+
+
+def _is_longer_cache(a: Any, b: Any) -> bool:
+    """Whether one tensor is the beginning of the other: tables of positions grow with the longest row."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() != b.dim() or a.dtype != b.dtype:
+        return False
+    unequal = [dim for dim in range(a.dim()) if a.shape[dim] != b.shape[dim]]
+    if len(unequal) != 1:
+        return False
+    size = min(a.shape[unequal[0]], b.shape[unequal[0]])
+    return size > 1 and torch.equal(a.narrow(unequal[0], 0, size), b.narrow(unequal[0], 0, size))
+
+
+# ---- who computes ---------------------------------------------------------------------------------------------------
+
+
+def fingerprint(thing: Any) -> str:
+    """A function, class or object as text that changes with its code and the plain values it is bound to."""
+    if thing is None:
+        return ""
+    thing = getattr(thing, "__wrapped__", thing)
+    if isinstance(thing, functools.partial):
+        bound = [repr(plain(each)) for each in (*thing.args, *thing.keywords.values())]
+        return f"partial {fingerprint(thing.func)} {' '.join(bound)}"
+    function = getattr(thing, "__func__", thing)
+    if hasattr(function, "__code__"):
+        return f"{_name_of(function)} {_code_of(function)}"
+    kind = thing if isinstance(thing, type) else type(thing)
+    call = getattr(kind, "forward" if issubclass(kind, nn.Module) else "__call__", None)
+    values = {} if isinstance(thing, (type, nn.Module)) else getattr(thing, "__dict__", {})
+    own = sorted(f"{key}={plain(value)!r}" for key, value in values.items() if plain(value) is not ...)
+    code = _code_of(call) if call is not None and hasattr(call, "__code__") else ""
+    return " ".join([_name_of(kind), code, *own]).strip()
+
+
+def _name_of(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__name__)}"
+
+
+def _code_of(function: Callable[..., Any]) -> str:
+    digest = hashlib.sha256()
+    _add_code(digest, function.__code__)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            digest.update(repr(plain(cell.cell_contents)).encode())
+        except ValueError:  # a name that is not bound yet
+            continue
+    digest.update(repr([plain(each) for each in getattr(function, "__defaults__", None) or ()]).encode())
+    return digest.hexdigest()[:12]
+
+
+def _add_code(digest: Any, code: Any) -> None:
+    digest.update(code.co_code)
+    digest.update(repr(code.co_names).encode())
+    for constant in code.co_consts:
+        if hasattr(constant, "co_code"):
+            _add_code(digest, constant)
+        else:  # the order of a set is another one in every process
+            digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())

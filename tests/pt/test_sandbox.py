@@ -1,0 +1,223 @@
+"""Whatever is tried out in a sandbox, nobody can tell afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import loopwright
+from loopwright.pt.sandbox import Sandbox, first_iterator, sandbox
+from tests.pt import tiny
+from tests.pt.tiny import Tokens, made, samples, trainer_of
+
+
+class Note:
+    """A user's own object, without methods of its own."""
+
+    def __init__(self) -> None:
+        self.count, self.seen = 0, [1]
+
+
+class Busy(nn.Module):
+    """Changes every kind of state there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm, self.other = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(3))
+        self.register_buffer("lent", torch.zeros(1).expand(3))
+        self.config = SimpleNamespace(kind="sparse", sizes=[1, 2])
+        self.calls, self.rate, self.name, self.flag, self.nothing = 0, 0.5, "a", False, None
+        self.list, self.dict, self.set = [1, [2]], {"a": [1]}, {1}
+        self.deque, self.counter = deque([1], maxlen=2), Counter(a=1)
+        self.ordered, self.default = OrderedDict(a=1), defaultdict(list)
+        self.pair = ([1], {"b": 2})
+        self.state, self.array = torch.zeros(2), np.zeros(2)
+        self.generator, self.own, self.numpy = torch.Generator(), random.Random(1), np.random.default_rng(1)
+        self.numbers, self.entries = itertools.count(3, 2), iter([1, 2, 3])
+        self.note = Note()
+        self.note.owner = self.note
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.rate, self.name, self.flag, self.nothing = self.calls + 1, 0.1, "b", True, 1
+        self.list[1].append(3)
+        self.list.append(4)
+        self.dict["a"].append(2)
+        self.dict["c"] = 1
+        self.set.add(2)
+        self.deque.extend([2, 3])
+        self.counter["a"] += 1
+        self.ordered.move_to_end("a")
+        self.ordered["z"] = 1
+        self.default["x"].append(1)
+        self.pair[0].append(2)
+        self.pair[1].clear()
+        self.state += 1
+        self.array += 1
+        self.late = "came later"
+        torch.rand(2, generator=self.generator)
+        self.own.random(), self.numpy.random(), next(self.numbers), next(self.entries)
+        self.note.count += 1
+        self.note.seen.append(2)
+        self.config.kind = "full"
+        self.config.sizes.pop()
+        self.memory.add_(1)
+        self.lent = torch.ones(3)
+        self.other = nn.Linear(3, 3)
+        self.norm.eval() if self.norm.training else self.norm.train()
+        self.register_forward_hook(lambda *_: None)
+        with torch.no_grad():
+            self.line.weight.data.mul_(2)
+        random.random(), np.random.rand(), torch.rand(1)
+        return self.norm(self.line(x)).sum()
+
+
+def everything(model: Busy) -> Any:
+    """All there is to know about the model, by value."""
+    return {
+        "plain": (model.calls, model.rate, model.name, model.flag, model.nothing, model.config.kind),
+        "held": repr((model.list, model.dict, model.set, model.deque, model.counter, model.ordered, model.default)),
+        "more": repr((model.pair, model.config.sizes, model.note.count, model.note.seen, model.state, model.array)),
+        "tensors": repr([value.tolist() for value in model.state_dict().values()]),
+        "lent": model.lent.tolist(),
+        "modes": [module.training for module in model.modules()],
+        "names": sorted(vars(model)),
+        "hooks": len(model._forward_hooks),
+        "drawn": (repr(model.numbers), model.own.getstate(), str(model.numpy.bit_generator.state)),
+        "streams": (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()),
+        "generator": model.generator.get_state().tolist(),
+        "left": model.entries.__length_hint__(),
+    }
+
+
+def test_every_kind_of_state_is_put_back() -> None:
+    torch.manual_seed(0)
+    model = Busy()
+    before, other, place = everything(model), model.other, model.lent
+    containers = [id(model.list), id(model.dict), id(model.deque), id(model.counter), id(model.note)]
+    changed = None
+    with sandbox(model) as box:
+        for _ in range(2):
+            model(torch.randn(4, 3)).backward()
+            changed = everything(model)
+            box.restore()
+            assert everything(model) == before
+    assert changed is not None and all(changed[name] != before[name] for name in before)
+    assert model.other is other and model.lent is place
+    assert containers == [id(model.list), id(model.dict), id(model.deque), id(model.counter), id(model.note)]
+
+
+def test_an_error_inside_leaves_no_trace_either() -> None:
+    model = Busy()
+    before = everything(model)
+    with pytest.raises(ZeroDivisionError), sandbox(model):
+        model(torch.randn(4, 3))
+        raise ZeroDivisionError
+    assert everything(model) == before
+
+
+def test_gradients_of_an_update_under_way_are_kept() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    kept, values = [p.grad for p in model.parameters()], [p.grad.clone() for p in model.parameters()]
+    with sandbox(model):
+        assert all(p.grad is None for p in model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
+    assert all(torch.equal(p.grad, value) for p, value in zip(model.parameters(), values, strict=True))
+
+
+class Counting(loopwright.Trainer):
+    """Keeps metrics as trainers of other libraries do."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls, self._metrics, self.note = 0, {"train": defaultdict(list)}, Note()
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        self.note.count += 1
+        self._metrics["train"]["loss"].append(1.0)
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def test_a_trainers_counters_are_those_of_its_training(tmp_path: Any) -> None:
+    """Three updates of two micro-batches each are six calls, however often the loss was tried out."""
+    trainer = trainer_of(
+        made(Tokens), samples((5, 8, 3, 9, 4, 6)), tmp_path, cls=Counting, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=3,
+    )  # fmt: skip
+    metrics = trainer._metrics
+    trainer.train()
+    assert trainer.calls == trainer.note.count == 6 and trainer._metrics is metrics
+    assert metrics == {"train": {"loss": [1.0] * 6}}
+
+
+def test_counters_of_a_loss_function_are_those_of_the_training(tmp_path: Any) -> None:
+    calls, seen = 0, []
+
+    def loss(outputs: Any, labels: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        seen.append(1)
+        loss.calls = getattr(loss, "calls", 0) + 1
+        total, count = tiny.summed(outputs["logits"], labels)
+        return total / count
+
+    trainer = trainer_of(
+        made(Tokens), samples((5, 8, 3, 9)), tmp_path, compute_loss_func=loss, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, max_steps=2,
+    )  # fmt: skip
+    trainer.train()
+    assert calls == loss.calls == len(seen) == 4
+
+
+def test_a_switch_of_attention_is_undone() -> None:
+    """A short batch makes BigBird compute full attention from then on, unless it is in a sandbox."""
+    from transformers import BigBirdConfig, BigBirdForSequenceClassification
+
+    model = BigBirdForSequenceClassification(
+        BigBirdConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+                      block_size=4, num_random_blocks=1, max_position_embeddings=128)
+    )  # fmt: skip
+    before = [type(module).__name__ for module in model.modules()]
+    assert model.bert.attention_type == "block_sparse"
+    with sandbox(model):
+        model(torch.randint(1, 20, (2, 8)))
+        assert model.bert.attention_type == "original_full"
+    assert model.bert.attention_type == model.config.attention_type == "block_sparse"
+    assert [type(module).__name__ for module in model.modules()] == before
+
+
+def test_weights_of_a_large_model_are_watched() -> None:
+    model = nn.Linear(3000, 3000)
+    with sandbox(model) as box:
+        model(torch.ones(1, 3000)).sum().backward()
+        assert not box.changed_weights
+        with torch.no_grad():
+            model.bias.add_(1)
+        assert box.changed_weights
+
+
+def test_a_source_of_data_on_the_trainer_is_seen() -> None:
+    trainer = SimpleNamespace(count=itertools.count(), batches=iter([1]), train_dataset=iter([1]))
+    assert first_iterator(trainer) is None
+    trainer.unlabeled = (i for i in range(3))
+    assert first_iterator(trainer) == "unlabeled"
+
+
+def test_a_model_of_many_modules_is_kept_quickly() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)) for _ in range(300)))
+    started = time.perf_counter()
+    for _ in range(10):
+        Sandbox(model).restore()
+    assert time.perf_counter() - started < 5
