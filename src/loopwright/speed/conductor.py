@@ -18,6 +18,7 @@ from .layouts import Laid, Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
+from .positions import check_lengths, longest_alike
 from .proving import knows_count
 from .samples import SOURCE, NoSamples, OddSamples, Samples
 from .situation import Situation
@@ -71,6 +72,7 @@ class Conductor:
             self._situation = self._make_situation()
             self._planner = Planner(self._situation)
             self._image_tokens = image_tokens_of(getattr(self._situation.model, "config", None))
+            self._longest_alike = longest_alike(self._situation.model)
         return self._situation
 
     # ---- every update -----------------------------------------------------------------------------------------------
@@ -338,6 +340,7 @@ class Conductor:
             batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
         )
         self._whole.update(samples.per_sample())
+        check_lengths(samples, self._longest_alike)
         return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
