@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
+from .boxes import save_config
 from .checkpoint import some
 from .conversion import export_trouble, is_pretrained
 from .devices import address_of
@@ -64,6 +67,20 @@ def _check_coverage(module: nn.Module, own: Mapping[str, Tensor]) -> None:
 
 def _address(tensor: Any) -> Any:
     return None if hasattr(tensor, "device_mesh") else (address_of(tensor), str(tensor.device))
+
+
+def check_companions(module: nn.Module) -> None:
+    """Raise if what belongs to a model of transformers besides its weights cannot be written."""
+    if not is_pretrained(module) or is_adapter(module):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_config(module, Path(folder))
+        except Exception as error:
+            raise CheckpointError(
+                f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint could be: {error}. "
+                "Correct model.config or model.generation_config"
+            ) from error
 
 
 def export_warning(module: nn.Module) -> str | None:

@@ -34,9 +34,9 @@ from .foreign import write_foreign
 from .memory import free_memory
 from .records import SavingCrew, is_visible_to_all, keep_records
 from .resuming import ResumingMethods
-from .round_trip import check_checkpoint, export_warning
+from .round_trip import check_checkpoint, check_companions, export_warning
 from .seeding import rng_to_json
-from .weights import export_writer, is_adapter, native_writer
+from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
 from .whole import stream_tensors, whole_tensors
 
 
@@ -102,7 +102,8 @@ class SavingMethods(ResumingMethods):
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        theirs = self._saves_models_itself() or self.strategy.saves_itself
+        module = plain_module(self.model)
+        theirs = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not theirs and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
@@ -257,10 +258,10 @@ class SavingMethods(ResumingMethods):
 
     def check_saving(self) -> None:
         """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
-        super().check_saving()
         args, module = self.args, plain_module(self.model)
         if not self.strategy.saves_itself:
             self._check_round_trip(module)
+        super().check_saving()
         if args.save_strategy == "no" or not args.should_save:
             return
         if not args.save_only_model and not self.strategy.saves_itself:
@@ -272,6 +273,8 @@ class SavingMethods(ResumingMethods):
         args = self.args
         if args.save_strategy != "no" and not args.save_only_model and not self._saves_models_itself():
             check_checkpoint(module)
+        if args.save_strategy != "no" and args.should_save:
+            check_companions(module)
         warning = export_warning(module)
         if warning and args.save_strategy != "no" and args.checkpoint_format == "transformers":
             raise CheckpointError(warning)

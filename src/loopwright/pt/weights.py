@@ -89,6 +89,12 @@ def _is_of_transformers(model: Any) -> bool:
     return home.startswith("transformers.") and getattr(model, "hf_quantizer", None) is None
 
 
+def is_saved_by_others(model: Any) -> bool:
+    """Whether the code of a `save_pretrained` is the user's, and may write the live model whatever it is given."""
+    home = getattr(getattr(type(model), "save_pretrained", None), "__module__", None) or "torch"
+    return home.split(".")[0] not in ("torch", "transformers", "peft")
+
+
 def _write_own(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Weights by their own names; in the file `from_pretrained` looks for only if it reads them as they are."""
     written = skeleton(model) if is_sharded_class(model) else model
