@@ -69,7 +69,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sapiens2": {"head_config": HEAD, "num_key_value_heads_per_layer": [4, 4]},
     "detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
     "conditional_detr": {"encoder_attention_heads": 8, "decoder_attention_heads": 8},
-    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
+    "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}, "num_key_value_heads": 4},
     "nemo_speechlm": {"audio_config": {"head_config": {"audio_hidden_size": 32}}},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
@@ -97,8 +97,9 @@ def class_of(row: str) -> type[Any] | None:
     for table in tables:
         named = table.get(row)
         for name in named if isinstance(named, (list, tuple)) else [named]:
-            if name and hasattr(transformers, name):
-                return getattr(transformers, name)
+            found = getattr(transformers, name, None) if name else None
+            if found is not None and found.config_class is transformers.CONFIG_MAPPING[row]:
+                return found
     return None
 
 
@@ -199,7 +200,8 @@ def sample_for(model: nn.Module) -> dict[str, Tensor] | None:
         except Exception:
             continue
         finite = bool(torch.isfinite(loss.detach()))  # type: ignore[union-attr]
+        steepest = max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
         model.zero_grad()
-        if finite:
+        if finite and steepest > 1e-3:
             return sample
     return None

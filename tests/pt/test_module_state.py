@@ -124,6 +124,41 @@ def test_every_kind_of_value_comes_back(value: Any) -> None:
     assert not hasattr(other.mix, "value")
 
 
+class Lazy(Tokens):
+    """Installs something at its first call, and remembers that it has."""
+
+    ready, what = False, "hook"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.ready:
+            self.ready = True
+            self.made = object() if self.what == "object" else None
+            if self.what == "hook":
+                self.mix.register_forward_hook(lambda *args: None)
+        if self.what != "nothing":
+            assert self.mix._forward_hooks if self.what == "hook" else self.made is not None, "not installed"
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("what", ["hook", "object", "nothing"])
+def test_a_flag_comes_back_only_without_what_it_stands_for(what: str, tmp_path: Path) -> None:
+    def lazy() -> Any:
+        model = made(Lazy)
+        model.what = what
+        return model
+
+    whole = trainer_of(lazy(), DATA, tmp_path / "run", speed="off", **RUN)
+    whole.train()
+    assert ("ready" in str(whole._modules.state_dict(print)["values"])) == (what == "nothing")
+    assert bool([text for text in whole.notices.told if "together with made" in text]) == (what == "object")
+    again = trainer_of(lazy(), DATA, tmp_path / "again", speed="off", **RUN)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+    assert again.state.global_step == 8
+    if what == "hook":
+        again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+        assert len(again.model.mix._forward_hooks) == 1, "what is there is not installed again"
+
+
 def test_two_names_of_one_tensor_are_not_confused() -> None:
     one, other = Tokens(), Tokens()
     for model in (one, other):

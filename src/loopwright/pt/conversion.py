@@ -100,6 +100,27 @@ def from_exported(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> 
     """Tensors as `save_pretrained` writes them, under the module's own names: converted as `from_pretrained` does."""
     if not has_table():
         return dict(tensors)
+    found = _by_table(model, tensors, source=source)
+    # transformers adds and removes prefixes by what it finds, and can take one tensor for another. Of a file with just
+    # the names this model is exported under it is known which is which.
+    return {**found, **{name: tensors[written] for name, written in _renamed(model, tensors).items()}}
+
+
+def _renamed(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Own names and those they are written under, of tensors that are written as they are; none for other files."""
+    own = skeleton(model).state_dict()
+    try:
+        exported = to_exported(model, own)
+    except Exception:  # a table that cannot be reverted says nothing
+        return {}
+    if not tensors.keys() <= exported.keys():
+        return {}
+    written = {id(tensor): name for name, tensor in exported.items()}
+    return {name: written[id(each)] for name, each in own.items() if written.get(id(each)) in tensors}
+
+
+def _by_table(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
+    """What `from_pretrained` makes of tensors."""
     bare = skeleton(model)
     info = _load_into(bare, tensors)
     errors = [f"{name}: {str(text).strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
@@ -195,7 +216,7 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
         if len(exported) > MOST_NAMES:
             bare = {name: bare[name] for name in _first_layers(bare)}
             exported = to_exported(model, bare)
-        back = from_exported(model, exported, source="an export of this model")
+        back = _by_table(model, exported, source="an export of this model")
     except CheckpointError as error:
         return str(error)
     except Exception as error:
@@ -205,7 +226,23 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
             return f"{name} is not in it"
         if back[name].shape != tensor.shape:
             return f"{name} has the shape {tuple(tensor.shape)} and comes back as {tuple(back[name].shape)}"
-    return _values_trouble(model, tensors, _converted(bare, exported))
+    converted = _converted(bare, exported)
+    renamed = {name: tensor for name, tensor in bare.items() if name not in set(converted)}
+    return _confusion(model, renamed) or _values_trouble(model, tensors, converted)
+
+
+def _confusion(model: Any, renamed: Mapping[str, Tensor]) -> str | None:
+    """Which of the tensors that keep their values comes back as another one: each is one number, shown as its shape."""
+    marks = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in renamed.items()}
+    back = _by_table(model, to_exported(model, marks), source="an export of this model")
+    for name, mark in marks.items():
+        if name not in back or (mark.numel() and _memory(back[name]) != _memory(mark)):
+            return f"{name} comes back as another tensor"
+    return None
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _written(model: Any, tensors: Mapping[str, Tensor]) -> Iterable[str]:
@@ -225,7 +262,7 @@ def _converted(bare: Mapping[str, Tensor], exported: Mapping[str, Tensor]) -> li
     return [name for name, tensor in bare.items() if id(tensor) not in kept]
 
 
-def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: list[str]) -> str | None:
+def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: Iterable[str]) -> str | None:
     """What a sample of the converted tensors says: those of the first layer, there and back."""
     sample = _first_layers(converted)
     chosen = {name: tensors[name].detach() for name in sample}
@@ -234,7 +271,7 @@ def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: list[s
         return None
     host = {name: each.to("cpu", copy=True) for name, each in chosen.items()}
     try:
-        back = from_exported(model, to_exported(model, host), source="an export of this model")
+        back = _by_table(model, to_exported(model, host), source="an export of this model")
     except Exception:  # a part of the tensors may be too little for an operation: names and shapes have been compared
         return None
     for name, tensor in host.items():

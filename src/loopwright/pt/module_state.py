@@ -30,6 +30,8 @@ class ModuleState:
         self.restored: set[str] = set()
         """Names of weights that came from a checkpoint: they differ from those of a freshly built model."""
         self._start = {name: (_stamp(value), _kept(value)) for name, value in _values(module)}
+        self._hooks = {path: _hooks_in(each) for path, each in module.named_modules()}
+        self._objects = {path: _objects_of(each) for path, each in module.named_modules()}
         self._weights = {name: _stamp(value) for name, value in module.state_dict(keep_vars=True).items()}
 
     def changed_weights(self) -> set[str]:
@@ -45,9 +47,11 @@ class ModuleState:
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """What differs from the start, as JSON values; what is too large to be kept is told."""
         left, found = LARGEST, {}
-        now = dict(_values(self.module))
+        now, modules = dict(_values(self.module)), dict(self.module.named_modules())
         for name, value in now.items():
             if _stamp(value) == self._start.get(name, (_ABSENT,))[0]:
+                continue
+            if isinstance(value, bool) and self._stands_for_more(name, modules, tell):
                 continue
             size = _size(value)
             if size > left:
@@ -62,12 +66,27 @@ class ModuleState:
         gone = [name for name in self._start if name not in now]
         return {"values": found, "gone": gone}
 
+    def _stands_for_more(self, name: str, modules: dict[str, nn.Module], tell: Callable[[str], None]) -> bool:
+        """Whether a flag says that something was made which a checkpoint cannot hold: hooks, or objects."""
+        path = name.rpartition(".")[0]
+        if _hooks_in(modules[path]) != self._hooks.get(path):
+            return True  # they are installed again when they are needed, if nothing says that they are there
+        made = _objects_of(modules[path]) - self._objects.get(path, set())
+        if made:
+            tell(
+                f"{name} was set in training together with {', '.join(sorted(made))}, which a checkpoint cannot hold: "
+                "a resumed run begins without both"
+            )
+        return bool(made)
+
     def load_state_dict(self, state: dict[str, Any], tell: Callable[[str], None]) -> None:
         """Back to the start, then what was saved."""
         modules = dict(self.module.named_modules())
         for name, value in dict(_values(self.module)).items():
             stamp, first = self._start.get(name, (_ABSENT, _ABSENT))
-            if name not in state["values"] and _stamp(value) != stamp:
+            if name in state["values"] or _stamp(value) == stamp:
+                continue
+            if not (isinstance(value, bool) and self._stands_for_more(name, modules, tell)):
                 _set(modules, name, first)
         for name, saved in state["values"].items():
             if name.rpartition(".")[0] not in modules:
@@ -103,6 +122,16 @@ def _is_plain(value: Any) -> bool:
     if type(value) is dict:
         return len(value) <= MOST_ENTRIES and all(type(key) in (str, int) and _is_plain(v) for key, v in value.items())
     return False
+
+
+def _hooks_in(module: nn.Module) -> int:
+    """How many hooks a module and those below it have."""
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
+
+
+def _objects_of(module: nn.Module) -> set[str]:
+    """Attributes that are neither data nor modules, parameters or hooks."""
+    return {name for name, value in module.__dict__.items() if name not in _OWN and not _is_plain(value)}
 
 
 def _stamp(value: Any) -> Any:
