@@ -519,3 +519,54 @@ def wished(folder: str, *, rank: int, **options: Any) -> dict[str, Any]:
         trainer.add_callback(Wishing())
     trainer.train()
     return result_of(trainer)
+
+
+# ---- models whose names transformers converts ------------------------------------------------------------------------
+
+
+def small_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(vocab_size=14, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+                           intermediate_size=16, max_position_embeddings=128, initializer_range=0.3,
+                           hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+    return made(GPTNeoXForCausalLM, config)
+
+
+def small_dynamic() -> nn.Module:
+    """Each process keeps the longest of the sequences it has seen; in the precision of the frequencies it makes."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    return small_llama(max_position_embeddings=8, rope_parameters=rope).float()
+
+
+MODELS["gpt-neox"] = small_neox
+MODELS["dynamic"] = small_dynamic
+
+
+class Seen(loopwright.TrainerCallback):
+    """Whole weights after every update."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.weights[state.global_step] = full_weights(model)
+
+
+def family(folder: str, *, model: str, **options: Any) -> dict[str, Any]:
+    """Train, load the best, export, and load the export into the model again."""
+    seen, data = Seen(), samples(LENGTHS[:12])
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+             "eval_dataset": data[:4], "load_best_model_at_end": True, "metric_for_best_model": "loss",
+             "greater_is_better": True, "per_device_train_batch_size": 1, "speed": "off"}  # fmt: skip
+    trainer = trainer_of(MODELS[model](), data, folder, callbacks=[seen], **{**given, **options})
+    trainer.train()
+    best = full_weights(trainer.model)
+    trainer.save_model(f"{folder}/exported")
+    trainer.strategy.barrier()
+    with torch.no_grad():
+        for each in trainer.model.parameters():
+            each.zero_()
+    trainer._load_weights_of(f"{folder}/exported")
+    return {"best": best, "back": full_weights(trainer.model), "seen": seen.weights,
+            "best_step": trainer.state.best_global_step}  # fmt: skip

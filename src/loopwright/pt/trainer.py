@@ -224,6 +224,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.accounting = self._make_accounting()
         self._bind_overrides()
         self._speed = self._start_speed()
+        self._start_modules()
         if checkpoint is not None:
             self._resume(checkpoint)
         elif self.strategy.data_rank:  # the first process draws what one process would

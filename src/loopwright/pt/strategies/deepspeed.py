@@ -12,8 +12,8 @@ from ...args.zero import filled_config
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
-from ..boxes import BoxReader
 from ..precision import Precision
+from ..weights import saved_weights
 from .group import Processes
 from .many import ManyProcesses
 
@@ -137,7 +137,7 @@ class DeepSpeed(ManyProcesses):
             return
         from deepspeed.utils import safe_set_full_fp32_param
 
-        with BoxReader(folder, "model").opened() as reader:
+        with saved_weights(module, folder) as reader:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     safe_set_full_fp32_param(parameter, reader.whole(name).to(parameter.device))

@@ -14,11 +14,11 @@ from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...speed.clipping import FoldedClip, cannot_fold
 from ...speed.prefetch import NoPrefetch, prefetch_for
-from ..boxes import load_weights
 from ..checkpoint import decode_optimizer, encode_optimizer
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
+from ..weights import load_weights
 from .contents import Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
