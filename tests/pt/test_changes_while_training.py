@@ -670,7 +670,8 @@ def assign_training_step(run: Any) -> None:
 
 @pytest.mark.parametrize("speed", ["off", "auto", "max"])
 @pytest.mark.parametrize("action", [assign_loss_function, assign_compute_loss, assign_on_class])
-def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("when", [("on_step_end", 2), ("on_step_begin", 3)])
+def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, when: Any, tmp_path: Any) -> None:
     class Own(loopwright.Trainer):
         """A class that may be changed without harm to other tests."""
 
@@ -687,7 +688,7 @@ def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, tm
         optimizer.zero_grad()
         expected.append(weights_of(reference))
         factor = 2.0 if at >= 4 else 1.0
-    _, keep = trained(model, Change("on_step_end", 2, action), tmp_path, cls=Own, gradient_accumulation_steps=2,
+    _, keep = trained(model, Change(*when, action), tmp_path, cls=Own, gradient_accumulation_steps=2,
                       speed=speed, max_grad_norm=2.0)  # fmt: skip
     assert_same(keep.weights, expected)
 

@@ -97,6 +97,10 @@ class Conductor:
         """The first micro-batch as the collator made it, for a process that has nothing to do."""
         return update.batches[0] if self._last is None else self._last[0][0]
 
+    def as_made(self, update: Update) -> list[Any]:
+        """The micro-batches of the current update as the collator made them."""
+        return update.batches if self._last is None else self._last[0]
+
     def leave_as_made(self) -> None:
         """Take the current update as it is: its micro-batches were exchanged for others."""
         self._last = None
