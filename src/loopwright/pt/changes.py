@@ -96,6 +96,10 @@ class ChangeMethods(BaseTrainer):
         if self.strategy.look():
             self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
 
+    def follow_accumulation(self) -> None:
+        super().follow_accumulation()
+        self.strategy.note_change()
+
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
         if self.lr_scheduler is not self._schedule_then:
             self._schedule_then = self.lr_scheduler
