@@ -232,6 +232,13 @@ def put_into_group(run: Any, old: Tensor, new: Tensor) -> None:
     run.optimizer.state.pop(old, None)
 
 
+def drop_parameter(run: Any) -> None:
+    old = run.model.head.bias
+    run.model.head.register_parameter("bias", None)
+    for group in run.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not old]
+
+
 def replace_optimizer(run: Any) -> None:
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
 
@@ -246,7 +253,7 @@ def clip_harder(run: Any) -> None:
 
 
 ACTIONS = [unfreeze, freeze, exchange, add_module, add_module_nobody_steps, add_group, replace_parameter,
-           write_into_dict, resize_embedding, replace_optimizer, replace_both, clip_harder]  # fmt: skip
+           write_into_dict, resize_embedding, drop_parameter, replace_optimizer, replace_both, clip_harder]  # fmt: skip
 IN_BETWEEN = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 

@@ -48,7 +48,8 @@ class TrainerCallback:
     Every event gets `args`, `state`, `control` and, by keyword, `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader`, `eval_dataloader` (plus `metrics` or `logs` where they exist).
     A callback asks for something by changing `control` (or by returning another control). What it changes in the model,
-    the optimizer, the arguments or the trainer counts from the next update on: docs/changes-while-training.md says what may be.
+    the optimizer, the arguments or the trainer counts from the next update on, or is refused:
+    docs/changes-while-training.md.
     """
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
