@@ -570,3 +570,67 @@ def family(folder: str, *, model: str, **options: Any) -> dict[str, Any]:
     trainer._load_weights_of(f"{folder}/exported")
     return {"best": best, "back": full_weights(trainer.model), "seen": seen.weights,
             "best_step": trainer.state.best_global_step}  # fmt: skip
+
+
+# ---- what is changed while training ----------------------------------------------------------------------------------
+
+
+def _freeze(trainer: Any) -> None:
+    trainer.model.head.requires_grad_(False)
+
+
+def _unfreeze(trainer: Any) -> None:
+    trainer.model.embed.requires_grad_(True)
+
+
+def _exchange(trainer: Any) -> None:
+    _freeze(trainer)
+    _unfreeze(trainer)
+
+
+def _replace_optimizer(trainer: Any) -> None:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+
+def _accumulate(trainer: Any) -> None:
+    trainer.args.gradient_accumulation_steps *= 2
+
+
+def _add_layer(trainer: Any) -> None:
+    trainer.model.extra = nn.Linear(7, 7).double()
+
+
+def _leave_in_evaluation_mode(trainer: Any) -> None:
+    trainer.model_wrapped.eval()
+
+
+CHANGES = {"freeze": _freeze, "unfreeze": _unfreeze, "exchange": _exchange, "optimizer": _replace_optimizer,
+           "accumulation": _accumulate, "layer": _add_layer, "mode": _leave_in_evaluation_mode}  # fmt: skip
+
+
+class ChangeAt(loopwright.TrainerCallback):
+    def __init__(self, name: str, event: str, rank: int | None) -> None:
+        self.name, self.rank, self.trainer, self.modes = name, rank, None, []
+        setattr(self, event, self.act)
+
+    def act(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and self.rank in (None, args.process_index):
+            CHANGES[self.name](self.trainer)
+
+
+def changed(folder: str, *, change: str, event: str = "on_step_end", rank: int | None = None, **options: Any) -> Any:
+    """A run in which a callback changes something after its second update."""
+    callback, model = ChangeAt(change, event, rank), MODELS["blocks"]()
+    model.embed.requires_grad_(False)
+    model.register_forward_pre_hook(lambda module, args: callback.modes.append(module.training))
+    given: dict[str, Any] = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "speed": "off",
+                             "max_grad_norm": 0.05, "lr_scheduler_type": "constant"}  # fmt: skip
+    args = loopwright.TrainingArguments(output_dir=folder, **{**CPU, "per_device_train_batch_size": 1, **given,
+                                                               **options})  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    callback.trainer = trainer = loopwright.Trainer(
+        model, args, data_collator=pad, train_dataset=samples(LENGTHS[:12]), eval_dataset=samples(LENGTHS[:4]),
+        callbacks=[callback], optimizers=(optimizer, None),
+    )  # fmt: skip
+    trainer.train()
+    return {**result_of(trainer), "modes": callback.modes, "changes": trainer.strategy.changes}

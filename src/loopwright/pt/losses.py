@@ -48,6 +48,8 @@ class LossMethods(LossLearningMethods):
     _loss_function: Callable[..., Any]
     """compute_loss_func with the arguments it takes."""
     work: Any
+    _known: Any
+    has_new_overrides: Callable[[Any], bool]
     _forward_takes: list[str] | None
     _forward_takes_any: bool
     splitter: BatchSplitter
@@ -89,7 +91,8 @@ class LossMethods(LossLearningMethods):
 
     def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         if self.compute_loss_func is not None:
-            return self._loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
+            function = adapt(self.compute_loss_func, "num_items_in_batch")
+            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if labels is None:
             return loss_in(outputs, {})
         assert self.label_smoother is not None
@@ -126,8 +129,6 @@ class LossMethods(LossLearningMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
-        if self.compute_loss_func is not None:
-            self._loss_function = adapt(self.compute_loss_func, "num_items_in_batch")
         self._input_is_theirs = is_overridden(self, "_prepare_input")
         self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
         self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
@@ -261,6 +262,8 @@ class LossMethods(LossLearningMethods):
             speed.follow_changes(update, changes)
 
     def run_micro_batches(self, update: Update) -> Any:
+        if self._known is not None and self.is_alone and self.has_new_overrides(self._known):
+            self._make_again(update)
         self._follow_model(update)
         self._micro_batches = len(update.batches)
         run = self.strategy.run_update
@@ -273,6 +276,12 @@ class LossMethods(LossLearningMethods):
         if self._stamp is not None:
             self._stamp.settle()
         return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
+
+    def _make_again(self, update: Update) -> None:
+        """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
+        made = self._speed.as_made(update) if self._speed is not None else update.batches
+        self.follow_overrides()
+        vars(update).update(vars(self.make_update(made)))
 
     def _halve(self, update: Update) -> bool:
         """Cut the update's micro-batches in two; returns whether there was anything to cut."""

@@ -233,7 +233,6 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
-        self._know()
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:

@@ -187,10 +187,6 @@ class Conductor:
         elif self._layout is not None or self._head is not None:
             self._prove_changed(update, changes[0])
 
-    def as_made(self, update: Update) -> list[Any]:
-        """The micro-batches of the current update as the collator made them."""
-        return update.batches if self._last is None else self._last[0]
-
     def _prove_changed(self, update: Update, change: str) -> None:
         assert self._verification is not None
         batches, samples = self._last or (update.batches, None)
@@ -232,6 +228,10 @@ class Conductor:
     def first_as_made(self, update: Update) -> Any:
         """The first micro-batch as the collator made it, for a process that has nothing to do."""
         return self.as_made(update)[0]
+
+    def as_made(self, update: Update) -> list[Any]:
+        """The micro-batches of the current update as the collator made them."""
+        return update.batches if self._last is None else self._last[0]
 
     def leave_as_made(self) -> None:
         """Take the current update as it is: its micro-batches were exchanged for others."""

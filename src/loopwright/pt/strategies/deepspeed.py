@@ -63,10 +63,10 @@ class DeepSpeed(ManyProcesses):
     def change_optimizer(self, optimizer: Any) -> Any:
         self.follow()
 
-    def look(self) -> None:
+    def look(self) -> bool:
         if self.engine is not None and len(self.optimizer.param_groups) != self._groups:
             self.follow()
-        super().look()
+        return super().look()
 
     def follow(self) -> None:
         """Refuse: the engine has taken parameters and optimizer when it was made, and knows no others."""
