@@ -1,4 +1,4 @@
-"""Losses that ask for gradients, logits used twice, odd signatures and masks, counters, models that change themselves."""
+"""Losses that ask for gradients, logits used twice, odd signatures and masks, counters, models that change."""
 
 from __future__ import annotations
 

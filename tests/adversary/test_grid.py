@@ -1,4 +1,4 @@
-"""Combinations of losses, models, data, callbacks and hooks, at every speed, however an update is cut, resumed or not."""
+"""Any losses, models, data, callbacks and hooks: at every speed, however an update is cut, resumed or not."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
+from .cases import Case
 from .recipes import ACTS, HOMES, HOOKS, LOSSES, ODD, TWISTS, Recipe
 from .reference import difference
-from .running import Observed, Split, by_hand, judge, observe
+from .running import Split, by_hand, forget, judge, observe
 
 pytest.importorskip("transformers")
 SPREAD, AT_LENGTH = 60, 3000
@@ -54,21 +55,16 @@ def tame() -> Any:
     )
 
 
-def wrong_with(recipe: Recipe, speed: str, split: Split, resume: int | None) -> str | None:
-    """What is wrong with a run of this recipe; of one that is resumed, what is wrong with the rest."""
-    case = recipe.case()
+def wrong_with(case: Case, speed: str, split: Split, resume: int | None) -> str | None:
+    """What is wrong with a run of this case; of one that is resumed, what is wrong with the rest."""
     saved = {} if resume is None else {"save_strategy": "steps", "save_steps": resume}
     with tempfile.TemporaryDirectory() as folder:
-        found = observe(case, Path(folder), speed=speed, split=split, **saved)
-        wrong = judge(case, found, split)
+        whole = observe(case, Path(folder), speed=speed, split=split, **saved)
+        wrong = judge(case, whole, split)
         if wrong is not None or resume is None:
             return wrong
         checkpoint = f"{folder}/checkpoint-{resume}"
         rest = observe(case, Path(folder), speed=speed, split=split, resume=checkpoint, **saved)
-    return rest_wrong(recipe, rest, found, resume, split)
-
-
-def rest_wrong(recipe: Recipe, rest: Observed, whole: Observed, resume: int, split: Split) -> str | None:
     wrong = difference(whole.gradients[resume:], rest.gradients)
     return None if wrong is None else f"resumed after {resume}: {wrong}; layout: {rest.layout}; told: {rest.told}"
 
@@ -78,17 +74,20 @@ def can_be_resumed(recipe: Recipe) -> bool:
     return recipe.twist != "counter" and recipe.odd == "nothing"
 
 
-def is_defined(recipe: Recipe, split: Split) -> bool:
+def is_defined(case: Case, split: Split) -> bool:
     """Whether the loop by hand has a gradient in every update."""
-    case = recipe.case()
     loop = by_hand(case, split, written=case.loss is None)
     return all(value.isfinite().all() for each in loop.gradients for value in each.values())
 
 
 def tried(recipe: Recipe, speed: str, split: Split, resume: int | None) -> None:
-    if not is_defined(recipe, split):
-        return
-    wrong = wrong_with(recipe, speed, split, resume if can_be_resumed(recipe) else None)
+    case = recipe.case()
+    try:
+        if not is_defined(case, split):
+            return
+        wrong = wrong_with(case, speed, split, resume if can_be_resumed(recipe) else None)
+    finally:
+        forget()
     assert wrong is None, f"{recipe}, speed={speed}, {split}: {wrong}"
 
 
