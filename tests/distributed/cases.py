@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -634,3 +636,22 @@ def changed(folder: str, *, change: str, event: str = "on_step_end", rank: int |
     )  # fmt: skip
     trainer.train()
     return {**result_of(trainer), "modes": callback.modes, "changes": trainer.strategy.changes}
+
+
+# ---- adversaries -----------------------------------------------------------------------------------------------------
+
+
+def adversarial(folder: str, *, name: str, speed: str, accumulation: int, size: int) -> dict[str, Any]:
+    """The gradients of a case of the adversary on this process's share of every update, and what was told."""
+    from unittest.mock import patch
+
+    from tests.adversary.running import Split, doubles_stay, everything_pays, observe
+    from tests.adversary.zoo import CASES
+
+    with ExitStack() as stack:
+        doubles_stay(lambda place, name, value: stack.enter_context(patch.object(place, name, value)))
+        everything_pays(lambda place, name, value: stack.enter_context(patch.dict(place, {name: value})))
+        found = observe(
+            CASES[name], Path(folder), speed=speed, split=Split(accumulation, size), ddp_find_unused_parameters=True
+        )
+    return {"gradients": found.gradients, "told": found.told, "layout": found.layout}
