@@ -129,4 +129,4 @@ def is_turn(update: int, *, is_small: bool) -> bool:
         return True
     if update > EVERY or update < 2:
         return False
-    return update & (update - 1) == 0 if is_small else update in (8, 64, 512)
+    return update & (update - 1) == 0 if is_small else update in (8, 1024)
