@@ -259,10 +259,11 @@ def test_class_weights_as_many_as_samples_are_told_from_weights_of_samples() -> 
     """Their name leaves a doubt, which a batch of one sample or of another size ends."""
     batch = {"x": torch.zeros(3, 2), "weight": torch.arange(3.0)}
     assert BatchSplitter().why_whole(batch) is not None
-    shared = BatchSplitter(one_sample=lambda: {"x": torch.zeros(1, 2), "weight": torch.arange(3.0)})
+    one, two = ({"x": torch.zeros(n, 2), "weight": torch.arange(3.0)} for n in (1, 2))
+    shared = BatchSplitter(two_samples=lambda: (one, one, two))
     assert [len(piece["weight"]) for piece in shared.split_all([batch], 3)] == [3, 3, 3]
-    own = BatchSplitter()
-    own.see({"x": torch.zeros(5, 2), "weight": torch.zeros(5)})
+    one, other, both = ({"x": torch.zeros(len(w), 2), "weight": torch.tensor(w)} for w in ([1.0], [2.0], [1.0, 2.0]))
+    own = BatchSplitter(two_samples=lambda: (one, other, both))
     assert [len(piece["weight"]) for piece in own.split_all([batch], 3)] == [1, 1, 1]
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .denominators import ITEMS, NOTHING, SAMPLES, Denominator, candidates
-from .looking import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of
+from .looking import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of, width_of
 from .loss import LossKind, count_samples, count_targets
 from .oom import is_out_of_memory
 from .probing import LossProbe
@@ -240,10 +240,13 @@ class LossFindings:
             self.reason = f"the loss could not be compared with that of its parts: {reason}"
             self._say_what_is_believed(batches)
             return
+        is_first = self.is_additive is None
         found, error = self._compared(pieces, probe, training=None)
         if found is not None and found.rivals:
             if found.tells:
                 self._take(found)
+                if is_first:
+                    self._look_at_padding(batches, probe)
             return
         quiet, _ = self._compared(pieces, probe, training=False)
         self._take_without_training(quiet, found, error)
@@ -290,6 +293,19 @@ class LossFindings:
     def _candidates(self, batch: Any) -> list[Denominator]:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
         return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
+
+    def _look_at_padding(self, batches: list[Any], probe: LossProbe) -> None:
+        """See whether a loss that fits counts padding, which other micro-batches have more or less of."""
+        if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
+            return
+        like = max(batches, key=width_of)
+        if padding_is_neutral(batches, like, probe, told=self.items_in, pad_token=self._padding or 0):
+            return
+        self.is_additive, self.reason = False, "the loss of a batch changes with its padding"
+        self.trouble = (
+            f"{self.reason}: the update depends on which samples are in a micro-batch together. Leave padding out of "
+            "the loss, or have all micro-batches padded to one length"
+        )
 
     def _take(self, found: Finding) -> None:
         """The loss is what fitted, the likeliest first."""
