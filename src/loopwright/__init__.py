@@ -45,7 +45,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.printer": ("PrinterCallback",),
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
-    "pt.checkpoint": ("load_model",),
+    "pt.weights": ("load_model",),
     "pt.greedy": ("GreedyLR",),
     "pt.loaders": ("has_length",),
     "pt.loss": ("LabelSmoother",),
@@ -300,7 +300,6 @@ if TYPE_CHECKING:
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,
     )
-    from .pt.checkpoint import load_model as load_model
     from .pt.collators import (
         DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
         DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
@@ -334,6 +333,7 @@ if TYPE_CHECKING:
     from .pt.seeding import enable_full_determinism as enable_full_determinism, set_seed as set_seed
     from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from .pt.trainer import Trainer as Trainer
+    from .pt.weights import load_model as load_model
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
     from .tf.arguments import TFTrainingArguments as TFTrainingArguments
     from .tf.keras_callbacks import KerasCallbackAdapter as KerasCallbackAdapter

@@ -1,4 +1,4 @@
-"""Losses that ask for gradients, logits used twice, odd signatures and masks, counters, models that change themselves."""
+"""Losses that ask for gradients, logits used twice, odd signatures and masks, counters, models that change."""
 
 from __future__ import annotations
 
@@ -218,6 +218,55 @@ def scores_parts(owner: Any, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 user("cross entropy of some of the logits", scores_of_logits, pooled(scores_parts))
+
+
+def fewer_targets(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Other targets, and fewer of them."""
+    return summed(logits, torch.where(batch["labels"] < 15, -100, batch["labels"]))
+
+
+def own_tokens(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same tokens, not shifted."""
+    return summed(logits, batch["labels"], shift=False)
+
+
+def last_token(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One target for each sample, from its first token."""
+    total = F.cross_entropy(logits[:, 0], batch["input_ids"][:, 0], reduction="sum")
+    return total, torch.tensor(len(logits))
+
+
+def plain_mean(parts: Any) -> Any:
+    """As users write it: what F.cross_entropy divides by is its own affair."""
+
+    def one(owner: Any, model: Any, batch: Batch) -> Tensor:
+        outputs = model(**batch)
+        logits, labels = outputs.logits, batch["labels"]
+        if parts is fewer_targets:
+            fewer = torch.where(labels < 15, -100, labels)[:, 1:]
+            return outputs.loss + 0.5 * F.cross_entropy(logits[:, :-1].reshape(-1, 40), fewer.reshape(-1))
+        if parts is own_tokens:
+            return outputs.loss + 0.5 * F.cross_entropy(logits.view(-1, 40), labels.view(-1))
+        return outputs.loss + 0.5 * F.cross_entropy(logits[:, 0], batch["input_ids"][:, 0])
+
+    return one
+
+
+def both(parts: Any) -> Any:
+    """Each of the two divided by its own targets, over the whole update."""
+
+    def loss(loop: Any, batches: list[Batch]) -> Tensor:
+        def other(owner: Any, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+            given = {name: value for name, value in batch.items() if name != "labels"}
+            return parts(logits_of(model(**given)), batch)
+
+        return pooled(tokens)(loop, batches) + 0.5 * pooled(other)(loop, batches)
+
+    return loss
+
+
+for parts in (fewer_targets, own_tokens, last_token):
+    user(f"a second cross entropy, {parts.__name__.replace('_', ' ')}", plain_mean(parts), both(parts))
 
 
 # ---- signatures and masks -------------------------------------------------------------------------------------------

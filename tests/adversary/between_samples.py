@@ -53,9 +53,7 @@ def many_classes(count: int = 32) -> list[Any]:
     return [{**row, "labels": torch.tensor((number * 5 + number // 3) % 6)} for number, row in enumerate(rows)]
 
 
-case(
-    "supervised contrastive", CAUSE, lambda: made(Contrastive), None, written=as_written(own_loss), rows=many_classes
-)
+case("supervised contrastive", CAUSE, lambda: made(Contrastive), None, written=as_written(own_loss), rows=many_classes)
 
 
 class InBatchNegatives(Pooled):
@@ -107,9 +105,7 @@ class Crowd(Around):
         return hidden + 0.2 * hidden.mean(0, keepdim=True) if len(hidden) > 4 else hidden
 
 
-case(
-    "more than four samples together", CAUSE, lambda: made(Crowd), pooled(tokens), written=as_written(own_loss)
-)
+case("more than four samples together", CAUSE, lambda: made(Crowd), pooled(tokens), written=as_written(own_loss))
 
 
 class Ranking(Pooled):

@@ -382,9 +382,10 @@ def spoken(count: int = 32) -> list[Any]:
 
 def collate_speech(rows: list[Any]) -> Batch:
     pad = nn.utils.rnn.pad_sequence
+    frames = [row["input_values"] for row in rows]
     return {
-        "input_values": pad([row["input_values"] for row in rows], batch_first=True),
-        "attention_mask": pad([torch.ones(len(row["input_values"]), dtype=torch.long) for row in rows], batch_first=True),
+        "input_values": pad(frames, batch_first=True),
+        "attention_mask": pad([torch.ones(len(each), dtype=torch.long) for each in frames], batch_first=True),
         "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,14 +68,14 @@ def _stretched(value: Tensor, width: int, fill: int, left: bool) -> Tensor:
 
 
 class Changing:
-    """A collator that does something else from a certain micro-batch on; counted in samples, so that splits agree."""
+    """A collator that knows the update it works for: counted in samples, so that splits and processes agree."""
 
     def __init__(self, change: Callable[[dict[str, Tensor], int], dict[str, Tensor]], base: Any = collate) -> None:
         self.change, self.base, self.seen = change, base, 0
 
     def __call__(self, rows: list[Row]) -> dict[str, Tensor]:
         batch = self.change(self.base(rows), self.seen // 8)
-        self.seen += len(rows)
+        self.seen += len(rows) * int(os.environ.get("WORLD_SIZE", "1"))
         return batch
 
 

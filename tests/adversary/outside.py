@@ -17,11 +17,17 @@ IMAGE = 4
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def seed_of(batch: dict[str, Tensor]) -> int:
-    return int(batch["input_ids"].sum())
+def of_samples(batch: dict[str, Tensor], *shape: int) -> Tensor:
+    """Numbers that belong to a sample, whatever batch it is in."""
+    return torch.stack([numbers(*shape, seed=int(row.sum())) for row in batch["input_ids"]])
+
+
+def of_places(batch: dict[str, Tensor]) -> Tensor:
+    """Numbers for every place of the padded batch."""
+    return of_samples(batch, 64)[:, : batch["input_ids"].shape[1]].contiguous()
 
 
 # ---- images ---------------------------------------------------------------------------------------------------------
@@ -52,7 +58,7 @@ class Seeing(Around):
 def images_later(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     if not update:
         return batch
-    return {**batch, "pixel_values": numbers(len(batch["input_ids"]), 3, IMAGE, IMAGE, seed=seed_of(batch))}
+    return {**batch, "pixel_values": of_samples(batch, 3, IMAGE, IMAGE)}
 
 
 def images_now_and_then(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
@@ -95,7 +101,7 @@ def with_images(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
         "labels": torch.full((len(text), PATCHES), -100),
     }
     made = {name: torch.cat([front[name], value], dim=1) for name, value in batch.items()}
-    return {**made, "pixel_values": numbers(int(shown.sum()), 3, IMAGE, IMAGE, seed=seed_of(batch))}
+    return {**made, "pixel_values": of_samples(batch, 3, IMAGE, IMAGE)[shown]}
 
 
 def llava_tokens(owner: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -145,7 +151,7 @@ def weighted_truth(owner: Any, model: Any, batch: dict[str, Any]) -> tuple[Tenso
 def weights_later(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     if not update:
         return batch
-    return {**batch, "sample_weight": 0.2 + numbers(len(batch["input_ids"]), seed=seed_of(batch)).abs()}
+    return {**batch, "sample_weight": 0.2 + of_samples(batch).abs()}
 
 
 def equal_weights_first(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
@@ -241,9 +247,7 @@ for with_mask in (True, False):
 class Prototypes(Pooled):
     """Compares samples with a table that comes with the batch and has as many rows as there are samples, by chance."""
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, table: Any = None
-    ) -> Any:
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None, table: Any = None) -> Any:
         logits = self.first(input_ids, attention_mask) @ table.T
         found = {"logits": logits}
         if labels is not None:
@@ -291,7 +295,7 @@ def uneven_images(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     if not update:
         ids[:, 0:2] = 4
         ids[:, 0] = 3  # at first one in each
-    return {**batch, "input_ids": ids, "pixel_values": numbers(len(ids), 3, IMAGE, IMAGE, seed=seed_of(batch))}
+    return {**batch, "input_ids": ids, "pixel_values": of_samples(batch, 3, IMAGE, IMAGE)}
 
 
 case("as many images as samples by chance", CAUSE, lambda: made(ManyImages), by_samples(own_loss), rows=classes,
@@ -321,7 +325,7 @@ class Padded(Around):
 
 def biased(batch: dict[str, Tensor], update: int) -> dict[str, Tensor]:
     """Numbers along the padded row; beyond the mask they are zeros at first."""
-    bias = numbers(*batch["input_ids"].shape, seed=seed_of(batch))
+    bias = of_places(batch)
     return {**batch, "bias": bias if update else bias * batch["attention_mask"]}
 
 

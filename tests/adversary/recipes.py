@@ -14,9 +14,9 @@ from loopwright import Trainer
 from .cases import Case
 from .later import to_the_left
 from .means import trainer_with
-from .models import Around, changing, collate, llama, logits_of, made, per_sequence, summed
-from .outside import numbers, seed_of
-from .reference import Batch, Loop, UpdateLoss, added_up, as_written, by_samples, pooled
+from .models import Around, changing, collate, logits_of, made, per_sequence, summed
+from .outside import of_places, of_samples
+from .reference import Batch, UpdateLoss, added_up, as_written, by_samples, pooled
 
 # ---- what a model does ----------------------------------------------------------------------------------------------
 
@@ -31,6 +31,7 @@ class Twisted(Around):
         self.gate = nn.Parameter(torch.ones((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
         self.calls, self.strength = 0, 0.3
+        self.over = "tokens"
         self.extra: dict[str, Any] = {}
 
     def forward(
@@ -62,8 +63,6 @@ class Twisted(Around):
         if labels is not None:
             found["loss"] = LOSSES[self.over].of_logits(logits, labels)
         return found
-
-    over = "tokens"
 
 
 def _state(model: Twisted, hidden: Tensor) -> Tensor:
@@ -98,8 +97,6 @@ TWISTS: dict[str, Callable[[Twisted, Tensor], Tensor]] = {
     "backward": _backward,
     "first row": lambda model, hidden: torch.cat([hidden[:1] * 2, hidden[1:]]),
 }
-OWN_STATE = ("counter",)
-"""Twists whose answer depends on how often they were asked."""
 
 
 # ---- what a loss is -------------------------------------------------------------------------------------------------
@@ -198,11 +195,11 @@ def _wider(batch: Batch) -> Batch:
 
 
 def _weights(batch: Batch) -> Batch:
-    return {**batch, "sample_weight": 0.5 + numbers(len(batch["input_ids"]), seed=seed_of(batch)).abs()}
+    return {**batch, "sample_weight": 0.5 + of_samples(batch).abs()}
 
 
 def _values(batch: Batch) -> Batch:
-    return {**batch, "values": numbers(*batch["input_ids"].shape, seed=seed_of(batch))}
+    return {**batch, "values": of_places(batch)}
 
 
 def _no_mask(batch: Batch) -> Batch:
@@ -250,9 +247,8 @@ def _stronger(owner: Any, number: int) -> None:
     owner.model.strength = 0.1 * number
 
 
-def _untwist(owner: Any, number: int) -> None:
+def _late(owner: Any, number: int) -> None:
     """The peculiarity comes with the third update."""
-    owner.model.only_training = owner.model.only_training or number < 0
     owner.model.strength = 0.0 if number < 2 else 0.4
 
 
@@ -262,7 +258,7 @@ def _shrink(owner: Any, number: int) -> None:
 
 
 ACTS: dict[str, Any] = {
-    "nothing": None, "freezing": _freeze, "eval()": _eval, "a stronger twist": _stronger, "a late twist": _untwist,
+    "nothing": None, "freezing": _freeze, "eval()": _eval, "a stronger twist": _stronger, "a late twist": _late,
     "a smaller weight": _shrink,
 }  # fmt: skip
 
@@ -345,6 +341,3 @@ def _trainer_over(over: str) -> type[Trainer]:
         return LOSSES[over].of_logits(logits_of(model(**batch)), labels)
 
     return trainer_with(one)
-
-
-__all__ = ["ACTS", "HOMES", "HOOKS", "LOSSES", "ODD", "OWN_STATE", "TWISTS", "Loop", "Recipe", "llama"]

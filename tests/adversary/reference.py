@@ -1,8 +1,8 @@
 """Training by hand: what a person would write down for each update, in double precision, with nothing of the library.
 
-    loop = Loop(model, rows, collate, loss, size=4, accumulation=2)
-    loop.run(5)
-    loop.gradients[2]["head.weight"]
+loop = Loop(model, rows, collate, loss, size=4, accumulation=2)
+loop.run(5)
+loop.gradients[2]["head.weight"]
 """
 
 from __future__ import annotations

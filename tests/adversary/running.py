@@ -51,7 +51,8 @@ def doubles_stay(setattr_: Callable[..., None]) -> None:
             named.pop("dtype", None)
         return softmax(values, *given, **named)
 
-    setattr_(Tensor, "float", lambda self: self.double() if self.dtype in (torch.float64, torch.int64) else single(self))
+    doubles = (torch.float64, torch.int64)
+    setattr_(Tensor, "float", lambda self: self.double() if self.dtype in doubles else single(self))
     setattr_(Tensor, "to", kept)
     setattr_(F, "softmax", sharp)
 
@@ -72,11 +73,7 @@ class Observed:
     gradients: list[Gradients] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     """What was said to the user, other than that something is on."""
-
-    @property
-    def layout(self) -> str:
-        plan = self.trainer.speed_plan or {}
-        return str(plan.get("layout", "as made"))
+    layout: str = ""
 
     @property
     def weights(self) -> Gradients:
@@ -162,19 +159,26 @@ def observe(
         trainer.train(resume_from_checkpoint=resume)
     finally:
         logger.removeHandler(ear)
+    found.layout = str((trainer.speed_plan or {}).get("layout", "as made"))
     found.told += [text for text in trainer.notices.told if text not in found.told]
     return found
 
 
-_BY_HAND: dict[Any, Loop] = {}
+_BY_HAND: dict[Any, tuple[Case, Loop]] = {}
+"""With the case itself, so that its id stays its own."""
 
 
 def by_hand(case: Case, split: Split, *, written: bool = False) -> Loop:
     """The same by hand: the loss of each update by its definition, or micro-batch by micro-batch as written."""
     key = (id(case), split, written)
     if key not in _BY_HAND:
-        _BY_HAND[key] = loop_of(case, split, written=written).run(case.updates)
-    return _BY_HAND[key]
+        _BY_HAND[key] = (case, loop_of(case, split, written=written).run(case.updates))
+    return _BY_HAND[key][1]
+
+
+def forget() -> None:
+    """Leave out what was computed by hand."""
+    _BY_HAND.clear()
 
 
 def loop_of(case: Case, split: Split, *, written: bool = False) -> Loop:
@@ -218,4 +222,3 @@ def check(case: Case, folder: Path, *, speed: str, split: Split, **more: Any) ->
     if case.also is not None:
         case.also(found, split)
     return found
-

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -519,3 +521,137 @@ def wished(folder: str, *, rank: int, **options: Any) -> dict[str, Any]:
         trainer.add_callback(Wishing())
     trainer.train()
     return result_of(trainer)
+
+
+# ---- models whose names transformers converts ------------------------------------------------------------------------
+
+
+def small_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(vocab_size=14, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
+                           intermediate_size=16, max_position_embeddings=128, initializer_range=0.3,
+                           hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+    return made(GPTNeoXForCausalLM, config)
+
+
+def small_dynamic() -> nn.Module:
+    """Each process keeps the longest of the sequences it has seen; in the precision of the frequencies it makes."""
+    rope = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+    return small_llama(max_position_embeddings=8, rope_parameters=rope).float()
+
+
+MODELS["gpt-neox"] = small_neox
+MODELS["dynamic"] = small_dynamic
+
+
+class Seen(loopwright.TrainerCallback):
+    """Whole weights after every update."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, dict[str, Tensor]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.weights[state.global_step] = full_weights(model)
+
+
+def family(folder: str, *, model: str, **options: Any) -> dict[str, Any]:
+    """Train, load the best, export, and load the export into the model again."""
+    seen, data = Seen(), samples(LENGTHS[:12])
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1,
+             "eval_dataset": data[:4], "load_best_model_at_end": True, "metric_for_best_model": "loss",
+             "greater_is_better": True, "per_device_train_batch_size": 1, "speed": "off"}  # fmt: skip
+    trainer = trainer_of(MODELS[model](), data, folder, callbacks=[seen], **{**given, **options})
+    trainer.train()
+    best = full_weights(trainer.model)
+    trainer.save_model(f"{folder}/exported")
+    trainer.strategy.barrier()
+    with torch.no_grad():
+        for each in trainer.model.parameters():
+            each.zero_()
+    trainer._load_weights_of(f"{folder}/exported")
+    return {"best": best, "back": full_weights(trainer.model), "seen": seen.weights,
+            "best_step": trainer.state.best_global_step}  # fmt: skip
+
+
+# ---- what is changed while training ----------------------------------------------------------------------------------
+
+
+def _freeze(trainer: Any) -> None:
+    trainer.model.head.requires_grad_(False)
+
+
+def _unfreeze(trainer: Any) -> None:
+    trainer.model.embed.requires_grad_(True)
+
+
+def _exchange(trainer: Any) -> None:
+    _freeze(trainer)
+    _unfreeze(trainer)
+
+
+def _replace_optimizer(trainer: Any) -> None:
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+
+def _accumulate(trainer: Any) -> None:
+    trainer.args.gradient_accumulation_steps *= 2
+
+
+def _add_layer(trainer: Any) -> None:
+    trainer.model.extra = nn.Linear(7, 7).double()
+
+
+def _leave_in_evaluation_mode(trainer: Any) -> None:
+    trainer.model_wrapped.eval()
+
+
+CHANGES = {"freeze": _freeze, "unfreeze": _unfreeze, "exchange": _exchange, "optimizer": _replace_optimizer,
+           "accumulation": _accumulate, "layer": _add_layer, "mode": _leave_in_evaluation_mode}  # fmt: skip
+
+
+class ChangeAt(loopwright.TrainerCallback):
+    def __init__(self, name: str, event: str, rank: int | None) -> None:
+        self.name, self.rank, self.trainer, self.modes = name, rank, None, []
+        setattr(self, event, self.act)
+
+    def act(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and self.rank in (None, args.process_index):
+            CHANGES[self.name](self.trainer)
+
+
+def changed(folder: str, *, change: str, event: str = "on_step_end", rank: int | None = None, **options: Any) -> Any:
+    """A run in which a callback changes something after its second update."""
+    callback, model = ChangeAt(change, event, rank), MODELS["blocks"]()
+    model.embed.requires_grad_(False)
+    model.register_forward_pre_hook(lambda module, args: callback.modes.append(module.training))
+    given: dict[str, Any] = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "speed": "off",
+                             "max_grad_norm": 0.05, "lr_scheduler_type": "constant"}  # fmt: skip
+    args = loopwright.TrainingArguments(output_dir=folder, **{**CPU, "per_device_train_batch_size": 1, **given,
+                                                               **options})  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    callback.trainer = trainer = loopwright.Trainer(
+        model, args, data_collator=pad, train_dataset=samples(LENGTHS[:12]), eval_dataset=samples(LENGTHS[:4]),
+        callbacks=[callback], optimizers=(optimizer, None),
+    )  # fmt: skip
+    trainer.train()
+    return {**result_of(trainer), "modes": callback.modes, "changes": trainer.strategy.changes}
+
+
+# ---- adversaries -----------------------------------------------------------------------------------------------------
+
+
+def adversarial(folder: str, *, name: str, speed: str, accumulation: int, size: int) -> dict[str, Any]:
+    """The gradients of a case of the adversary on this process's share of every update, and what was told."""
+    from unittest.mock import patch
+
+    from tests.adversary.running import Split, doubles_stay, everything_pays, observe
+    from tests.adversary.zoo import CASES
+
+    with ExitStack() as stack:
+        doubles_stay(lambda place, name, value: stack.enter_context(patch.object(place, name, value)))
+        everything_pays(lambda place, name, value: stack.enter_context(patch.dict(place, {name: value})))
+        found = observe(
+            CASES[name], Path(folder), speed=speed, split=Split(accumulation, size), ddp_find_unused_parameters=True
+        )
+    return {"gradients": found.gradients, "told": found.told, "layout": found.layout}

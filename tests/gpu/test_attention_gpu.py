@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from loopwright.speed import attention, document_attention
 from loopwright.speed.attention import Request
 from loopwright.speed.documents import as_mask
+from loopwright.speed.probe import gradient_distance
 from tests.gpu.script import needs_gpu, run_tests
 
 pytestmark = needs_gpu()
@@ -40,7 +41,7 @@ def a_row(heads: int, key_heads: int, size: int, dtype: torch.dtype = torch.bflo
         for many in (heads, key_heads, key_heads)
     ]
     borders = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
-    attention.VARLEN_TAKES.update(attention._varlen_options())
+    attention.VARLEN_TAKES.update(attention.varlen_options())
     assert document_attention.has_kernel()
     return row, as_mask(borders, max(LENGTHS))
 
@@ -137,6 +138,46 @@ def test_compiled_it_is_one_graph_for_all_lengths_and_equal() -> None:
     found = with_gradients(lambda q, k, v, documents, ask: compiled(q, k, v, documents), row, documents, ask)
     plain = with_gradients(lambda q, k, v, documents, ask: block(q, k, v, documents), row, documents, ask)
     assert all(torch.allclose(a, b, atol=1e-2, rtol=1e-2) for a, b in zip(found, plain, strict=True))
+
+
+def test_gradients_can_be_differentiated_again() -> None:
+    """Twice differentiated, kernels are torch's operations; quietly left out, a gradient penalty would be nothing."""
+    for causal, window in ((True, None), (False, None), (True, 40)):
+        row, documents = a_row(4, 2, 64)
+        ask = Request(causal, window, None, 0.0, None, twice=True)
+        wide = [each.detach().double().requires_grad_() for each in row]
+        found, exact = [], []
+        for run, inputs, into in ((attention.by_kernel, row, found), (attention.one_by_one, wide, exact)):
+            output = run(*inputs, documents, ask)
+            first = torch.autograd.grad(output.double().square().sum(), inputs, create_graph=True)
+            penalty = sum(each.double().square().sum() for each in first)
+            into.extend(torch.autograd.grad(penalty, inputs))
+        assert max(distances(found, exact)) < 3e-2, (causal, window)
+    try:
+        output = attention.by_kernel(*row, documents, Request(True, None, None, 0.1, None))
+        torch.autograd.grad(output.sum(), row, create_graph=True)
+    except RuntimeError as error:
+        assert "twice" in str(error)
+    else:
+        raise AssertionError("dropout was differentiated twice")
+
+
+def test_chunks_and_windows_of_masks_are_those_of_padded_batches() -> None:
+    from tests.speed.architectures import collate, samples
+    from tests.speed.windowed import AS_THEY_ARE, rows_of
+
+    for name in ("llama4", "phimoe", "qwen2_moe", "mistral", "cohere2", "modernbert"):
+        data = samples(6, "masked" if name == "modernbert" else "causal", longest=40)
+        model = AS_THEY_ARE[name]().eval().to("cuda", torch.bfloat16)
+        wide = AS_THEY_ARE[name]().eval().to("cuda")
+        wide.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+        batch = {key: value.cuda() for key, value in collate(data).items()}
+        exact = [*torch.autograd.grad(wide(**batch).loss, list(wide.parameters()), allow_unused=True)]
+        padded = torch.autograd.grad(model(**batch).loss, list(model.parameters()), allow_unused=True)
+        row = torch.autograd.grad(rows_of(model, data, fill=True), list(model.parameters()), allow_unused=True)
+        theirs, ours = gradient_distance(exact, padded), gradient_distance(exact, row)
+        print(f"        {name}: padded {theirs:.2g}, rows {ours:.2g}")
+        assert ours <= 1.5 * theirs + 1e-3, name
 
 
 def test_tensors_beyond_two_to_the_31_numbers_are_addressed() -> None:

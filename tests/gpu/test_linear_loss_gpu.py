@@ -107,6 +107,7 @@ def test_a_target_that_is_no_class_makes_its_loss_nan():
     logits = torch.randn(3, 50, device="cuda")
     losses = softmax_loss_and_gradient_(logits, torch.tensor([1, 50, -7], device="cuda"))
     assert losses.isnan().tolist() == [False, True, True]
+    assert logits.isnan().any(1).tolist() == [False, True, True]  # a gradient without its target would be wrong
 
 
 def test_float32_and_float64_are_exact():
@@ -165,6 +166,29 @@ def test_nothing_waits_for_the_device():
         finally:
             torch.cuda.set_sync_debug_mode("default")
         close(loss.detach(), stock(hidden, head.weight, None, targets).detach(), 1e-2)
+
+
+def test_logits_used_besides_the_loss():
+    """A second loss on more targets than were announced, a penalty on the gradient, the gradient of the logits."""
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, device="cuda", dtype=torch.float64)
+    hidden = torch.randn(40, 16, device="cuda", dtype=torch.float64, requires_grad=True)
+    targets, others = (torch.randint(0, 50, (40,), device="cuda") for _ in range(2))
+    targets[::2] = -100
+    pending_head, found = PendingHead(head), []
+    for pending in (False, True):
+        if pending:
+            pending_head.install()
+            pending_head.count = 20
+        logits = head(hidden)
+        loss = F.cross_entropy(logits, targets) + F.cross_entropy(logits, others)
+        first = torch.autograd.grad(loss, [hidden, logits], create_graph=True)
+        penalty = sum(each.square().sum() for each in first)
+        found.append([loss, *first, *torch.autograd.grad(penalty, [hidden, *head.parameters()], allow_unused=True)])
+    for expected, got in zip(*found, strict=True):
+        assert (expected is None) == (got is None)
+        if expected is not None:
+            close(got, expected, 1e-10)
 
 
 def test_a_count_that_is_too_small_makes_the_loss_nan():

@@ -232,6 +232,13 @@ def put_into_group(run: Any, old: Tensor, new: Tensor) -> None:
     run.optimizer.state.pop(old, None)
 
 
+def drop_parameter(run: Any) -> None:
+    old = run.model.head.bias
+    run.model.head.register_parameter("bias", None)
+    for group in run.optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not old]
+
+
 def replace_optimizer(run: Any) -> None:
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01)
 
@@ -246,7 +253,7 @@ def clip_harder(run: Any) -> None:
 
 
 ACTIONS = [unfreeze, freeze, exchange, add_module, add_module_nobody_steps, add_group, replace_parameter,
-           write_into_dict, resize_embedding, replace_optimizer, replace_both, clip_harder]  # fmt: skip
+           write_into_dict, resize_embedding, drop_parameter, replace_optimizer, replace_both, clip_harder]  # fmt: skip
 IN_BETWEEN = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
@@ -670,7 +677,8 @@ def assign_training_step(run: Any) -> None:
 
 @pytest.mark.parametrize("speed", ["off", "auto", "max"])
 @pytest.mark.parametrize("action", [assign_loss_function, assign_compute_loss, assign_on_class])
-def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("when", [("on_step_end", 2), ("on_step_begin", 3)])
+def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, when: Any, tmp_path: Any) -> None:
     class Own(loopwright.Trainer):
         """A class that may be changed without harm to other tests."""
 
@@ -687,7 +695,7 @@ def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, tm
         optimizer.zero_grad()
         expected.append(weights_of(reference))
         factor = 2.0 if at >= 4 else 1.0
-    _, keep = trained(model, Change("on_step_end", 2, action), tmp_path, cls=Own, gradient_accumulation_steps=2,
+    _, keep = trained(model, Change(*when, action), tmp_path, cls=Own, gradient_accumulation_steps=2,
                       speed=speed, max_grad_norm=2.0)  # fmt: skip
     assert_same(keep.weights, expected)
 

@@ -11,7 +11,7 @@ from torch import nn
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.precision import Autocast, Precision, ScaledAutocast
 from loopwright.pt.strategies.single import SingleDevice
-from loopwright.speed.clipping import FoldedClip, cannot_fold
+from loopwright.speed.clipping import FoldedClip, cannot_fold, clip_norm_
 from tests.side_by_side.tasks import Regression, regression_data
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_the_strategy_folds_on_cuda_without_loss_scaling_only(kind: str, precisi
     strategy.setup_optimizer(torch.optim.AdamW(strategy.model.parameters(), fused=True))
     strategy.device = torch.device(kind)  # the kernels of the host take a scale as well
     strategy.fold_clipping(lambda: True)
-    assert (strategy._clip is not nn.utils.clip_grad_norm_) is folds
+    assert (strategy._clip is not clip_norm_) is folds
     if folds:
         strategy.model(torch.ones(1, 3)).sum().mul(100).backward()
         before = [p.detach().clone() for p in strategy.model.parameters()]
@@ -174,3 +174,41 @@ def test_the_trainer_says_whether_a_callback_looks(tmp_path: Any) -> None:
         trainer.train()
         allowed = trainer.strategy._may_fold
         assert (allowed is None if expected is None else allowed() is expected)
+
+
+# ---- clipping on its own ---------------------------------------------------------------------------------------------
+
+FORMATS = {
+    "float64": [torch.float64] * 3,
+    "float32": [torch.float32] * 3,
+    "bfloat16": [torch.bfloat16] * 3,
+    "mixed": [torch.float32, torch.float64, torch.bfloat16],
+}
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 0.7, 1e6, float("inf"), 1])
+@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e30, float("nan"), 0.0])
+@pytest.mark.parametrize("missing", [(), (1,), (0, 1, 2)])
+@pytest.mark.parametrize("formats", FORMATS)
+def test_clipping_is_torchs_to_the_bit(formats: str, missing: Any, scale: float, max_norm: float) -> None:
+    def made() -> list[nn.Parameter]:
+        g = torch.Generator().manual_seed(1)
+        found = []
+        for index, dtype in enumerate(FORMATS[formats]):
+            p = nn.Parameter(torch.zeros(5, index + 1, dtype=dtype))
+            p.grad = None if index in missing else (torch.randn(5, index + 1, generator=g) * scale).to(dtype)
+            found.append(p)
+        return found
+
+    ours, theirs = made(), made()
+    norm, expected = clip_norm_(ours, max_norm), nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.dtype == expected.dtype and torch.equal(norm.nan_to_num(-1), expected.nan_to_num(-1))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.equal(one.grad.nan_to_num(-1), other.grad.nan_to_num(-1))
+
+
+def test_clipping_leaves_no_trace_in_a_graph_of_gradients() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = (parameter * 2).detach().requires_grad_(True)
+    assert not clip_norm_([parameter], 1.0).requires_grad

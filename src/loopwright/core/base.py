@@ -112,6 +112,7 @@ class BaseTrainer(Acting, ChangingMethods):
             with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self._start_clock()
+                self.begin_following()
                 run_training(self)
                 return self._finish_training()
         finally:
@@ -246,6 +247,8 @@ class BaseTrainer(Acting, ChangingMethods):
         strategy, events = self.strategy, self.callback_handler
         if self.split is not None:
             self.split.data_is_there()
+        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+            self.follow_optimizer()
         self.follow_changes()
         try:
             loss = self.run_micro_batches(update)
@@ -255,11 +258,13 @@ class BaseTrainer(Acting, ChangingMethods):
             self.leave()
         if self.split is not None:
             self.split.gradients_are_done()
-        self.follow_optimizer()
+        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+            self.follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
-        self.follow_optimizer_late()
+        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+            self.follow_optimizer(is_clipped=True)
         moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
         self.learning_rate = self._get_learning_rate()

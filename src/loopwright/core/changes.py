@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ArgumentsError
+from ..errors import ArgumentsError, NotAvailable
 from ..notices import Notices
 from .plan import Plan
 from .state import Progress, TrainerState
@@ -25,17 +25,31 @@ class ChangingMethods:
     _is_resized: bool = False
     """Whether updates of this run had another size before, because the accumulation was changed in between."""
 
+    optimizer: Any
+    lr_scheduler: Any
+    _optimizer_then: Any = None
+    """The optimizer that training goes by; `self.optimizer` may have been assigned since."""
+    _schedule_then: Any = None
+
+    def begin_following(self) -> None:
+        """Note what training begins with."""
+        self._optimizer_then, self._schedule_then = self.optimizer, self.lr_scheduler
+
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: take up methods that were assigned since the last one."""
 
     def follow_changes(self) -> None:
         """Before the micro-batches of an update: take up the parameters and the optimizer as they are now."""
 
-    def follow_optimizer(self) -> None:
-        """Before gradients are clipped: take up an optimizer or a schedule that was assigned."""
+    def follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        """Take up an optimizer or a schedule that was assigned; called when one was, and gradients are clipped or not.
 
-    def follow_optimizer_late(self) -> None:
-        """After on_pre_optimizer_step: the same, where it is not too late."""
+        Where updates are compiled as a whole it is refused.
+        """
+        raise NotAvailable(
+            f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, and updates "
+            "are compiled with those they began with; assign them before train()"
+        )
 
     def tell_unfollowed(self) -> None:
         """Say what was changed during training and cannot have an effect any more."""

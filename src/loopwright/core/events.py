@@ -47,7 +47,9 @@ class TrainerCallback:
 
     Every event gets `args`, `state`, `control` and, by keyword, `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader`, `eval_dataloader` (plus `metrics` or `logs` where they exist).
-    A callback may change `control` (or return another control) and nothing else.
+    A callback asks for something by changing `control` (or by returning another control). What it changes in the model,
+    the optimizer, the arguments or the trainer counts from the next update on, or is refused:
+    docs/changes-while-training.md.
     """
 
     def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:

@@ -14,11 +14,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..core.checkpoint.crew import Part
-from ..core.checkpoint.layout import MODEL
+from ..core.checkpoint.layout import MODEL, WEIGHTS
 from ..core.checkpoint.manifest import Entry, read_manifest
 from ..errors import CheckpointError
-from .checkpoint import INDEX, holds_whole_model, load_model, read_json, write_tensors
+from .checkpoint import check_fit, read_json, write_tensors
 
+INDEX = f"{MODEL}.index.json"
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 FORMATS = {name: dtype for dtype, name in NAMES.items()}
@@ -110,6 +111,8 @@ class BoxReader:
         self._files = {}
 
     def _described(self, stem: str) -> dict[str, Entry]:
+        if stem == MODEL.removesuffix(".safetensors") and (self.folder / WEIGHTS).is_file():
+            return self._own_names(read_json(self.folder / WEIGHTS))
         manifest = read_manifest(self.folder)
         prefix = f"{stem}.safetensors/"
         found = {}
@@ -124,13 +127,21 @@ class BoxReader:
             files = sorted(set(read_json(self.folder / INDEX)["weight_map"].values()))
         if not all((self.folder / file).is_file() for file in files):
             raise CheckpointError(f"{self.folder} holds no {stem}.safetensors: there is nothing to load from")
+        return {key: entry for name in files for key, entry in self._in_file(name).items()}
+
+    def _own_names(self, document: dict[str, Any]) -> dict[str, Entry]:
+        """Tensors by the module's own names, wherever they are."""
+        found = {} if document["file"] is None else self._in_file(document["file"])
+        others = {file: self._in_file(file) for file, _ in document["elsewhere"].values()}
+        return {**found, **{name: others[file][key] for name, (file, key) in document["elsewhere"].items()}}
+
+    def _in_file(self, name: str) -> dict[str, Entry]:
         found = {}
-        for name in files:
-            with safe_open(str(self.folder / name), framework="pt") as file:
-                for key in file.keys():
-                    shape = list(file.get_slice(key).get_shape())
-                    box = {"file": name, "key": key, "offset": [0] * len(shape), "size": shape}
-                    found[key] = {"dtype": file.get_slice(key).get_dtype(), "shape": shape, "boxes": [box]}
+        with _opened(self.folder / name) as file:
+            for key in file.keys():
+                shape = list(file.get_slice(key).get_shape())
+                box = {"file": name, "key": key, "offset": [0] * len(shape), "size": shape}
+                found[key] = {"dtype": file.get_slice(key).get_dtype(), "shape": shape, "boxes": [box]}
         return found
 
     def _find_aliases(self) -> None:
@@ -154,6 +165,8 @@ class BoxReader:
     def part(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         """A part of a tensor, read from no more of the boxes than it covers."""
         entry = self._entry(name)
+        if len(entry["boxes"]) == 1 and list(size) == entry["shape"] == entry["boxes"][0]["size"]:
+            return self._open(entry["boxes"][0]["file"]).get_tensor(entry["boxes"][0]["key"])
         result = torch.empty(size, dtype=FORMATS[entry["dtype"]])
         covered = 0
         for box in entry["boxes"]:
@@ -174,8 +187,15 @@ class BoxReader:
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
-            self._files[name] = self._stack.enter_context(safe_open(str(self.folder / name), framework="pt"))
+            self._files[name] = self._stack.enter_context(_opened(self.folder / name))
         return self._files[name]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _aliases_in(file: Any) -> dict[str, str]:
@@ -196,7 +216,7 @@ def _overlap(
     return tuple(there), tuple(here)
 
 
-def copy_part(tensor: Tensor, name: str, reader: BoxReader) -> None:
+def copy_part(tensor: Tensor, name: str, reader: BoxReader | HeldTensors) -> None:
     """Fill a tensor, or the part of it this process holds, from a checkpoint."""
     box = local_part(tensor)
     if reader.shape(name) != box.shape:
@@ -245,21 +265,34 @@ def save_config(model: Any, folder: Path) -> None:
             part.save_pretrained(str(folder))
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Load a checkpoint's weights into a model, whichever of the two is in parts: only what is held here is read."""
-    folder, own = Path(folder), model.state_dict(keep_vars=True)
-    if holds_whole_model(folder) and not any(map(is_distributed, own.values())):
-        load_model(model, folder)
-        return
-    with BoxReader(folder, "model").opened() as reader, torch.no_grad():
-        known = set(reader.names())
-        tied = {id(own[name]) for name in own if name in known}
-        missing = [name for name, value in own.items() if name not in known and id(value) not in tied]
-        unexpected = [name for name in known if name not in own]
-        if missing or unexpected:
-            listed = [f"{what}: {', '.join(names[:5])}" for what, names in
-                      (("missing", missing), ("unexpected", unexpected)) if names]  # fmt: skip
-            raise CheckpointError(f"the weights in {folder} do not fit the model. {'; '.join(listed)}")
-        for name, tensor in own.items():
-            if name in known:
-                copy_part(tensor, name, reader)
+# ---- into the model --------------------------------------------------------------------------------------------------
+
+
+class HeldTensors:
+    """Whole tensors in host memory, read as those of a checkpoint are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+        self._tensors, self.folder = tensors, Path(folder)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def whole(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def part(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return self._tensors[name][tuple(slice(low, low + n) for low, n in zip(offset, size, strict=True))]
+
+
+def fill(model: nn.Module, reader: BoxReader | HeldTensors, *, strict: bool, optional: str = "") -> None:
+    """Load saved tensors into a model, whichever of the two is in parts: only what is held here is read."""
+    own = model.state_dict(keep_vars=True)
+    shapes = {name: reader.shape(name) for name in reader.names()}
+    check_fit(own, shapes, strict=strict, source=str(reader.folder), optional=optional)
+    with torch.no_grad():
+        for name in shapes:
+            if name in own:
+                copy_part(own[name], name, reader)

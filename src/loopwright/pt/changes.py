@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from ..core.base import BaseTrainer
 from ..errors import ModelError
 from .schedulers import steps_on_metric
 
-METHODS = ("training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
-           "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "get_batch_samples")  # fmt: skip
+METHODS = attrgetter(
+    "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+    "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "get_batch_samples",
+)  # fmt: skip
 """Methods that are looked at once, so that calling them costs nothing: assigned anew, they are looked at again."""
 TAKEN_ONCE = (
     "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "weight_decay", "optim",
@@ -28,10 +31,8 @@ class Known:
     """What training goes by; everything is compared with it by identity."""
 
     model: Any = None
-    schedule: Any = None
     methods: tuple[Any, ...] = ()
     losses: tuple[Any, ...] = ()
-    changes: int = -1
     data: tuple[Any, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -49,12 +50,11 @@ class ChangeMethods(BaseTrainer):
     _known: Known | None = None
     """None while nothing is trained."""
 
-    def _know(self) -> None:
-        """Note what training begins with."""
-        known = self._known = Known(self.model, self.lr_scheduler, self._methods(), self._losses())
+    def begin_following(self) -> None:
+        super().begin_following()
+        known = self._known = Known(self.model, METHODS(self), (self.compute_loss_func, self.label_smoother))
         known.data = (self.train_dataset, self.data_collator)
         known.arguments = {name: getattr(self.args, name, None) for name in (*TAKEN_ONCE, *IN_STATE)}
-        known.changes = self.strategy.changes
 
     def _adopt_assigned_model(self) -> None:
         """Take a model that was assigned between two runs; an optimizer of the model before it is let go."""
@@ -71,15 +71,17 @@ class ChangeMethods(BaseTrainer):
 
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: go over to a method or a loss that was assigned."""
-        known = self._known
-        if known is None:
-            return
-        methods, losses = self._methods(), self._losses()
-        if methods == known.methods and losses[0] is known.losses[0] and losses[1] is known.losses[1]:
-            return
-        known.methods, known.losses = methods, losses
-        self._follow_loss()
-        self.strategy.note_change()
+        if self._known is not None and self.has_new_overrides(self._known):
+            self._known.methods = METHODS(self)
+            self._known.losses = (self.compute_loss_func, self.label_smoother)
+            self._follow_loss()
+            self.strategy.note_change()
+
+    def has_new_overrides(self, known: Known) -> bool:
+        """Whether a method or a loss was assigned since the last look."""
+        function, smoother = known.losses
+        is_same = self.compute_loss_func is function and self.label_smoother is smoother
+        return not is_same or METHODS(self) != known.methods
 
     def follow_changes(self) -> None:
         """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
@@ -91,43 +93,35 @@ class ChangeMethods(BaseTrainer):
                 "training: its optimizer and its place in memory belong to that one. Change the model in place, put it "
                 "back before the next update (as for an evaluation with averaged weights), or train() again"
             )
-        self.follow_optimizer()
-        self.strategy.look()
-        if self.strategy.changes != known.changes:
-            known.changes = self.strategy.changes
+        if self.strategy.look():
             self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
 
-    def follow_optimizer(self) -> None:
-        """Go over to an optimizer or a schedule that was assigned."""
-        if self.optimizer is not self.strategy.optimizer:
-            self._follow_optimizer()
-        if self._known is not None and self.lr_scheduler is not self._known.schedule:
-            self._known.schedule = self.lr_scheduler
+    def follow_accumulation(self) -> None:
+        super().follow_accumulation()
+        self.strategy.note_change()
+
+    def follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        if self.lr_scheduler is not self._schedule_then:
+            self._schedule_then = self.lr_scheduler
             self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
             self.callback_handler.context["lr_scheduler"] = self.lr_scheduler
             self.strategy.note_change()
+        # Loss scaling has divided by its scale for the optimizer that was there, so that one steps.
+        is_too_late = is_clipped and self.strategy.precision.scales
+        if self.optimizer is not self._optimizer_then and not is_too_late:
+            self._take_optimizer()
 
-    def follow_optimizer_late(self) -> None:
-        """After gradients were clipped: loss scaling has divided by its scale for one optimizer, which then steps."""
-        if not self.strategy.precision.scales:
-            self.follow_optimizer()
-
-    def _follow_optimizer(self) -> None:
+    def _take_optimizer(self) -> None:
         if self.optimizer is None:
             raise ModelError("trainer.optimizer was set to None during training; assign another optimizer, or leave it")
-        self.optimizer = self.callback_handler.context["optimizer"] = self.strategy.change_optimizer(self.optimizer)
+        self._optimizer_then = self.optimizer = self.strategy.change_optimizer(self.optimizer)
+        self.callback_handler.context["optimizer"] = self.optimizer
         scheduled = getattr(self.lr_scheduler, "optimizer", self.optimizer)
         if scheduled is not self.optimizer:
             self.notices.tell_once(
                 f"trainer.optimizer was replaced after step {self.state.global_step}, and the schedule still sets the "
                 "learning rates of the one before: the new one keeps its own. Assign trainer.lr_scheduler too"
             )
-
-    def _methods(self) -> tuple[Any, ...]:
-        return tuple([getattr(self, name) for name in METHODS])
-
-    def _losses(self) -> tuple[Any, ...]:
-        return self.compute_loss_func, self.label_smoother
 
     def _follow_loss(self) -> None:
         raise NotImplementedError

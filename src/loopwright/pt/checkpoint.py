@@ -6,8 +6,9 @@ import copy
 import errno
 import json
 import os
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..core.checkpoint.documents import read_json, write_json
-from ..core.checkpoint.layout import MODEL, OPTIMIZER
+from ..core.checkpoint.layout import OPTIMIZER
 from ..errors import CheckpointError
 from .devices import address_of
-
-INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"
-
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
@@ -95,7 +92,7 @@ def copied(value: Any) -> Any:
 
 
 @contextmanager
-def _full_disk_is_an_os_error() -> Iterator[None]:
+def full_disk_is_an_os_error() -> Iterator[None]:
     """safetensors reports what the system said in an error of its own; a full disk is told apart by its number."""
     try:
         yield
@@ -106,9 +103,14 @@ def _full_disk_is_an_os_error() -> Iterator[None]:
         raise
 
 
-@_full_disk_is_an_os_error()
-def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors to a safetensors file; one that is another one under a second name is written once."""
+@full_disk_is_an_os_error()
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, keep_aliases: bool = True
+) -> dict[str, str]:
+    """Write tensors to a safetensors file; one that is another one under a second name is written once.
+
+    Returns the second names, which the file itself keeps as well unless it is for readers that want none.
+    """
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_at: dict[Any, str] = {}
@@ -128,8 +130,9 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -
             stored[name] = tensor.clone()
         owners.add(pointer)
     # One entry only: safetensors writes several in a random order, and equal tensors should be equal files.
-    metadata = {"aliases": json.dumps(aliases)} if aliases else {"format": "pt"}
+    metadata = {"aliases": json.dumps(aliases)} if aliases and keep_aliases else {"format": "pt"}
     save_file(stored, str(path), metadata=metadata)
+    return aliases
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -146,89 +149,44 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 # ---- model -----------------------------------------------------------------------------------------------------------
 
 
-def model_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Callable[[Path], None]:
-    """A function that writes the model into a folder: its own `save_pretrained` if it has one, else safetensors."""
-    if any(tensor.device.type != "cpu" for tensor in tensors.values()):
-        tensors = host_copy(tensors)
-    if hasattr(model, "save_pretrained"):
-        return lambda folder: _save_pretrained(model, folder, tensors)
-    return lambda folder: write_tensors(folder / MODEL, tensors)
-
-
-@_full_disk_is_an_os_error()
-def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Let the model write itself, without the progress bar it would draw over ours."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        model.save_pretrained(str(folder), state_dict=dict(tensors))
-        return
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(str(folder), state_dict=dict(tensors))
-    finally:
-        if drawn:
-            logging.enable_progress_bar()
-
-
-def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
-    """Load the weights saved in a checkpoint or by `save_model` into the model, in place; returns the model."""
-    folder = Path(folder)
-    if (folder / ADAPTER).is_file() and hasattr(model, "load_adapter"):
-        _load_adapter(model, folder)
-        return model
-    copy_into(model, _read_model(folder), strict=strict, source=str(folder))
-    return model
-
-
-def holds_whole_model(folder: Path) -> bool:
-    """Whether a folder has weights that are not in the shards of several processes."""
-    return any((folder / name).is_file() for name in (INDEX, MODEL, ADAPTER))
-
-
-def _read_model(folder: Path) -> dict[str, Tensor]:
-    if (folder / INDEX).is_file():
-        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        return {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
-    if (folder / MODEL).is_file():
-        return read_tensors(folder / MODEL)
-    raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
-
-
-def _load_adapter(model: Any, folder: Path) -> None:
-    from peft import set_peft_model_state_dict
-
-    adapter = next(iter(getattr(model, "active_adapters", []) or ["default"]))
-    set_peft_model_state_dict(model, read_tensors(folder / ADAPTER), adapter_name=adapter)
-
-
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
     """Copy tensors into the model's own memory; a tied weight may come under any of its names."""
     own = model.state_dict(keep_vars=True)
-    unexpected = [name for name in tensors if name not in own]
-    given = {_place(own[name]) for name in tensors if name in own}
-    missing = [name for name, value in own.items() if name not in tensors and _place(value) not in given]
-    wrong = [
-        f"{name}: {tuple(tensors[name].shape)} saved, {tuple(own[name].shape)} in the model"
-        for name in tensors
-        if name in own and tensors[name].shape != own[name].shape
-    ]
-    if wrong or (strict and (missing or unexpected)):
-        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
-        listed = "; ".join(f"{what}: {_some(names)}" for what, names in parts if names)
-        raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
+    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=strict, source=source)
     with torch.no_grad():
         for name, tensor in tensors.items():
             if name in own:
                 own[name].copy_(tensor)
 
 
-def _place(tensor: Tensor) -> Any:
+def check_fit(
+    own: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]], *, strict: bool, source: str, optional: str = ""
+) -> None:
+    """Raise unless saved tensors of these shapes are those of the model; `optional` is a pattern of names to spare."""
+    unexpected = [name for name in saved if name not in own]
+    given = {_place(own[name]) for name in saved if name in own}
+    missing = [name for name, value in own.items() if name not in saved and _place(value) not in given]
+    missing = [name for name in missing if not (optional and re.search(optional, name))]
+    wrong = [
+        f"{name}: {shape} saved, {tuple(own[name].shape)} in the model"
+        for name, shape in saved.items()
+        if name in own and shape != tuple(own[name].shape)
+    ]
+    if wrong or (strict and (missing or unexpected)):
+        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
+        listed = "; ".join(f"{what}: {some(names)}" for what, names in parts if names)
+        raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
+
+
+def _place(tensor: Any) -> Any:
+    """The same for two names of one tensor."""
+    if hasattr(tensor, "device_mesh"):
+        return id(tensor)
     return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
 
 
-def _some(names: Iterable[str], most: int = 5) -> str:
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few of many names, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more

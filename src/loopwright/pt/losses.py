@@ -14,6 +14,7 @@ from ..args.places import working_folder
 from ..core.batches import Update
 from ..core.overrides import adapt, is_overridden
 from ..core.signals import Interrupted
+from ..speed.stamp import AROUND, ModelStamp
 from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS
 from .incident import write_incident
@@ -24,6 +25,9 @@ from .oom import run_or_halve
 from .outputs import decodes_from_labels, loss_in
 from .probing import ARGUMENTS
 from .splitting import BatchSplitter, CannotSplit
+
+HARMLESS = ("requires_grad", "hooks", "training", AROUND)
+"""Changes of a model that do not change what its loss is the mean of."""
 
 
 class LossMethods(LossLearningMethods):
@@ -39,9 +43,13 @@ class LossMethods(LossLearningMethods):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     micro_split: int
+    _stamp: ModelStamp | None = None
+    """What the model was at the last update; None where nothing depends on that."""
     _loss_function: Callable[..., Any]
     """compute_loss_func with the arguments it takes."""
     work: Any
+    _known: Any
+    has_new_overrides: Callable[[Any], bool]
     _forward_takes: list[str] | None
     _forward_takes_any: bool
     splitter: BatchSplitter
@@ -83,7 +91,8 @@ class LossMethods(LossLearningMethods):
 
     def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         if self.compute_loss_func is not None:
-            return self._loss_function(outputs, labels, num_items_in_batch=num_items_in_batch)
+            function = adapt(self.compute_loss_func, "num_items_in_batch")
+            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if labels is None:
             return loss_in(outputs, {})
         assert self.label_smoother is not None
@@ -120,8 +129,6 @@ class LossMethods(LossLearningMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self._training_step = adapt(self.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
-        if self.compute_loss_func is not None:
-            self._loss_function = adapt(self.compute_loss_func, "num_items_in_batch")
         self._input_is_theirs = is_overridden(self, "_prepare_input")
         self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
         self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
@@ -173,6 +180,7 @@ class LossMethods(LossLearningMethods):
         needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
             self._count(update)
+        self._stamp_model(update)
         return update
 
     def _leave_layouts(self) -> None:
@@ -232,7 +240,31 @@ class LossMethods(LossLearningMethods):
             self.callback_handler.fire("on_substep_end")
         return loss
 
+    def _stamp_model(self, update: Update) -> None:
+        """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
+        if len(update.batches) == 1 and (self._speed is None or not self._speed.is_active):
+            self._stamp = None
+        elif self._stamp is None:
+            self.strategy.training()
+            self._stamp = ModelStamp(self.model, self._training_objects)
+
+    def _follow_model(self, update: Update) -> None:
+        """Look at the loss and at the speed plan again, if the model was changed since the last update."""
+        speed = self._speed if self._speed is not None and self._speed.is_active else None
+        changes = self._stamp.changes() if self._stamp is not None else []
+        if not changes:
+            return
+        if self.is_alone and not self.accounting.is_claimed and any(not each.startswith(HARMLESS) for each in changes):
+            self.accounting = self._make_accounting()
+            self._learn_loss(update.batches if speed is None else speed.as_made(update))
+            self._count(update)
+        if speed is not None:
+            speed.follow_changes(update, changes)
+
     def run_micro_batches(self, update: Update) -> Any:
+        if self._known is not None and self.is_alone and self.has_new_overrides(self._known):
+            self._make_again(update)
+        self._follow_model(update)
         self._micro_batches = len(update.batches)
         run = self.strategy.run_update
         if self._speed is not None and self._speed.is_active:
@@ -241,7 +273,15 @@ class LossMethods(LossLearningMethods):
             loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
         else:
             loss = run(self.micro_step, update)
+        if self._stamp is not None:
+            self._stamp.settle()
         return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
+
+    def _make_again(self, update: Update) -> None:
+        """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
+        made = self._speed.as_made(update) if self._speed is not None else update.batches
+        self.follow_overrides()
+        vars(update).update(vars(self.make_update(made)))
 
     def _halve(self, update: Update) -> bool:
         """Cut the update's micro-batches in two; returns whether there was anything to cut."""

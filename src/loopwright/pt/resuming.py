@@ -16,9 +16,11 @@ from .boxes import BoxReader, slot_reader
 from .checkpoint import decode_schedule, plain_module, read_json, read_optimizer
 from .foreign import foreign_progress, is_foreign, read_foreign
 from .loaders import ordered_sampler
+from .module_state import ModuleState
 from .packing import sizes_of_updates
 from .records import own_random_states, record_of
 from .seeding import rng_from_json
+from .weights import partly_saved_names
 
 
 class ResumingMethods(core.ResumingMethods):
@@ -28,13 +30,43 @@ class ResumingMethods(core.ResumingMethods):
     strategy: Any
     _resume_rng: dict[str, Any] | None
     _resume_from: Path | None = None
+    _modules: ModuleState | None = None
+    _restored: frozenset[str] = frozenset()
+    """Names of the weights that the checkpoint of an adapter held."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
         self.strategy.load_weights(plain_module(model or self.model), resume_from_checkpoint)
+        self._restored = partly_saved_names(Path(resume_from_checkpoint))
 
     def _load_weights_of(self, folder: str) -> None:
+        """Load the best model: its weights, and what its modules had besides when they were saved."""
         self.strategy.load_weights(plain_module(self.model), folder)
+        if self._modules is not None and (Path(folder) / PROGRESS).is_file():
+            self._resume_modules(read_json(Path(folder) / PROGRESS).get("parts", {}))
+
+    # ---- modules ----------------------------------------------------------------------------------------------------
+
+    def _start_modules(self) -> None:
+        """Remember what modules hold besides their state dict, to save what training changes of it."""
+        module = plain_module(self.model)
+        if self._modules is None or self._modules.module is not module:
+            self._modules = ModuleState(module)
+        self._modules.restored |= self._restored
+
+    def part_states(self) -> dict[str, Any]:
+        states = super().part_states()
+        return states if self._modules is None else {
+            **states, "modules": self._modules.state_dict(self.notices.tell_once)
+        }  # fmt: skip
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self._resume_modules(states)
+
+    def _resume_modules(self, states: dict[str, Any]) -> None:
+        if self._modules is not None and states.get("modules"):
+            self._modules.load_state_dict(states["modules"], self.notices.tell_once)
 
     def _resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""

@@ -18,13 +18,13 @@ from ..core.checkpoint.crew import Part
 from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ..core.checkpoint.storage import folder_for
 from ..core.overrides import adapt, is_overridden
+from ..errors import CheckpointError
 from .boxes import own_boxes, save_config, write_boxes
 from .checkpoint import (
     HostCopies,
     copied,
     encode_optimizer,
     encode_schedule,
-    model_writer,
     plain_module,
     rehearsed,
     write_json,
@@ -34,7 +34,9 @@ from .foreign import write_foreign
 from .memory import free_memory
 from .records import SavingCrew, is_visible_to_all, keep_records
 from .resuming import ResumingMethods
+from .round_trip import check_checkpoint, check_companions, export_warning
 from .seeding import rng_to_json
+from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
 from .whole import stream_tensors, whole_tensors
 
 
@@ -82,7 +84,7 @@ class SavingMethods(ResumingMethods):
         folder = Path(output_dir or working_folder(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         module = plain_module(self.model)
-        model_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
+        export_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
     def _save_companions(self, folder: Path) -> None:
@@ -101,7 +103,8 @@ class SavingMethods(ResumingMethods):
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        theirs = self._saves_models_itself() or self.strategy.saves_itself
+        module = plain_module(self.model)
+        theirs = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not theirs and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
@@ -195,8 +198,22 @@ class SavingMethods(ResumingMethods):
         if not leads and not self.strategy.is_sharded:
             return []
         module = plain_module(self.model)
-        tensors = keep(self._gathered_tensors(self.strategy.model_state(module), leads=leads))
-        return [model_writer(module, tensors), self._save_companions] if leads else []
+        state = self.strategy.model_state(module)
+        if is_adapter(module):  # a quantized base has texts in its state dict
+            state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = keep(self._gathered_tensors(state, leads=leads))
+        if not leads:
+            return []
+        if self.args.checkpoint_format == "transformers":
+            return [export_writer(module, tensors), self._save_companions]
+        write = native_writer(module, tensors, needed=self._needed_weights(module), tell=self.notices.tell_once)
+        return [write, self._save_companions]
+
+    def _needed_weights(self, module: Any) -> set[str]:
+        """Names a checkpoint must hold even where the rest comes from elsewhere, as with adapters."""
+        if self._modules is not None and self._modules.module is module:
+            return self._modules.changed_weights()
+        return {name for name, each in module.state_dict(keep_vars=True).items() if each.requires_grad}
 
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
         """Each process writes the parts of weights and optimizer it holds."""
@@ -242,13 +259,28 @@ class SavingMethods(ResumingMethods):
 
     def check_saving(self) -> None:
         """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
+        args, module = self.args, plain_module(self.model)
+        if not self.strategy.saves_itself:
+            self._check_round_trip(module)
         super().check_saving()
-        args = self.args
         if args.save_strategy == "no" or not args.should_save:
             return
         if not args.save_only_model and not self.strategy.saves_itself:
-            encode_optimizer(rehearsed(self.optimizer), plain_module(self.model))
+            encode_optimizer(rehearsed(self.optimizer), module)
             encode_schedule(self.lr_scheduler.state_dict())
+
+    def _check_round_trip(self, module: Any) -> None:
+        """Will weights come back from a checkpoint, and from what `save_model` writes?"""
+        args = self.args
+        if args.save_strategy != "no" and not args.save_only_model and not self._saves_models_itself():
+            check_checkpoint(module)
+        if args.save_strategy != "no" and args.should_save:
+            check_companions(module)
+        warning = export_warning(module)
+        if warning and args.save_strategy != "no" and args.checkpoint_format == "transformers":
+            raise CheckpointError(warning)
+        if warning:
+            self.notices.tell_once(warning)
 
     def _resume_documents(self) -> dict[str, Any]:
         meter = self.meter.state_dict()

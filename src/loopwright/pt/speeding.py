@@ -145,11 +145,9 @@ class SpeedMethods:
             why_not_graph=self._why_not_graph(),
             free_memory=self.strategy.free_memory,
             identity=self._identity,
-            training=self._training_objects,
             wants_look=lambda batches: self.accounting.wants_look(batches),
             why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
             recount=lambda update: trainer._count(update),
-            to_train=self.strategy.training,
             user_hook=lambda: hooked_module(self.model),
         )
 
@@ -162,8 +160,8 @@ class SpeedMethods:
 
     def _training_objects(self) -> tuple[Any, ...]:
         """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
-        accumulation = self.args.gradient_accumulation_steps
-        return (self.optimizer, accumulation, self.compute_loss_func, self.model, self.strategy.changes)
+        accumulation, loss = self.args.gradient_accumulation_steps, self.compute_loss_func
+        return (self.optimizer, accumulation, loss, self.model, self.strategy.changes)
 
     def _why_only_grouped(self) -> str | None:
         for name, reason in INPUTS_ARE_THEIRS.items():
@@ -171,8 +169,7 @@ class SpeedMethods:
                 return reason
         if self.compute_loss_func is not None:
             return "compute_loss_func is given, and may look at the outputs of padded batches"
-        hooked = hooked_module(self.model)
-        return None if hooked is None else f"a hook on {hooked} may look at padded batches"
+        return None
 
     def _why_not_compile(self) -> str | None:
         if self.args.torch_compile:

@@ -224,6 +224,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.accounting = self._make_accounting()
         self._bind_overrides()
         self._speed = self._start_speed()
+        self._start_modules()
         if checkpoint is not None:
             self._resume(checkpoint)
         elif self.strategy.data_rank:  # the first process draws what one process would
@@ -232,7 +233,6 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         self.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
-        self._know()
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:
@@ -260,7 +260,7 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
-        self._known = self._micro_batches = None
+        self._known = self._micro_batches = self._stamp = None
         self._copies.clear()
         if self._speed is not None:
             self._speed.finish()

@@ -79,6 +79,7 @@ class WorkCounter:
             return rows * length, math.nan if "position_ids" in batch else rows * length * length
         if type(mask) is not Tensor or mask.shape != main.shape or mask.device.type != "cpu":
             return math.nan, math.nan
+        mask = mask != 0 if mask.is_floating_point() else mask  # half precision cannot count far
         if not self.squares:
             return mask.sum(), math.nan
         lengths = mask.sum(-1)

@@ -17,11 +17,12 @@ NAME = "loopwright"
 """What our attention is called among those of transformers."""
 INSTEAD_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "sdpa": (NAME, attend),
-    "eager": (f"{NAME}_eager", attend_twice),
-    "flash_attention_2": (f"{NAME}_flash", attend_as_told),
-    "flash_attention_3": (f"{NAME}_flash", attend_as_told),
+    "eager": (f"{NAME}_twice", attend_twice),
+    "flash_attention_2": (f"{NAME}_told", attend_as_told),
+    "flash_attention_3": (f"{NAME}_told", attend_as_told),
 }
-"""What takes the place of an attention of theirs: its name and what computes it."""
+"""What takes the place of an attention of theirs: its name, in which models must not find one of theirs, and what
+computes it."""
 
 
 class AttentionSwitch:
@@ -35,14 +36,14 @@ class AttentionSwitch:
     ) -> None:
         self._instead_of = instead_of
         self._configs = _configs_with_attention(model)
-        self._were = [config._attn_implementation for config in self._configs]
         self.reason = self._register(mask)
 
     def _register(self, mask: Callable[..., Any]) -> str | None:
         """Make our attention known; returns why it cannot be used."""
         if not self._configs:
             return "it does not look up its attention by name"
-        others = [name for name in self._were if name not in self._instead_of]
+        used = [config._attn_implementation for config in self._configs]
+        others = [name for name in used if name not in self._instead_of]
         if others:
             return f"its attention is {others[0]!r}"
         try:
@@ -57,24 +58,18 @@ class AttentionSwitch:
             AttentionMaskInterface.register(name, mask)
         return None
 
-    def on(self) -> None:
-        """From here on, in place of what the model uses now."""
-        self._were = [config._attn_implementation for config in self._configs]
-        for config, name in zip(self._configs, self._were, strict=True):
-            if name in self._instead_of:
-                config._attn_implementation_internal = self._instead_of[name][0]
-
-    def off(self) -> None:
-        for config, name in zip(self._configs, self._were, strict=True):
-            config._attn_implementation_internal = name
-
     @contextmanager
     def active(self) -> Iterator[None]:
-        self.on()
+        """In place of what the model uses now."""
+        were = [config._attn_implementation for config in self._configs]
+        for config, name in zip(self._configs, were, strict=True):
+            if name in self._instead_of:
+                config._attn_implementation_internal = self._instead_of[name][0]
         try:
             yield
         finally:
-            self.off()
+            for config, name in zip(self._configs, were, strict=True):
+                config._attn_implementation_internal = name
 
 
 def _configs_with_attention(model: nn.Module) -> list[Any]:

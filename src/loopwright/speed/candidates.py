@@ -15,6 +15,7 @@ from .documents import as_given
 from .encoder import UnpaddedEncoder, find_encoder
 from .layouts import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_unpadded
 from .plan import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
+from .positions import counts_by_row
 from .samples import Samples
 
 
@@ -109,8 +110,9 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
         biased = switch_for(model)
         return biased if isinstance(biased, str) else Biased(biased)
     switch = AttentionSwitch(model)
-    if switch.reason is not None:
-        return switch.reason
+    reason = switch.reason or counts_by_row(model)
+    if reason is not None:
+        return reason
     if name == FLAT:
         return Flat(switch)
     encoder = find_encoder(model)

@@ -1,4 +1,4 @@
-"""Clipping folded into the optimizer step: the fused kernel scales the gradients while it reads them.
+"""Clipping without what its general form costs, and clipping folded into the optimizer step.
 
 torch's fused Adam and AdamW divide every gradient by `optimizer.grad_scale` when that attribute is set, and write the
 scaled gradients back. Clipping through it saves the pass over all gradients that a separate multiplication costs.
@@ -7,6 +7,7 @@ scaled gradients back. Clipping through it saves the pass over all gradients tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,27 @@ OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The scale is a float32: with float64 gradients it would be the least exact number of the update."""
+
+
+PLAIN = {Tensor, nn.Parameter}
+FOREACH = ("cpu", "cuda", "xpu")
+"""Devices where torch takes all gradients in one call."""
+PLACE_AND_FORMAT = attrgetter("device", "dtype")
+
+
+def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """What `clip_grad_norm_` does and returns, to the bit, with a fifth of its calls.
+
+    Gradients of several devices or number formats, and others than plain tensors, are left to torch.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    is_simple = PLAIN.issuperset(map(type, gradients)) and len(set(map(PLACE_AND_FORMAT, gradients))) == 1
+    if not is_simple or gradients[0].device.type not in FOREACH:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+    with torch.no_grad():
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0)), 2.0)
+        torch._foreach_mul_(gradients, torch.clamp((norm + 1e-6).reciprocal() * float(max_norm), max=1.0))
+    return norm
 
 
 class FoldedClip:
@@ -32,7 +54,7 @@ class FoldedClip:
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """The norm of all gradients; the next step uses them scaled down to `max_norm`."""
         if _has_step_hooks(self.optimizer) or not self._allowed():  # somebody came to look at clipped gradients
-            return nn.utils.clip_grad_norm_(parameters, max_norm)
+            return clip_norm_(parameters, max_norm)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp_(min=1.0)
         return norm

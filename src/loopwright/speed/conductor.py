@@ -18,10 +18,10 @@ from .layouts import Laid, Limits
 from .pending import PendingHead
 from .plan import AS_MADE, UNPADDED, SpeedPlan
 from .planning import GRAPHS, Planner
+from .positions import check_lengths, longest_alike
 from .proving import knows_count
 from .samples import SOURCE, NoSamples, OddSamples, Samples
 from .situation import Situation
-from .stamp import ModelStamp
 from .verification import Verification
 
 MOST_CHANGES = 8
@@ -62,7 +62,6 @@ class Conductor:
         self._widest = 0
         """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
         self._graphed: GraphedTraining | None = None
-        self._stamp: ModelStamp | None = None
         self._verification: Verification | None = None
         self._must_prove = False
         """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
@@ -73,6 +72,7 @@ class Conductor:
             self._situation = self._make_situation()
             self._planner = Planner(self._situation)
             self._image_tokens = image_tokens_of(getattr(self._situation.model, "config", None))
+            self._longest_alike = longest_alike(self._situation.model)
         return self._situation
 
     # ---- every update -----------------------------------------------------------------------------------------------
@@ -85,9 +85,6 @@ class Conductor:
         self._last = None
         if not self.is_active:
             return
-        if self._stamp is None:
-            here.to_train()
-            self._stamp = ModelStamp(here.model, here.training)
         self._learn(update.batches)
         samples = self._taken_apart_or_none(update.batches) if self._layout is not None else None
         if self._layout is None or samples is None:
@@ -180,14 +177,8 @@ class Conductor:
             self.finish()
             self._reset()
 
-    def check_model(self, update: Update) -> None:
-        """Look whether model or training were changed since the last update, by a callback say; then prove again."""
-        if self._stamp is None:
-            return
-        self._here.to_train()
-        changes = self._stamp.changes()
-        if not changes:
-            return
+    def follow_changes(self, update: Update, changes: list[str]) -> None:
+        """Model or training were changed since the last update, by a callback say: does the plan still hold?"""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
         if "hooks" in changes and self._here.user_hook() is not None:
@@ -236,7 +227,11 @@ class Conductor:
 
     def first_as_made(self, update: Update) -> Any:
         """The first micro-batch as the collator made it, for a process that has nothing to do."""
-        return update.batches[0] if self._last is None else self._last[0][0]
+        return self.as_made(update)[0]
+
+    def as_made(self, update: Update) -> list[Any]:
+        """The micro-batches of the current update as the collator made them."""
+        return update.batches if self._last is None else self._last[0]
 
     def leave_as_made(self) -> None:
         """Take the current update as it is: its micro-batches were exchanged for others."""
@@ -262,10 +257,9 @@ class Conductor:
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The function that runs an update, with what the plan needs in place."""
 
-        def running(step: Any, update: Update) -> Any:
-            self.check_model(update)
+        def running(*args: Any) -> Any:
             with self.active():
-                return run(step, update)
+                return run(*args)
 
         return running
 
@@ -305,7 +299,7 @@ class Conductor:
         made = self._planner.consider(batches, self._taken_apart)
         if made is None:
             return
-        self.plan = made.plan
+        self.plan, self._knows_loss = made.plan, made.layout is not None
         self._carry_out(made.layout, made.head)
         if self._verification is not None and made.coverage is not None:
             self._verification.coverage = made.coverage
@@ -346,6 +340,7 @@ class Conductor:
             batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
         )
         self._whole.update(samples.per_sample())
+        check_lengths(samples, self._longest_alike)
         return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
@@ -355,7 +350,6 @@ class Conductor:
         """Leave the model as it was found."""
         while self._undo:
             self._undo.pop()()
-        self._stamp = None
 
     # ---- going on ---------------------------------------------------------------------------------------------------
 

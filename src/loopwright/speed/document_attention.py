@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .attention_kernel import kernels
+from .document_by_document import Request, one_by_one
+from .documents import as_mask
 
 SIZES = (16, 32, 64, 128)
 """Sizes of a head that fill tiles without a rest."""
@@ -105,6 +106,8 @@ def register() -> None:
         ctx.rest = inputs[5:]
 
     def gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, gradient)
         found = torch.ops.loopwright.document_attention_backward(gradient, *ctx.saved_tensors, *ctx.rest)
         return (*found, *[None] * 6)
 
@@ -122,9 +125,25 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable(ctx, gradient)
         return (*_backward(gradient, *ctx.saved_tensors, *ctx.rest), *[None] * 6)
+
+
+def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """The gradients by torch's own operations, for whoever differentiates them again (`create_graph=True`)."""
+    borders, (causal, window, scale, drop) = ctx.saved_tensors[3], ctx.rest
+    if drop:
+        raise RuntimeError(
+            "attention with dropout cannot be differentiated twice here: set attention_dropout=0 or speed='off'"
+        )
+    # Views: what queries and keys have in common before is not a part of this.
+    parts = [each.view_as(each) for each in ctx.saved_tensors[:3]]
+    ask = Request(causal, window or None, None, 0.0, scale, twice=True)
+    row = one_by_one(*(each.transpose(0, 1).unsqueeze(0) for each in parts), as_mask(borders, 1), ask)
+    found = torch.autograd.grad(row.squeeze(0), parts, gradient, create_graph=True, allow_unused=True)
+    return (*found, *[None] * 6)
 
 
 def attend(

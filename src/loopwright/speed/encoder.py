@@ -20,12 +20,19 @@ class UnpaddedEncoder:
         self.places: Tensor | None = None
         """Which tokens of the padded batch are real, one behind the last for none; None leaves the encoder as it is."""
         self._forward = encoder.forward
+        self._replaced: Any = None
+        """A forward somebody else has given this encoder, to be put back."""
 
     def install(self) -> None:
+        if self.encoder.__dict__.get("forward") == self._run:
+            return
+        self._replaced, self._forward = self.encoder.__dict__.get("forward"), self.encoder.forward
         self.encoder.forward = self._run  # type: ignore[method-assign]
 
     def remove(self) -> None:
         self.encoder.__dict__.pop("forward", None)
+        if self._replaced is not None:
+            self.encoder.forward = self._replaced  # type: ignore[method-assign]
 
     def _run(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.places is None:

@@ -128,7 +128,7 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
         batch = chosen.trimmed({SOURCE: width})
         if limits.few_shapes:
             _widen(batch, samples, width)
-        places, documents, within = np.flatnonzero(batch[MASK].numpy()), lengths, batch[MASK].shape[1]
+        places, documents, within = np.flatnonzero((batch[MASK] != 0).numpy()), lengths, batch[MASK].shape[1]
         if limits.few_shapes:
             missing = -len(places) % filling(len(places), part)
             # Behind the last place of the batch there is one for what belongs to no sample.
@@ -144,7 +144,7 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
 
 def _widen(batch: dict[str, Any], samples: Samples, width: int) -> None:
     """Add padding on the right, of the kind the collator has used for these samples."""
-    missing, axis, mask = width - batch[MASK].shape[1], samples.axes[SOURCE], samples.tensors[MASK].numpy()
+    missing, axis, mask = width - batch[MASK].shape[1], samples.axes[SOURCE], (samples.tensors[MASK] != 0).numpy()
     if missing <= 0 or not axis.is_right_padded or mask.all():
         return  # a model may know padding by its token, and which one that is does not show
     row, place = np.unravel_index(mask.argmin(), mask.shape)

@@ -7,6 +7,7 @@ numbers are known here; any other is refused, since leaving it out would be anot
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +29,8 @@ class Pattern(NamedTuple):
     """How many places back, its own included; the same ahead where it is not causal."""
     chunk: int | None = None
     """Documents are cut to this length."""
+    only_back: bool = False
+    """Whether the window is none ahead, so that a mask which is not causal has half a window."""
 
     def and_also(self, other: Pattern) -> Pattern:
         """Both at once."""
@@ -35,43 +38,35 @@ class Pattern(NamedTuple):
             raise AttentionRefused("its mask has chunks of two lengths")
         windows = [each for each in (self.window, other.window) if each is not None]
         chunk = other.chunk if self.chunk is None else self.chunk
-        return Pattern(self.causal or other.causal, min(windows, default=None), chunk)
+        only_back = self.only_back or other.only_back
+        return Pattern(self.causal or other.causal, min(windows, default=None), chunk, only_back)
 
 
 def pattern_of(function: Any) -> Pattern:
     """What a mask function of transformers lets through; raises `AttentionRefused` for one that is not known."""
-    made_by, _, inner = getattr(function, "__qualname__", "").partition(".<locals>.")
-    if getattr(function, "__module__", None) != SOURCE:
-        raise AttentionRefused(f"its mask is made by {made_by or function!r}")
-    if not inner:
-        return _plain(made_by)
-    values = _closure_of(function)
-    if made_by == "and_masks":
-        return _all_of(values["mask_functions"])
-    if made_by in _OVERLAYS:
-        return _OVERLAYS[made_by](values)
-    raise AttentionRefused(f"its mask is made by {made_by}")
-
-
-def _plain(name: str) -> Pattern:
-    if name not in ("causal_mask_function", "bidirectional_mask_function"):
-        raise AttentionRefused(f"its mask is made by {name}")
-    return Pattern(causal=name == "causal_mask_function")
-
-
-def _all_of(functions: Any) -> Pattern:
-    """What all of these let through. A window that looks ahead without end must be cut off by another part."""
-    names = [each.__qualname__.partition(".<locals>.")[0] for each in functions]
-    found = Pattern()
-    for function in functions:
-        found = found.and_also(pattern_of(function))
-    if "sliding_window_overlay" in names and not found.causal:
-        raise AttentionRefused("its mask has a window without an end")
+    found = _parsed(function)
+    if found.only_back and not found.causal:
+        raise AttentionRefused("its mask has a window on one side only")
+    if any(each is not None and each < 1 for each in (found.window, found.chunk)):
+        raise AttentionRefused("its mask has a window of no length")
     return found
 
 
+def _parsed(function: Any) -> Pattern:
+    made_by, _, inner = getattr(function, "__qualname__", "").partition(".<locals>.")
+    if getattr(function, "__module__", None) != SOURCE:
+        raise AttentionRefused(f"its mask is made by {made_by or function!r}")
+    if not inner and made_by in ("causal_mask_function", "bidirectional_mask_function"):
+        return Pattern(causal=made_by == "causal_mask_function")
+    if inner and made_by == "and_masks":
+        return reduce(Pattern.and_also, map(_parsed, _closure_of(function)["mask_functions"]), Pattern())
+    if inner and made_by in _OVERLAYS:
+        return _OVERLAYS[made_by](_closure_of(function))
+    raise AttentionRefused(f"its mask is made by {made_by}")
+
+
 _OVERLAYS: dict[str, Callable[[dict[str, Any]], Pattern]] = {
-    "sliding_window_overlay": lambda values: Pattern(window=int(values["sliding_window"])),
+    "sliding_window_overlay": lambda values: Pattern(window=int(values["sliding_window"]), only_back=True),
     "sliding_window_bidirectional_overlay": lambda values: Pattern(window=int(values["sliding_window"]) + 1),
     "chunked_overlay": lambda values: Pattern(chunk=int(values["chunk_size"])),
 }

@@ -39,6 +39,12 @@ class Made(NamedTuple):
     """What updates the proofs have covered."""
 
 
+def _nothing(reason: str) -> SpeedPlan:
+    plan = SpeedPlan()
+    plan.note("layouts", False, reason)
+    return plan
+
+
 class Planner:
     """Sees when an update has shown enough, and makes the plan then."""
 
@@ -54,6 +60,8 @@ class Planner:
         here = self._here
         self._looks += 1
         self._graphs.look(batches)
+        if (hooked := here.user_hook()) is not None:
+            return Made(_nothing(f"a hook on {hooked} may look at batches"))
         if not here.insists and not self._is_large(batches):
             return self._settle("the run is too small to gain anything", batches)
         try:
@@ -112,8 +120,7 @@ class Planner:
         """The plan that changes nothing, but that micro-batches may become graphs."""
         if self._waits_for_shapes(batches):
             return None
-        plan = SpeedPlan()
-        plan.note("layouts", False, reason)
+        plan = _nothing(reason)
         self._note_graphs(plan, self._graphs.why_not(plan, batches))
         return Made(plan, padding=padding)
 

@@ -30,7 +30,7 @@ from .disturbed import MOVED, other_neighbours, other_padding, poisoned_tensors
 from .dropout import Shapes, per_sample, without_dropout
 from .randomness import drops_no_layers, random_streams, seed_all
 from .samples import Samples
-from .stamp import left_differently, state_of
+from .stamp import counted_by, left_differently, state_of
 
 Prepare = Callable[[Any], Any]
 """A micro-batch on the device to what the model takes."""
@@ -158,14 +158,22 @@ class Prober:
 
     # ---- the path as it is ------------------------------------------------------------------------------------------
 
-    def reference(self, samples: Samples | None, batches: list[Any], setting: Setting) -> Reference:
-        """The path as it is: as the collator made it, or a few samples as it would have them."""
+    def reference(
+        self, samples: Samples | None, batches: list[Any], setting: Setting, *, repeats: bool = True
+    ) -> Reference:
+        """The path as it is: as the collator made it, or a few samples as it would have them.
+
+        `repeats` asks whether the loss is the same the second time; once that is known, a difference shows it too.
+        """
         try:
             setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
             outcome = self._run(batches, _as_is, setting)
             if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
                 raise Refused("the loss is not finite")
-            self._check_repeats(batches[:1], setting)
+            if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
+                raise Refused(f"{counter} changes with every forward")
+            if repeats:
+                self._check_repeats(batches[:1], setting)
         except Refused:
             raise
         except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
@@ -312,8 +320,8 @@ class Prober:
             return Outcome(float(loss), gradient, before, state_of(self._model), list(shapes))
 
     def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
-        with self.quiet(setting), torch.no_grad():
-            return float(self._loss_of(batches, prepare))
+        with self.quiet(setting), torch.enable_grad():  # a loss may differentiate on its own
+            return float(self._loss_of(batches, prepare).detach())
 
 
 def _as_is(batch: Any) -> Any:

@@ -263,14 +263,23 @@ def _spans(
 def _real(batch: Mapping[str, Tensor], key: str, members: list[str], counts_trailing: bool) -> np.ndarray:
     mask = batch.get("attention_mask" if key == SOURCE else "decoder_attention_mask")
     if mask is not None:
-        return mask.numpy() != 0
+        return real_tokens(mask)
     labels = batch.get("labels")
     if key == TARGET or not counts_trailing:
         if labels is not None and members and "labels" in members:
-            real = labels.numpy() != IGNORED
+            real = (labels != IGNORED).numpy()
             # Everything up to the last target counts: prompts without targets are read too.
             return np.maximum.accumulate(real[:, ::-1], axis=1)[:, ::-1]
     return np.ones(tuple(batch[members[0]].shape[:2]), dtype=bool)
+
+
+def real_tokens(mask: Tensor) -> np.ndarray:
+    """Which tokens a mask of zeros and ones has, of whatever dtype; one that says anything else is no padding."""
+    values = (mask.float() if mask.dtype is torch.bfloat16 else mask).numpy()
+    real = values != 0
+    if np.count_nonzero(values == 1) != np.count_nonzero(real):
+        raise NoSamples("an attention_mask holds other numbers than 0 and 1")
+    return real
 
 
 def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:

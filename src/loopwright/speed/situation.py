@@ -65,14 +65,10 @@ class Situation:
     """Give cached memory of the device back."""
     identity: Callable[[], str] = lambda: ""
     """Who computes the loss of what: model, loss, collator and attention, as text that changes with their code."""
-    training: Callable[[], tuple[Any, ...]] = tuple
-    """Objects of the training around the model that a plan takes for granted: optimizer, accumulation, loss."""
     why_not_additive: Callable[[], str | None] = lambda: None
     """Why the loss of an update is not made of those of its samples, if so."""
     recount: Callable[[Any], None] = lambda update: None
     """Count the targets of an update again, after its micro-batches were exchanged."""
-    to_train: Callable[[], None] = lambda: None
-    """Put the model into the modes of training."""
     user_hook: Callable[[], str | None] = lambda: None
     """The module that has a hook of the user's, if any."""
     wants_look: Callable[[list[Any]], bool] = lambda batches: False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,19 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 PLAIN = (bool, int, float, str, type(None))
 FEW = 64
 """Elements up to which a list of numbers on a module is looked at."""
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
 )  # fmt: skip
+NOT_OURS = ("_compiled_call_impl", "forward")
+"""Attributes of modules that accelerations put in place and take away again."""
+AROUND = "the optimizer, the loss, the accumulation or the parameters"
 ATTENTION = "_attn_implementation_internal"
 
 
 def plain(value: Any) -> Any:
-    """A value that can be compared: numbers, text, short sequences of them; `...` for anything else."""
+    """A value that can be compared: numbers, text, functions, short sequences of numbers; `...` for anything else."""
     if isinstance(value, PLAIN):
         return value
+    if isinstance(value, FUNCTIONS):
+        return f"function {id(value)}"
     if isinstance(value, (list, tuple, deque)) and len(value) <= FEW and all(isinstance(each, PLAIN) for each in value):
         return tuple(value)
     return ...
@@ -40,65 +47,72 @@ def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class ModelStamp:
-    """Modes, plain numbers, hooks and trainable parameters of a model; `changes` says what differs since last time.
+    """Modes, plain numbers, functions, hooks, buffers and trainable parameters of a model, and what is around it.
 
-    Asked at every update: what is looked at is found once, and then only read.
+    `settle` after each update, `changes` before the next one: what a callback did in between. What is looked at is
+    found once, and then only read.
     """
 
     def __init__(self, model: nn.Module, around: Callable[[], tuple[Any, ...]] = tuple) -> None:
         self._model, self._around = model, around
-        self._objects = around()
-        """Objects of the training around the model: optimizer, loss, accumulation."""
         self._take()
 
     def _take(self) -> None:
         self._modules = [(name, module.__dict__) for name, module in self._model.named_modules()]
         self._configs = [(name, config.__dict__) for name, config in configs_of(self._model)]
         places = [place for _, place in self._modules]
+        own = [(place, key) for place in places for key in place if key not in NOT_OURS]
         self._hook_dicts = [place[key] for place in places for key in HOOKS if key in place]
-        self._numbers = [(place, key) for place in places for key in place if isinstance(place[key], PLAIN)]
+        self._numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
         self._numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
-        self._sequences = [
-            (place, key)
-            for place in places
-            for key in place
-            if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
+        self._others = [
+            (place, key) for place, key in own if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
         ]
+        self._buffers = [(place["_buffers"], key) for place in places for key in place["_buffers"]]
         self._parameters = list(self._model.named_parameters())
+        self._objects = self._around()
         self._known = self._named()
         self._read = self._readings()
+
+    def settle(self) -> None:
+        """Take everything as it is now: what an update has changed itself is no change."""
+        try:
+            self._read = self._readings()
+        except (KeyError, RuntimeError, ValueError, TypeError):
+            self._take()
 
     def _readings(self) -> tuple[Any, ...]:
         return (
             [place[key] for place, key in self._numbers],
-            [plain(place[key]) for place, key in self._sequences],
+            [plain(place[key]) for place, key in self._others],
             [len(place) for _, place in self._modules],
             [len(place) for _, place in self._configs],
             [len(hooks) for hooks in self._hook_dicts],
             [parameter.requires_grad for _, parameter in self._parameters],
+            [None if place[key] is None else (id(place[key]), place[key]._version) for place, key in self._buffers],
         )
 
     def changes(self) -> list[str]:
-        """What is different from the last time this was asked, by name; nothing in the usual case."""
-        objects, self._objects = self._objects, self._around()
-        around = any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True))
-        found = ["the optimizer, the loss, the accumulation or the parameters"] if around else []
+        """What is different from the last time, by name; nothing in the usual case."""
+        objects, before = self._around(), self._read
+        found = [AROUND] if any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True)) else []
         try:
-            if not around and self._readings() == self._read:
+            if not found and self._readings() == before:
                 return []
         except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute went, or a number became a tensor
             pass
-        before, self._known = self._known, {}
+        known = self._known
         self._take()
-        return found + [key for key in {**before, **self._known} if _differ(before, self._known, key)]
+        found += [key for key in {**known, **self._known} if _differ(known, self._known, key)]
+        return found or (["a buffer"] if self._read[-1] != before[-1] else [])
 
     def _named(self) -> dict[str, Any]:
-        """Everything that is looked at, by name."""
+        """Everything that is looked at and has a name."""
         found = {
             f"{name}.{key}".lstrip("."): kept
             for name, place in self._modules
             for key, value in place.items()
-            if (kept := plain(value)) is not ...
+            if key not in NOT_OURS and (kept := plain(value)) is not ...
         }
         for name, place in self._configs:
             found.update((f"{name}.{key}", value) for key, value in place.items() if _counts(key, value))
@@ -154,6 +168,15 @@ def left_differently(
         changed = [not _same(before.get(name), after.get(name), 0.0) for before, after in (one, other)]
         a, b = one[1].get(name), other[1].get(name)
         if any(changed) and not _same(a, b, tolerance) and not _is_longer_cache(a, b):
+            return name.strip(".")
+    return None
+
+
+def counted_by(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
+    """The first plain number that a forward has changed: what depends on it differs with the number of forwards."""
+    for name, value in after.items():
+        was = before.get(name)
+        if type(value) in (int, float) and type(was) is type(value) and value != was:
             return name.strip(".")
     return None
 

@@ -168,9 +168,7 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         self._prepare_optimizer()
         self._bind_overrides()
         self.strategy.full_rows = self.plan.batch_size
-        self.strategy.prepare(
-            self._micro_gradients, self._apply, UpdateRules(args.max_grad_norm, str(args.on_nonfinite))
-        )
+        self.strategy.prepare(self._micro_gradients, self._apply, self._rules())
         if checkpoint is not None:
             self._resume(checkpoint)
         elif self._old_checkpoint is not None:
@@ -178,6 +176,22 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.check_saving()
         self.check_metric_name()
         self._tell_late_events()
+
+    def _rules(self) -> UpdateRules:
+        return UpdateRules(self.args.max_grad_norm, str(self.args.on_nonfinite))
+
+    def follow_changes(self) -> None:
+        """Compile updates anew for another max_grad_norm or on_nonfinite."""
+        if self._rules() != self.strategy.rules:
+            self.strategy.prepare(self._micro_gradients, self._apply, self._rules())
+
+    def tell_unfollowed(self) -> None:
+        trained = getattr(self.strategy, "_variables", None)
+        if trained is not None and list(map(id, trained)) != list(map(id, self.model.trainable_variables)):
+            self.notices.tell_once(
+                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
+                "they began with; call train() again after such a change"
+            )
 
     def _build_model(self) -> None:
         """Call a model that makes its variables when it first sees data, so that there is something to load into."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,7 @@ END = object()
 """Comes after the last member: a list that has become longer differs there."""
 LIBRARIES = ("torch.", "transformers.", "peft.", "loopwright.")
 """Where an own `train()` only follows a change of mode, so that it need not be called while the mode stays."""
-IS_TRAINED, IS_TRAINING = attrgetter("requires_grad"), attrgetter("training")
+IS_TRAINED, IS_TRAINING, PARAMETERS = attrgetter("requires_grad"), attrgetter("training"), itemgetter("params")
 
 
 class Contents:
@@ -29,7 +28,8 @@ class Contents:
         self.model, self.optimizer = model, optimizer
         self.changes = 0
         """Rises whenever there is another module, parameter, optimizer or group, `requires_grad` or mode."""
-        self._modes: list[bool] = []
+        self.modes: list[bool] = []
+        """The modes in which `model.train()` has left the modules."""
         self._flags: list[bool] = []
         self._walk()
 
@@ -52,11 +52,10 @@ class Contents:
 
     def is_same(self) -> bool:
         """Whether modules and groups hold the objects they held; nobody asks here who wants a gradient."""
-        return (
-            all(map(is_, chain.from_iterable(self._held), self._members))
-            and not any(self._empty)
-            and all(map(is_, chain(_stepped_by(self.optimizer), (END,)), self._stepped))
-        )
+        groups = self.optimizer.param_groups if self._has_groups else ()
+        stepped = chain.from_iterable(map(PARAMETERS, groups))
+        now = chain(chain.from_iterable(self._held), stepped, (END,))
+        return all(map(is_, now, self._members)) and not any(self._empty)
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that want a gradient."""
@@ -66,7 +65,8 @@ class Contents:
         self.modules = tuple(self.model.modules())
         self.parameters = list(self.model.parameters())
         """All parameters of the model, each once: a gradient may be on any of them."""
-        stepped = list(_stepped_by(self.optimizer))
+        self._has_groups = bool(getattr(self.optimizer, "param_groups", None))
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self._has_groups else []
         inside = set(map(id, self.parameters))
         self.outside = [p for p in stepped if id(p) not in inside]
         """What the optimizer steps and the model does not have, such as the parameters of a loss."""
@@ -75,29 +75,23 @@ class Contents:
         # Views of dicts show what is in them at any time.
         self._held = (*(place.values() for place in places if place), (END,))
         self._empty = tuple(place for place in places if not place)
-        self._members = list(chain.from_iterable(self._held))
-        self._stepped = [*stepped, END]
+        self._members = [*chain.from_iterable(self._held), *stepped, END]
         self._flags = list(map(IS_TRAINED, self.parameters))
-        self._calls_train = any(_has_own_train(module) for module in self.modules)
+        self.calls_train = any(_has_own_train(module) for module in self.modules)
 
     # ---- modes ------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Put all modules into training mode, as `model.train()` would: at no cost while they are in it.
+        """Put all modules into training mode, and note in which modes they are then.
 
-        A `train()` of the user's own, which may keep a part in evaluation mode, decides for its module.
+        A `train()` of the user's own, which may keep a part in evaluation mode, decides for its module; it is called in
+        every step (`calls_train`), since what it decides may depend on anything.
         """
-        if self._calls_train or self._modes != list(map(IS_TRAINING, self.modules)):
-            self.model.train()
-            modes = list(map(IS_TRAINING, self.modules))
-            if modes != self._modes:
-                self._modes = modes
-                self.changes += 1
-
-
-def _stepped_by(optimizer: Any) -> Iterable[Any]:
-    groups = getattr(optimizer, "param_groups", None)
-    return chain.from_iterable([group["params"] for group in groups]) if groups else ()
+        self.model.train()
+        modes = list(map(IS_TRAINING, self.modules))
+        if modes != self.modes:
+            self.modes = modes
+            self.changes += 1
 
 
 def _has_own_train(module: nn.Module) -> bool:

@@ -93,11 +93,11 @@ class DataParallel(ManyProcesses):
         self.wrap(self.model)
         self._replaced = former
 
-    def look(self) -> None:
-        super().look()
-        if self._has_changed_inside:
-            self._has_changed_inside = False
+    def look(self) -> bool:
+        has_changed, self._has_changed_inside = self._has_changed_inside, False
+        if has_changed:
             self.follow()
+        return super().look() or has_changed
 
     def look_inside(self) -> None:
         """Refuse what an update has made trainable itself: its wrapper shares no gradient of that."""

@@ -12,8 +12,8 @@ from ...args.zero import filled_config
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
-from ..boxes import BoxReader
 from ..precision import Precision
+from ..weights import saved_weights
 from .group import Processes
 from .many import ManyProcesses
 
@@ -63,10 +63,10 @@ class DeepSpeed(ManyProcesses):
     def change_optimizer(self, optimizer: Any) -> Any:
         self.follow()
 
-    def look(self) -> None:
+    def look(self) -> bool:
         if self.engine is not None and len(self.optimizer.param_groups) != self._groups:
             self.follow()
-        super().look()
+        return super().look()
 
     def follow(self) -> None:
         """Refuse: the engine has taken parameters and optimizer when it was made, and knows no others."""
@@ -137,7 +137,7 @@ class DeepSpeed(ManyProcesses):
             return
         from deepspeed.utils import safe_set_full_fp32_param
 
-        with BoxReader(folder, "model").opened() as reader:
+        with saved_weights(module, folder) as reader:
             for name, parameter in module.named_parameters():
                 if parameter.requires_grad:
                     safe_set_full_fp32_param(parameter, reader.whole(name).to(parameter.device))

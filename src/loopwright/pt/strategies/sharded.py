@@ -58,13 +58,13 @@ class Sharded(ManyProcesses):
                 dist.broadcast(sent, src=0)
                 tensor.copy_(sent)
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """See what was changed since the last update; a forward pass without a backward leaves whole parameters."""
         if not self.contents.is_same():
             for module in self.contents.modules:
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        super().look()
+        return super().look()
 
     def follow(self) -> None:
         super().follow()

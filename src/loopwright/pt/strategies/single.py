@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ...core.batches import Update
 from ...core.strategy import MicroStep
-from ...speed.clipping import FoldedClip, cannot_fold
+from ...speed.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.prefetch import NoPrefetch, prefetch_for
-from ..boxes import load_weights
 from ..checkpoint import decode_optimizer, encode_optimizer
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from ..seeding import restore_rng, snapshot_rng
-from .contents import Contents
+from ..weights import load_weights
+from .contents import IS_TRAINING, Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused form can leave out a step when a device flag says so."""
@@ -64,7 +64,8 @@ class SingleDevice:
         self.forward_context = precision.context
         self.backward = precision.backward
         self._step = precision.step
-        self._clip: Callable[..., Any] = nn.utils.clip_grad_norm_
+        self._clip: Callable[..., Any] = clip_norm_
+        self._put_into_training: Callable[[], Any] | None = None
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,8 @@ class SingleDevice:
         model, self.optimizer = self.precision.prepare(self.model, optimizer)
         self._broken = None
         self.contents.take(model, self.optimizer)
+        has_modes = callable(getattr(self.optimizer, "train", None))
+        self._put_into_training = self.optimizer.train if has_modes else None
         self.follow()
         return self.optimizer
 
@@ -119,10 +122,12 @@ class SingleDevice:
         """Let `changes` rise for something that only the caller knows."""
         self.contents.changes += 1
 
-    def look(self) -> None:
-        """At the beginning of an update: see what was changed since the last one, and follow it."""
-        if self.contents.look():
-            self.follow()
+    def look(self) -> bool:
+        """At the beginning of an update: follow what was changed since the last one; returns whether anything was."""
+        if not self.contents.look():
+            return False
+        self.follow()
+        return True
 
     def follow(self) -> None:
         """Go over to the parameters as they are now."""
@@ -135,7 +140,7 @@ class SingleDevice:
         self._choose_clipping()
 
     def _choose_clipping(self) -> None:
-        self._clip, self._step = nn.utils.clip_grad_norm_, self.precision.step
+        self._clip, self._step = clip_norm_, self.precision.step
         masters = self._clipped is not self.contents.parameters
         if self._may_fold is None or self.device.type != "cuda" or self.precision.scales or masters:
             return
@@ -248,9 +253,11 @@ class SingleDevice:
 
     def training(self) -> None:
         """Model (and an optimizer that has modes) ready to train; costs next to nothing when they are."""
-        self.contents.train()
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
+        contents = self.contents
+        if contents.calls_train or contents.modes != list(map(IS_TRAINING, contents.modules)):
+            contents.train()
+        if self._put_into_training is not None:
+            self._put_into_training()
 
     def evaluating(self) -> None:
         """Model (and an optimizer that has modes) ready to be evaluated or saved."""

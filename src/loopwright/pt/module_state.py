@@ -1,0 +1,213 @@
+"""What training changes in modules besides their state dict: buffers that are not saved, and plain attributes.
+
+Rotary embeddings with dynamic frequencies keep the longest length so far, modules count their calls, caches grow. A
+freshly built model has none of it, so a resumed run would not be the run that was.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LARGEST = 1 << 24
+"""Bytes of tensors that are kept at most; what is larger is told."""
+MOST_ENTRIES = 1000
+_OWN = {*nn.Module().__dict__, "training", "gradient_checkpointing"}
+"""What every module has, and what the arguments of a run set."""
+_ABSENT = object()
+
+
+class ModuleState:
+    """A model's modules as they were at the start, to tell what training has changed since."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.restored: set[str] = set()
+        """Names of weights that came from a checkpoint: they differ from those of a freshly built model."""
+        self._start = {name: (_stamp(value), _kept(value)) for name, value in _values(module)}
+        self._hooks = {path: _hooks_in(each) for path, each in module.named_modules()}
+        self._objects = {path: _objects_of(each) for path, each in module.named_modules()}
+        self._weights = {name: _stamp(value) for name, value in module.state_dict(keep_vars=True).items()}
+
+    def changed_weights(self) -> set[str]:
+        """Names in the state dict that are trained, or are not what they were at the start."""
+        own = self.module.state_dict(keep_vars=True)
+        moved = {
+            name
+            for name, value in own.items()
+            if getattr(value, "requires_grad", False) or _stamp(value) != self._weights.get(name)
+        }
+        return moved | (self.restored & set(own))
+
+    def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
+        """What differs from the start, as JSON values; what is too large to be kept is told."""
+        left, found = LARGEST, {}
+        now, modules = dict(_values(self.module)), dict(self.module.named_modules())
+        for name, value in now.items():
+            if _stamp(value) == self._start.get(name, (_ABSENT,))[0]:
+                continue
+            if isinstance(value, bool) and self._stands_for_more(name, modules, tell):
+                continue
+            size = _size(value)
+            if size > left:
+                tell(
+                    f"{name} changes in training and has {size / 1e6:,.1f} MB, more than a checkpoint keeps of what is "
+                    "not in the state dict: a resumed run begins without it. If it matters, register it as a "
+                    "persistent buffer"
+                )
+                continue
+            left -= size
+            found[name] = _encode(value)
+        gone = [name for name in self._start if name not in now]
+        return {"values": found, "gone": gone}
+
+    def _stands_for_more(self, name: str, modules: dict[str, nn.Module], tell: Callable[[str], None]) -> bool:
+        """Whether a flag says that something was made which a checkpoint cannot hold: hooks, or objects."""
+        path = name.rpartition(".")[0]
+        if _hooks_in(modules[path]) != self._hooks.get(path):
+            return True  # they are installed again when they are needed, if nothing says that they are there
+        made = _objects_of(modules[path]) - self._objects.get(path, set())
+        if made:
+            tell(
+                f"{name} was set in training together with {', '.join(sorted(made))}, which a checkpoint cannot hold: "
+                "a resumed run begins without both"
+            )
+        return bool(made)
+
+    def load_state_dict(self, state: dict[str, Any], tell: Callable[[str], None]) -> None:
+        """Back to the start, then what was saved."""
+        modules = dict(self.module.named_modules())
+        for name, value in dict(_values(self.module)).items():
+            stamp, first = self._start.get(name, (_ABSENT, _ABSENT))
+            if name in state["values"] or _stamp(value) == stamp:
+                continue
+            if not (isinstance(value, bool) and self._stands_for_more(name, modules, tell)):
+                _set(modules, name, first)
+        for name, saved in state["values"].items():
+            if name.rpartition(".")[0] not in modules:
+                tell(f"the checkpoint holds {name}, which this model has no module for: it is left out")
+                continue
+            _set(modules, name, _decode(saved, _device_of(self.module)))
+        for name in state["gone"]:
+            if name.rpartition(".")[0] in modules:
+                _set(modules, name, _ABSENT)
+
+
+def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Buffers outside the state dict and plain attributes of all modules, by their full names."""
+    for path, each in module.named_modules():
+        prefix = f"{path}." if path else "."
+        for name in each._non_persistent_buffers_set:
+            if each._buffers.get(name) is not None:
+                yield prefix + name, each._buffers[name]
+        for name, value in each.__dict__.items():
+            if name not in _OWN and _is_plain(value):
+                yield prefix + name, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is data: a number, a text, a tensor outside any graph, or a small collection of these."""
+    if isinstance(value, Tensor):
+        usual = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
+        return usual and not value.requires_grad
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    if type(value) in (list, tuple):
+        return len(value) <= MOST_ENTRIES and all(map(_is_plain, value))
+    if type(value) is dict:
+        return len(value) <= MOST_ENTRIES and all(type(key) in (str, int) and _is_plain(v) for key, v in value.items())
+    return False
+
+
+def _hooks_in(module: nn.Module) -> int:
+    """How many hooks a module and those below it have."""
+    return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
+
+
+def _objects_of(module: nn.Module) -> set[str]:
+    """Attributes that are neither data nor modules, parameters or hooks."""
+    return {name for name, value in module.__dict__.items() if name not in _OWN and not _is_plain(value)}
+
+
+def _stamp(value: Any) -> Any:
+    """Equal for a value that is as it was; a tensor by its identity and how often it was written to."""
+    if isinstance(value, Tensor):
+        return "tensor", id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, *map(_stamp, value)
+    if isinstance(value, dict):
+        return "dict", *((key, _stamp(each)) for key, each in value.items())
+    return type(value).__name__, repr(value)
+
+
+def _kept(value: Any) -> Any:
+    """The value with collections of its own; tensors stay the same ones."""
+    if isinstance(value, dict):
+        return {key: _kept(each) for key, each in value.items()}
+    return type(value)(map(_kept, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        device = "cpu" if value.device.type == "cpu" else "device"
+        text = base64.b64encode(content).decode()
+        return {"tensor": text, "dtype": dtype, "shape": list(value.shape), "on": device}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(each) for each in value]}
+    if isinstance(value, list):
+        return [_encode(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": [[key, _encode(each)] for key, each in value.items()]}
+    return {"number": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _decode(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_decode(each, device) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "number" in value:
+        return float(value["number"])
+    if "tuple" in value:
+        return tuple(_decode(each, device) for each in value["tuple"])
+    if "dict" in value:
+        return {key: _decode(each, device) for key, each in value["dict"]}
+    content = bytearray(base64.b64decode(value["tensor"]))
+    dtype = getattr(torch, value["dtype"])
+    flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(value["shape"]).clone()
+    return tensor if value["on"] == "cpu" else tensor.to(device)
+
+
+def _set(modules: dict[str, nn.Module], name: str, value: Any) -> None:
+    """Give a module a value; tensors are replaced and not written to, for another name may stand for the old one."""
+    path, _, leaf = name.rpartition(".")
+    module = modules[path]
+    if leaf in module._buffers:
+        module._buffers[leaf] = None if value is _ABSENT else value
+    elif value is _ABSENT:
+        module.__dict__.pop(leaf, None)
+    elif isinstance(value, Tensor) and leaf not in module.__dict__ and hasattr(module, leaf):
+        module.register_buffer(leaf, value, persistent=False)
+    else:
+        object.__setattr__(module, leaf, value)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    first = next(iter(module.parameters()), None)
+    return torch.device("cpu") if first is None else first.device
