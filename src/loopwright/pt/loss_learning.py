@@ -86,7 +86,9 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         return BatchSplitter(
             self.label_names,
             image_token=token,
-            has_images_in_text=token is not None or config is None,
+            # Two towers, as CLIP has, take text and image apart; anybody else may look for images in the text.
+            has_images_in_text=token is not None
+            or not (hasattr(config, "text_config") and hasattr(config, "vision_config")),
             two_samples=self._batches_of_two,
         )
 
