@@ -164,7 +164,7 @@ def test_a_resumed_run_starts_with_the_size_that_was_found(tmp_path: Any) -> Non
     whole.train()
     again = trainer_of(limited(made(Tokens), 2), samples(), tmp_path / "a", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    assert max(again.model.asked) == 2
+    assert max(again.model.asked[-8:]) == 2, "its two epochs do not try the whole batch again"
     for mine, theirs in zip(weights(again.model).values(), weights(whole.model).values(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -259,10 +259,11 @@ def test_class_weights_as_many_as_samples_are_told_from_weights_of_samples() -> 
     """Their name leaves a doubt, which a batch of one sample or of another size ends."""
     batch = {"x": torch.zeros(3, 2), "weight": torch.arange(3.0)}
     assert BatchSplitter().why_whole(batch) is not None
-    shared = BatchSplitter(one_sample=lambda: {"x": torch.zeros(1, 2), "weight": torch.arange(3.0)})
+    one, two = ({"x": torch.zeros(n, 2), "weight": torch.arange(3.0)} for n in (1, 2))
+    shared = BatchSplitter(two_samples=lambda: (one, one, two))
     assert [len(piece["weight"]) for piece in shared.split_all([batch], 3)] == [3, 3, 3]
-    own = BatchSplitter()
-    own.see({"x": torch.zeros(5, 2), "weight": torch.zeros(5)})
+    one, other, both = ({"x": torch.zeros(len(w), 2), "weight": torch.tensor(w)} for w in ([1.0], [2.0], [1.0, 2.0]))
+    own = BatchSplitter(two_samples=lambda: (one, other, both))
     assert [len(piece["weight"]) for piece in own.split_all([batch], 3)] == [1, 1, 1]
 
 

@@ -156,13 +156,13 @@ class EvaluationMethods(AssessingMethods):
             yield EvalStep(loss, logits, labels, kept, weight, samples)
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
-        """The batches of a loader; the first two show how batches have to be weighed, where there are two."""
+        """The batches of a loader; the first two show how batches have to be weighed."""
         if not self.is_alone or self.args.eval_loss_reduction != "item_mean" or is_overridden(self, "prediction_step"):
             yield from loader
             return
         batches = iter(loader)
         first = list(islice(batches, 2))
-        if len(first) > 1 and self._has_loss(first[0]):
+        if first and self._has_loss(first[0]):
             self._learn_eval_loss(first)
         yield from first
         first.clear()

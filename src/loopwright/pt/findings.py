@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from . import loss_notices as notices
 from .denominators import ITEMS, NOTHING, SAMPLES, Denominator, candidates
-from .looking import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of
+from .looking import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of, width_of
 from .loss import LossKind, count_samples, count_targets
 from .oom import is_out_of_memory
 from .probing import LossProbe
@@ -97,10 +98,7 @@ class LossFindings:
         if len(self.rivals) < 2:
             return False
         if self._looks >= LOOKS:
-            self.trouble = (
-                f"the loss may be the mean over {self.rivals[0].described()} or over {self.rivals[1].described()}, and "
-                "no update has told: it is taken for the first; return (sum, count) from compute_loss to be exact"
-            )
+            self.trouble = notices.MAY_BE_EITHER.format(*(by.described() for by in self.rivals[:2]))
             self.rivals = self.rivals[:1]
             return False
         for batch in batches:
@@ -240,10 +238,13 @@ class LossFindings:
             self.reason = f"the loss could not be compared with that of its parts: {reason}"
             self._say_what_is_believed(batches)
             return
+        is_first = self.is_additive is None
         found, error = self._compared(pieces, probe, training=None)
         if found is not None and found.rivals:
             if found.tells:
                 self._take(found)
+                if is_first:
+                    self._look_at_padding(batches, probe)
             return
         quiet, _ = self._compared(pieces, probe, training=False)
         self._take_without_training(quiet, found, error)
@@ -291,6 +292,16 @@ class LossFindings:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
         return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
 
+    def _look_at_padding(self, batches: list[Any], probe: LossProbe) -> None:
+        """See whether a loss that fits counts padding, which other micro-batches have more or less of."""
+        if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
+            return
+        like = max(batches, key=width_of)
+        if padding_is_neutral(batches, like, probe, told=self.items_in, pad_token=self._padding or 0):
+            return
+        self.is_additive, self.reason = False, "the loss of a batch changes with its padding"
+        self.trouble = notices.COUNTS_PADDING
+
     def _take(self, found: Finding) -> None:
         """The loss is what fitted, the likeliest first."""
         self.is_additive, self.reason = True, ""
@@ -307,10 +318,7 @@ class LossFindings:
         if self._shift is None and len(shifts) == 1 and self.kind is LossKind.MEAN:
             self._shift = shifts.pop()
         if self.kind is LossKind.TOTAL:
-            self.trouble = (
-                "the loss is a sum over its batch: the sums of an update's micro-batches are added up, so that the "
-                "update does not depend on how it is cut; return the mean if the average of micro-batches is wanted"
-            )
+            self.trouble = notices.IS_A_SUM
 
     def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
         """In training the loss fits nothing, or cannot be compared: weights follow what fits without training mode."""
@@ -332,18 +340,9 @@ class LossFindings:
             near = compared[0].closest
             self.rivals, self.kind = (near if near in usual else usual[1],), LossKind.OTHER  # type: ignore[assignment]
         if found is not None and not found.draws:
-            self.trouble = self._coupled()
+            self.trouble = notices.COUPLED.format(self.denominator.described())
         elif not fits:
             self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
-
-    def _coupled(self) -> str:
-        return (
-            "the loss of a batch is neither the mean nor the sum of the losses of its parts (class weights, several "
-            "means in one, samples that are compared with each other, BatchNorm): the update depends on how it is cut "
-            f"into micro-batches, which are weighed by {self.denominator.described()}. Return (sum, count) from "
-            "compute_loss where there is such a pair, or make each update one micro-batch "
-            "(gradient_accumulation_steps=1, one process)"
-        )
 
     def _say_what_is_believed(self, batches: list[Any]) -> None:
         """A guess is worth a word where the other guess would weigh these micro-batches differently."""
@@ -370,10 +369,7 @@ class LossFindings:
                 raise
             return
         if self.divides is not None:
-            self.trouble = (
-                "the loss is already divided by gradient_accumulation_steps: it is taken times that number, since "
-                "micro-batches are weighed here; leave the division out"
-            )
+            self.trouble = notices.IS_DIVIDED
 
     def give_up(self, reason: str) -> None:
         """Nothing more will be found out."""
@@ -385,10 +381,7 @@ class LossFindings:
         """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
         self.is_additive, self.reason = False, "a batch without label tokens has a loss"
-        self.trouble = (
-            "a micro-batch whose labels all are -100 has a loss that is not zero, so the loss is no mean over label "
-            "tokens: from here on micro-batches are weighed by their samples"
-        )
+        self.trouble = notices.WITHOUT_ITEMS
 
 
 def _kind_of(by: Denominator) -> LossKind:

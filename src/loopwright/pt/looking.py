@@ -200,16 +200,21 @@ def padding_is_neutral(
     """Whether the loss of a batch is the same once it is padded as it was to be joined with others."""
     wide = _widths(joined)
     short = next((batch for batch in batches if _widths(batch) != wide), None)
-    if short is None:
+    if short is None or not isinstance(short, Mapping) or width_of(short) > width_of(joined):
         return True
     padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
     try:
-        found = [probe.measure(each, told(each)).value for each in (short, padded)]
+        found = [probe.measure(each, told(each)).value for each in (dict(short), padded)]
     except Exception as error:
         if is_out_of_memory(error):
             raise
         return False
     return probe.close(*found)
+
+
+def width_of(batch: Any) -> int:
+    """The length of the longest rows of a batch."""
+    return max(_widths(batch), default=0)
 
 
 def _widths(batch: Any) -> list[int]:

@@ -83,15 +83,24 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     def _make_splitter(self) -> BatchSplitter:
         config = getattr(innermost(self.model), "config", None)
         token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-        return BatchSplitter(self.label_names, image_token=token, one_sample=self._batch_of_one)
+        return BatchSplitter(
+            self.label_names,
+            image_token=token,
+            # Two towers, as CLIP has, take text and image apart; anybody else may look for images in the text.
+            has_images_in_text=token is not None
+            or not (hasattr(config, "text_config") and hasattr(config, "vision_config")),
+            two_samples=self._batches_of_two,
+        )
 
-    def _batch_of_one(self) -> Any:
-        """A batch of one training sample, to see what goes by samples; None where samples cannot be picked."""
-        if self.train_dataset is None or not hasattr(self.train_dataset, "__getitem__"):
+    def _batches_of_two(self) -> tuple[Any, Any, Any] | None:
+        """Batches of a training sample, of another and of both, to see what goes by samples; None if that fails."""
+        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        if data is None or not hasattr(data, "__getitem__"):
             return None
         try:
             with sandbox(self.model, self):
-                return self._get_collator_with_removed_columns(self.data_collator)([self.train_dataset[0]])
+                collate, pair = self._get_collator_with_removed_columns(self.data_collator), [data[0], data[1]]
+                return collate(pair[:1]), collate(pair[1:]), collate(pair)
         except Exception:  # a dataset may have no sample of that name, a collator may want more than one
             return None
 

@@ -37,7 +37,7 @@ INSTALLED = ("site-packages", "dist-packages")
 NOT_STATE = frozenset(
     {
         "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset",
-        "eval_dataset", "train_dataloader", "data_collator", "processing_class", "callback_handler", "strategy",
+        "eval_dataset", "train_dataloader", "processing_class", "callback_handler", "strategy",
         "accounting", "notices", "signals", "meter", "pace", "plan", "progress", "work", "_held", "_speed", "_copies",
     }
 )  # fmt: skip

@@ -36,9 +36,10 @@ class CannotSplit(Exception):
 
 
 class BatchSplitter:
-    """Knows which entries of batches have one row per sample: by name, from batches of several sizes, from one sample.
+    """Knows which entries of batches have one row per sample: by name, from batches of several sizes, from two samples.
 
-    `one_sample` makes a batch of a single sample, which is asked for only where names and sizes leave a doubt.
+    `two_samples` makes batches of a sample, of another, and of both, where names and sizes leave a doubt: rows that are
+    those of a sample are the same in its own batch.
     """
 
     def __init__(
@@ -46,11 +47,15 @@ class BatchSplitter:
         label_names: list[str] | None = None,
         *,
         image_token: int | None = None,
-        one_sample: Callable[[], Any] | None = None,
+        has_images_in_text: bool = True,
+        two_samples: Callable[[], tuple[Any, Any, Any] | None] | None = None,
     ) -> None:
         self._names = BY_SAMPLE | set(label_names or ())
-        self._image_token, self._one_sample = image_token, one_sample
+        self._image_token, self._two_samples = image_token, two_samples
+        self._has_images_in_text = has_images_in_text
         self._seen: dict[Path, dict[int, int]] = {}
+        self._proved: dict[Path, bool] = {}
+        """Whether an entry's rows are those of its samples, where that was tried."""
         self._asked = False
 
     def see(self, batch: Any) -> None:
@@ -92,7 +97,7 @@ class BatchSplitter:
         self.see(batch)
         size = count_samples(batch)
         how = {path: self._verdict(path, value, size, batch) for path, value in _entries(batch)}
-        if UNSAFE in how.values() and self._ask_for_one():
+        if UNSAFE in how.values() and self._ask_for_two():
             how = {path: self._verdict(path, value, size, batch) for path, value in _entries(batch)}
         unsafe = [path for path, verdict in how.items() if verdict == UNSAFE]
         if unsafe:
@@ -102,33 +107,42 @@ class BatchSplitter:
             )
         return how
 
-    def _ask_for_one(self) -> bool:
-        if self._asked or self._one_sample is None:
+    def _ask_for_two(self) -> bool:
+        """Compare the rows of a batch of two samples with batches of one."""
+        if self._asked or self._two_samples is None:
             return False
         self._asked = True
-        one = self._one_sample()
-        if one is None or count_samples(one) != 1:
+        found = self._two_samples()
+        if found is None or [count_samples(each) for each in found] != [1, 1, 2]:
             return False
-        self.see(one)
+        first, second, both = (dict(_entries(each)) for each in found)
+        for path, value in both.items():
+            if path in first and path in second:
+                lengths = [_length(each) for each in (first[path], second[path], value)]
+                rows = lengths == [1, 1, 2] and _is_row(first[path], value[0]) and _is_row(second[path], value[1])
+                self._proved[path] = rows
+                if not rows and lengths[0] != 1:
+                    self.see(found[0])
         return True
 
     def _verdict(self, path: Path, value: Any, size: int, batch: Any) -> str:
-        length = _length(value)
-        if length is None or (length == 1 and size > 1 and not self._is_about_rows(path, batch)):
+        length, name = _length(value), str(path[-1]) if path else ""
+        about_rows = self._is_about_rows(path, batch)
+        if length is None or (length == 1 and size > 1 and not about_rows):
             return WHOLE
         seen = self._seen[path]
         if len(seen) > 1 and any(each != of for of, each in seen.items()):
-            return WHOLE if len(set(seen.values())) == 1 and not self._is_about_rows(path, batch) else UNSAFE
-        name = str(path[-1])
+            return WHOLE if len(set(seen.values())) == 1 and not about_rows else UNSAFE
         if length != size:
-            return UNSAFE if self._is_about_rows(path, batch) or name in self._names else WHOLE
-        if len(seen) > 1:
+            return UNSAFE if about_rows or name in self._names else WHOLE
+        if about_rows:
+            may_cut = self._has_an_image_each(batch, path) and not _has(name, OF_ROWS)
+            return CUT if may_cut else UNSAFE
+        if (name in self._names or "sample" in name) and not (name == "position_ids" and value.dim() > 2):
             return CUT
-        if self._is_about_rows(path, batch):
-            return CUT if self._has_an_image_each(batch) and not _has(name, OF_ROWS) else UNSAFE
-        if name in self._names and not (name == "position_ids" and value.dim() > 2):
-            return CUT
-        return UNSAFE if _is_odd(name, value, size) else CUT
+        if _is_odd(name, value, size):
+            return CUT if self._proved.get(path, False) else UNSAFE
+        return CUT if self._proved.get(path, True) else UNSAFE
 
     def _is_about_rows(self, path: Path, batch: Any) -> bool:
         """Whether an entry may have rows of its own: images beside text, where documents begin."""
@@ -136,10 +150,11 @@ class BatchSplitter:
         beside_text = isinstance(batch, Mapping) and "input_ids" in batch
         return _has(name, OF_ROWS) or (beside_text and name not in self._names and _has(name, IMAGE_LIKE))
 
-    def _has_an_image_each(self, batch: Any) -> bool:
+    def _has_an_image_each(self, batch: Any, path: Path) -> bool:
+        """Whether images go by samples: by their places in the text, or because the text has none."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self._image_token is None or not isinstance(ids, Tensor) or ids.dim() != 2:
-            return False
+            return not self._has_images_in_text and self._proved.get(path, False)
         counts = (ids == self._image_token).sum(-1)
         return bool(counts[0] > 0) and bool((counts == counts[0]).all())
 
@@ -152,8 +167,6 @@ class BatchSplitter:
         """
         if not all(isinstance(batch, Mapping) and batch.keys() == batches[0].keys() for batch in batches):
             return None
-        widths = [_width(batch) for batch in batches]
-        width = max(widths) if may_ignore else min(widths)
         joined = {}
         for name in batches[0]:
             values = [batch[name] for batch in batches]
@@ -164,8 +177,9 @@ class BatchSplitter:
                 continue
             if any(len(value) != count_samples(batch) for value, batch in zip(values, batches, strict=True)):
                 return None
-            filler = _filler(name, pad_token)
-            values = [_as_wide(v, old, width, filler) for v, old in zip(values, widths, strict=True)]
+            widths = [value.shape[1] if value.dim() > 1 else 0 for value in values]
+            width = max(widths) if may_ignore else min(widths)
+            values = [_as_wide(value, width, _filler(name, pad_token)) for value in values]
             if len({value.shape[1:] for value in values}) > 1:
                 return None
             joined[name] = torch.cat(values)
@@ -174,9 +188,10 @@ class BatchSplitter:
     @staticmethod
     def widened(batch: Mapping[str, Any], like: Mapping[str, Any], *, pad_token: int) -> dict[str, Any]:
         """A batch padded to the length of another one."""
-        old, new = _width(batch), _width(like)
         return {
-            name: _as_wide(value, old, new, _filler(name, pad_token)) if isinstance(value, Tensor) else value
+            name: _as_wide(value, like[name].shape[1], _filler(name, pad_token))
+            if isinstance(value, Tensor) and value.dim() > 1 and isinstance(like.get(name), Tensor)
+            else value
             for name, value in batch.items()
         }
 
@@ -199,18 +214,23 @@ def _same(a: Any, b: Any) -> bool:
     return not isinstance(a, Tensor) and type(a) is type(b) and bool(a == b)
 
 
-def _width(batch: Mapping[str, Any]) -> int:
-    """The length of a batch's rows; 0 where they have none."""
-    main = batch.get("input_ids", batch.get("labels"))
-    return main.shape[1] if isinstance(main, Tensor) and main.dim() > 1 else 0
-
-
-def _as_wide(value: Tensor, old: int, new: int, filler: Any) -> Tensor:
-    if not old or value.dim() < 2 or value.shape[1] != old or old == new:
+def _as_wide(value: Tensor, new: int, filler: Any) -> Tensor:
+    if value.dim() < 2 or value.shape[1] == new:
         return value
-    if new < old:
+    if new < value.shape[1]:
         return value[:, :new]
-    return F.pad(value, [0, 0] * (value.dim() - 2) + [0, new - old], value=filler)
+    return F.pad(value, [0, 0] * (value.dim() - 2) + [0, new - value.shape[1]], value=filler)
+
+
+def _is_row(alone: Any, row: Any) -> bool:
+    """Whether the only row of one batch is a row of another, but for padding."""
+    if not isinstance(alone, Tensor):
+        return isinstance(alone, (list, tuple)) and type(alone[0]) is type(row) and not isinstance(row, Tensor)
+    alone = alone[0]
+    if not isinstance(row, Tensor) or alone.dim() != row.dim():
+        return False
+    common = tuple(slice(0, min(a, b)) for a, b in zip(alone.shape, row.shape, strict=True))
+    return bool(torch.equal(alone[common], row[common]))
 
 
 def _is_odd(name: str, value: Any, size: int) -> bool:
