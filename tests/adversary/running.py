@@ -218,6 +218,10 @@ def check(case: Case, folder: Path, *, speed: str, split: Split, **more: Any) ->
     """Run a case and fail if it is wrong."""
     found = observe(case, folder, speed=speed, split=split, **more)
     wrong = judge(case, found, split)
+    if wrong is not None and speed != "off" and split.accumulation > 1 and found.says(case.says):
+        # Said to depend on how the update is cut: then it must be what it is without any acceleration.
+        plain = observe(case, folder / "plain", speed="off", split=split, **more)
+        wrong = difference(plain.gradients, found.gradients, EXACT) and wrong
     assert wrong is None, f"{case.name}, speed={speed}, {split}: {wrong}"
     if case.also is not None:
         case.also(found, split)

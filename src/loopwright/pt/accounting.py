@@ -71,6 +71,9 @@ class LossAccounting(LossFindings):
         if not update.counted:
             return None
         # Told its own items and then weighed, a loss is right whatever its kind: so also while that is unknown.
+        if self.kind is LossKind.MIXED and update.weights is not None:
+            # The part that divides by this is weighed afterwards: so it is told as much less.
+            return update.total_items * (update.weights[index] / update.total_weight)
         return _one_if_none(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
     def weigh(self, loss: Any) -> Tensor:

@@ -335,11 +335,11 @@ class LossFindings:
             self.reason = "in training the loss draws random numbers, besides those of dropout"
         if weighed and quiet is not None and fits:
             self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
-        elif weighed and compared:
-            usual = (Denominator(shifted=self.shifts), Denominator(SAMPLES))
-            near = compared[0].closest
-            self.rivals, self.kind = (near if near in usual else usual[1],), LossKind.OTHER  # type: ignore[assignment]
-        if found is not None and not found.draws:
+        elif self.kind is LossKind.MIXED and not self.is_claimed:
+            self.rivals = (Denominator(SAMPLES),)
+        elif weighed:  # as in a loop written by hand: the mean of what the micro-batches give
+            self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.OTHER
+        if (found is None and fits) or (found is not None and not found.draws):
             self.trouble = notices.COUPLED.format(self.denominator.described())
         elif not fits:
             self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"

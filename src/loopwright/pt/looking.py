@@ -27,6 +27,10 @@ Pieces = list[tuple[Any, list[Any]]]
 """Batches, each with its parts."""
 
 
+FEW_PLACES = 8192
+"""Places of a batch up to which all of it is looked at; of a larger one some samples are."""
+
+
 @dataclass
 class Equation:
     """A loss and the losses of the parts."""
@@ -153,7 +157,12 @@ def pieces_of(
             cuts = _cuts(first, size, splitter, label_names, rivals)
         elif size == 1:
             raise CannotSplit("micro-batches have one sample each, and cannot be joined")
-    return [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
+    pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
+    if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
+        both = splitter.join(batches[:2], may_ignore=may_ignore, pad_token=pad_token)
+        if both is not None and count_samples(both) > size:  # the very cut that is in question
+            pieces.append((both, splitter.split(both, [size, count_samples(both) - size])))
+    return pieces
 
 
 def part_of(inputs: Any, label_names: list[str]) -> Any:
@@ -184,14 +193,20 @@ def part_of(inputs: Any, label_names: list[str]) -> Any:
 
 def rows_of(inputs: Any, label_names: list[str]) -> Any:
     """A few whole rows of a batch: two at least, which is what a comparison takes."""
-    targets = find_targets(inputs, label_names)
-    if targets is None or targets.dim() < 2 or targets.numel() <= ENOUGH_TOKENS or count_samples(inputs) < 4:
+    if _places_in(inputs) <= FEW_PLACES or count_samples(inputs) < 8:
         return inputs
     try:
         half = split_all([inputs], 2)[0]
     except CannotSplit:
         return inputs
     return rows_of(half, label_names) if count_samples(half) < count_samples(inputs) else inputs
+
+
+def _places_in(inputs: Any) -> int:
+    """Rows times columns of the largest tensor: what a forward takes time for."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
+    sizes = [value.shape[0] * value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
+    return max(sizes, default=0)
 
 
 def padding_is_neutral(

@@ -45,8 +45,6 @@ class LossMethods(LossLearningMethods):
     micro_split: int
     _stamp: ModelStamp | None = None
     """What the model was at the last update; None where nothing depends on that."""
-    _loss_function: Callable[..., Any]
-    """compute_loss_func with the arguments it takes."""
     work: Any
     _known: Any
     has_new_overrides: Callable[[Any], bool]

@@ -152,9 +152,6 @@ class Decision:
         try:
             reference = self.prover.update(self._samples, self._batches)
             proof, limits = self._proved_where_it_fits(reference)
-            if proof.ran_out and self._here.on_gpu:
-                reference = self.prover.update(self._samples, self._batches, as_trained=True)
-                proof, limits = self._proved_where_it_fits(reference)
         except Refused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
         if not proof.accepted:
@@ -169,9 +166,10 @@ class Decision:
             limits = limits_for(plan, self._here, self._batches, self._samples)
             proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
             longest = int(np.sum([axis.lengths for axis in self._samples.axes.values()], axis=0).max())
-            if not proof.ran_out or self.layout is None or self._here.on_gpu or limits.budget <= longest:
+            if not proof.ran_out or self.layout is None or limits.budget <= longest:
                 return proof, limits
             plan.budget = max(longest, limits.budget // 2)
+            self._here.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
         """What is to be left out: the loss without logits, if all else agrees."""

@@ -51,8 +51,6 @@ class Setting(NamedTuple):
     """In train mode, or in eval mode."""
     whole: bool = True
     """Half-precision weights in single precision."""
-    coarse: bool = False
-    """Matrix products of single precision on tensor cores."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around every forward: autocast, where the precision of training is compared."""
 
@@ -109,10 +107,6 @@ class Refused(Exception):
     """The path as it is cannot be compared with anything; says why."""
 
 
-class OutOfMemory(Refused):
-    """The same because memory is too short for comparing in this precision."""
-
-
 @dataclass
 class Candidate:
     """A path to be compared with the one as it is."""
@@ -146,7 +140,6 @@ class Prober:
         with ExitStack() as stack:
             stack.enter_context(self._untouched())
             stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
-            stack.enter_context(_tensor_cores(setting.coarse))
             stack.enter_context(setting.around())
             shapes = stack.enter_context(without_dropout())
             self._model.train(setting.train)
@@ -177,8 +170,7 @@ class Prober:
         except Refused:
             raise
         except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
-            kind = OutOfMemory if _is_out_of_memory(error) else Refused
-            raise kind(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+            raise Refused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
             plain = self._loss(batches, _as_is, setting)
@@ -339,7 +331,8 @@ def _text_of(error: Exception) -> str:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
@@ -360,23 +353,12 @@ class _Formats(TorchDispatchMode):
 _COARSE_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@contextmanager
-def _tensor_cores(coarse: bool) -> Iterator[None]:
-    """Matrix products of single precision on tensor cores: a whole update would take as long as many of training."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if coarse else before)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+# ---- precision ------------------------------------------------------------------------------------------------------
 
 
 def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
     every = 1 + sum(p.numel() for p in parameters) // MOST_COMPARED
     return parameters[::every]
-
-
-# ---- precision ------------------------------------------------------------------------------------------------------
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:

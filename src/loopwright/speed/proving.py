@@ -12,12 +12,12 @@ import torch
 
 from .budget import limits_for
 from .candidates import Layout
-from .distance import COARSE, HALF
+from .distance import HALF
 from .guard import Seen
 from .layouts import PLACES, Limits, longest_row
 from .pending import PendingHead
 from .plan import FLAT, IN_ROWS, SpeedPlan
-from .probe import Candidate, OutOfMemory, Prober, Proof, Reference, Setting, tolerance_of
+from .probe import Candidate, Prober, Proof, Reference, Setting, tolerance_of
 from .samples import IGNORED, SOURCE, Samples, few_of
 from .situation import Situation
 from .stretching import joined, longest_possible, shortened_to, stretched
@@ -51,28 +51,23 @@ class Prover:
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
 
-    def update(self, samples: Samples | None, batches: Sequence[Any], *, as_trained: bool = False) -> Reference:
+    def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
         """The path as it is on a whole update, as the collator made it, in train mode."""
-        here = self._here
-        on_device = [here.put(batch) for batch in batches]
-        try:
-            if not as_trained:
-                return self._prober.reference(samples, on_device, self._setting())
-        except OutOfMemory:
-            here.free_memory()
-        trained = Setting(HALF, train=True, whole=False, around=here.as_trained)
-        return self._prober.reference(samples, on_device, trained)
+        on_device = [self._here.put(batch) for batch in batches]
+        return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
 
     def part(self, samples: Samples, count: int) -> Reference:
         """The path as it is on some samples of an update, others each time."""
         places = (np.arange(PROBE_SAMPLES) * len(samples) // PROBE_SAMPLES + count) % len(samples)
         chosen = samples.select(np.unique(places))
-        return self._prober.reference(chosen, [self._here.put(chosen.padded())], self._setting())
+        return self._prober.reference(chosen, [self._here.put(chosen.padded())], self._setting(), repeats=False)
 
     def _setting(self) -> Setting:
-        """In single precision; on GPUs by tensor cores, or an update would take as long as many of training."""
-        on_gpu = self._here.on_gpu
-        return Setting(COARSE if on_gpu else self._exact, train=True, coarse=on_gpu)
+        """In train mode; on GPUs in the precision of training, in which an update is sure to fit."""
+        here = self._here
+        if here.on_gpu and here.computes_half:
+            return Setting(HALF, train=True, whole=False, around=here.as_trained)
+        return Setting(self._exact, train=True)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
@@ -109,9 +104,11 @@ class Prover:
         lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
         if lengths is not None:
             seen.cover(lengths.shortest, lengths.longest)
-        longer = replace(limits, budget=max(limits.budget, 4 * row))
-        if row and self.prove_longer_rows(self.candidate(plan.layout, plan, layout, head, limits=longer), reference):
-            seen.row = 2 * row
+        most = min(2 * row, limits.budget) if self._here.on_gpu else 2 * row
+        longer = replace(limits, budget=max(limits.budget, 2 * most))
+        together = self.candidate(plan.layout, plan, layout, head, limits=longer)
+        if row and (most <= row or self.prove_longer_rows(together, reference, most)):
+            seen.row = max(row, most)
         return seen
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
@@ -137,15 +134,19 @@ class Prover:
         axes = chosen.axes.items()
         return Lengths(*({key: int(pick(axis.lengths)) for key, axis in axes} for pick in (np.min, np.max)))
 
-    def prove_longer_rows(self, candidate: Candidate, reference: Reference) -> bool:
-        """Whether rows twice as long give the same: every sample once more, without targets."""
+    def prove_longer_rows(self, candidate: Candidate, reference: Reference, tokens: int) -> bool:
+        """Whether a row of so many tokens gives the same: some samples once more, without targets."""
         samples = reference.samples
         labels = None if samples is None else samples.tensors.get("labels")
         if samples is None or labels is None or "labels" not in samples.axes[SOURCE].names:
             return False
+        missing = tokens - int(samples.axes[SOURCE].lengths.sum())
+        again = np.flatnonzero(np.cumsum(samples.axes[SOURCE].lengths) <= missing)
+        if not len(again):
+            return False
         silent = replace(samples, tensors={**samples.tensors, "labels": torch.full_like(labels, IGNORED)})
-        longer = replace(reference, samples=joined([samples, silent], samples.paddings, on_left=False))
-        return self._prober.prove(candidate, longer, divided=False).accepted
+        more = joined([samples, silent.select(again)], samples.paddings, on_left=False)
+        return self._prober.prove(candidate, replace(reference, samples=more), divided=False).accepted
 
     # ---- candidates -------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ HOOKS = (
 )  # fmt: skip
 NOT_OURS = ("_compiled_call_impl", "forward")
 """Attributes of modules that accelerations put in place and take away again."""
+_WANTS_GRADIENT = operator.attrgetter("requires_grad")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
 ATTENTION = "_attn_implementation_internal"
 
@@ -63,13 +65,16 @@ class ModelStamp:
         places = [place for _, place in self._modules]
         own = [(place, key) for place in places for key in place if key not in NOT_OURS]
         self._hook_dicts = [place[key] for place in places for key in HOOKS if key in place]
-        self._numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
-        self._numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
+        numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
+        numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
+        self._numbers = ([place for place, _ in numbers], [key for _, key in numbers])
+        self._dicts = [*places, *(place for _, place in self._configs), *self._hook_dicts]
         self._others = [
             (place, key) for place, key in own if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
         ]
         self._buffers = [(place["_buffers"], key) for place in places for key in place["_buffers"]]
         self._parameters = list(self._model.named_parameters())
+        self._tensors = [parameter for _, parameter in self._parameters]
         self._objects = self._around()
         self._known = self._named()
         self._read = self._readings()
@@ -83,12 +88,11 @@ class ModelStamp:
 
     def _readings(self) -> tuple[Any, ...]:
         return (
-            [place[key] for place, key in self._numbers],
+            # `map` with functions of C: there are thousands of these in a model of ordinary size.
+            list(map(operator.getitem, *self._numbers)),
             [plain(place[key]) for place, key in self._others],
-            [len(place) for _, place in self._modules],
-            [len(place) for _, place in self._configs],
-            [len(hooks) for hooks in self._hook_dicts],
-            [parameter.requires_grad for _, parameter in self._parameters],
+            list(map(len, self._dicts)),
+            list(map(_WANTS_GRADIENT, self._tensors)),
             [None if place[key] is None else (id(place[key]), place[key]._version) for place, key in self._buffers],
         )
 

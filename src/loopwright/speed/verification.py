@@ -19,7 +19,7 @@ MOST_FAILURES = 3
 """Kinds of updates that may turn out different before others that are new are left as made without being compared."""
 MOST_PROOFS = 32
 """Updates that are proved again because something about them is new."""
-EVERY = 2048
+EVERY = 4096
 """Updates after which one is compared as a whole, however large it is."""
 
 
@@ -68,7 +68,7 @@ class Verification:
         """Compare a whole update with the path as it is; what agrees is covered from here on."""
         prover, plan = Prover(self._here), self._plan
         try:
-            reference = prover.update(samples, batches)
+            reference = prover.update(samples, batches, repeats=covers)
         except Refused as reason:
             return Proof(plan.layout).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
@@ -129,4 +129,4 @@ def is_turn(update: int, *, is_small: bool) -> bool:
         return True
     if update > EVERY or update < 2:
         return False
-    return update & (update - 1) == 0 if is_small else update in (8, 64, 512)
+    return update & (update - 1) == 0 if is_small else update in (8, 1024)
