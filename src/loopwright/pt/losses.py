@@ -203,7 +203,8 @@ class LossMethods(LossLearningMethods):
         # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
         as_made = self._speed is None or not self._speed.is_active
         has_parts = len(update.batches) > 1
-        if self.is_alone and as_made and has_parts and self.accounting.wants_look(update.batches):
+        has_parts_or_items = has_parts or self._items_are_theirs  # these count only for a loss that divides by them
+        if self.is_alone and as_made and has_parts_or_items and self.accounting.is_open:
             self._learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
             self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
