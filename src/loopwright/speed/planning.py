@@ -61,7 +61,9 @@ class Planner:
         self._looks += 1
         self._graphs.look(batches)
         if (hooked := here.user_hook()) is not None:
-            return Made(_nothing(f"a hook on {hooked} may look at batches"))
+            plan = _nothing(f"a hook on {hooked} may look at batches")
+            self._note_graphs(plan, f"a hook on {hooked} would not be called")
+            return Made(plan)
         if not here.insists and not self._is_large(batches):
             return self._settle("the run is too small to gain anything", batches)
         try:
