@@ -24,7 +24,6 @@ if __name__ == "__main__":
 
 import loopwright.speed.plan as plan
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.plan import GROUPED
 from loopwright.speed.planning import GRAPHS
 from tests.gpu.script import needs_gpu, run_tests
 
