@@ -107,8 +107,8 @@ def test_what_is_too_large_is_told() -> None:
 
 
 VALUES = [True, 3, -1.5, float("inf"), "text", None, [1, [2.0]], (1, "a"), {"a": 1, 3: [None]},
-          torch.tensor(5), torch.zeros(2, 0), torch.tensor([0.1, -2.0], dtype=torch.bfloat16), torch.tensor([True, False]),
-          {"cache": (torch.arange(3), 4)}]  # fmt: skip
+          torch.tensor(5), torch.zeros(2, 0), torch.tensor([0.1, -2.0], dtype=torch.bfloat16),
+          torch.tensor([True, False]), {"cache": (torch.arange(3), 4)}]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
