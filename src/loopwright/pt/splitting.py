@@ -20,7 +20,7 @@ BY_SAMPLE = frozenset(
     }
 )  # fmt: skip
 """Inputs of models that have one row per sample."""
-IMAGE_LIKE = ("pixel", "image", "video", "patch", "crop", "audio", "vision", "feature")
+IMAGE_LIKE = ("pixel", "image", "video", "patch", "crop", "audio", "vision")
 """Beside text these have as many rows as there are images or patches, which may happen to be the number of samples."""
 OF_ROWS = ("cu_seq", "cu_", "_thw", "seq_idx", "spatial_shapes")
 """What describes the rows of a batch as a whole."""
