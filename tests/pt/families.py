@@ -50,6 +50,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1},
     "yolos": {"image_size": [IMAGE, IMAGE]},
     "cosmos3_edge": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}},
+    **dict.fromkeys(["qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"],
+                    {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}),
+    "paligemma": {"text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}},
     "NemotronH_Omni_Reasoning_V3": {"vision_config": {"video_temporal_patch_size": 2}},
     "hunyuan_vl": {"text_config": {"head_dim": 8}},
     "hunyuan_v1_moe": {"head_dim": 8},
@@ -133,8 +136,24 @@ def _small(config: Any, given: dict[str, Any]) -> Any:
             options[name] = SMALL[name]
         elif name.endswith(("_token_id", "_token_index")) and type(value) is int and value >= VOCAB:
             options[name] = 3
+    options.update(_fitting(vars(config)))
     options.update({name: value for name, value in given.items() if name not in options or type(value) is not dict})
     return type(config)(**options)
+
+
+def _fitting(values: dict[str, Any]) -> dict[str, Any]:
+    """Sizes that depend on each other."""
+    fitting: dict[str, Any] = {}
+    if "kv_lora_rank" in values and type(values.get("num_key_value_heads")) is int:  # latent attention has no groups
+        fitting["num_key_value_heads"] = SMALL["num_attention_heads"]
+    if "qk_rope_head_dim" in values and "head_dim" in values:
+        fitting["head_dim"] = SMALL["qk_rope_head_dim"]
+    rope = values.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        fitting["rope_parameters"] = {**rope, "mrope_section": [1, 1, 2]}
+    if "use_cache" in values:
+        fitting["use_cache"] = False
+    return fitting
 
 
 def model_of(row: str, *, most: int = 60_000_000) -> Any:
@@ -163,6 +182,7 @@ def candidates(model: Any) -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": ids, "decoder_input_ids": ids}
     if "input_ids" in wanted:
         yield {"input_ids": ids}
+        yield {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
     if "pixel_values" in wanted:
         config = getattr(model.config, "vision_config", None) or model.config
         size = getattr(config, "image_size", IMAGE)
@@ -200,7 +220,8 @@ def sample_for(model: nn.Module) -> dict[str, Tensor] | None:
         except Exception:
             continue
         finite = bool(torch.isfinite(loss.detach()))  # type: ignore[union-attr]
-        steepest = max(float(each.grad.abs().max()) for each in model.parameters() if each.grad is not None)
+        gradients = [each.grad for each in model.parameters() if each.grad is not None and each.numel()]
+        steepest = max(float(each.abs().max()) for each in gradients)
         model.zero_grad()
         if finite and steepest > 1e-3:
             return sample

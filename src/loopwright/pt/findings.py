@@ -377,6 +377,11 @@ class LossFindings:
             self._looks, self.reason = LOOKS, reason
             self.trouble = f"the loss is not tried out: {reason}. It is weighed by {self.denominator.described()}"
 
+    def keep_weights_of(self, before: LossFindings) -> None:
+        """Where nothing fits any more, micro-batches keep the weights that fitted before the model was changed."""
+        if self.kind is LossKind.OTHER and before.kind not in (None, LossKind.OTHER):
+            self.kind, self.rivals = before.kind, before.rivals
+
     def sees_loss_without_items(self) -> None:
         """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES

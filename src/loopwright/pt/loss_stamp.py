@@ -32,5 +32,6 @@ def _configuration(config: Any) -> str:
     if config is None or not hasattr(config, "to_dict"):
         return ""
     values = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
-    values.pop("transformers_version", None)
+    for name in ("transformers_version", "problem_type", "architectures", "dtype", "torch_dtype"):
+        values.pop(name, None)  # written by a save, or by the first forward
     return json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)

@@ -254,8 +254,9 @@ class LossMethods(LossLearningMethods):
         if not changes:
             return
         if self.is_alone and not self.accounting.is_claimed and any(not each.startswith(HARMLESS) for each in changes):
-            self.accounting = self._make_accounting()
+            before, self.accounting = self.accounting, self._make_accounting()
             self._learn_loss(update.batches if speed is None else speed.as_made(update))
+            self.accounting.keep_weights_of(before)
             self._count(update)
         if speed is not None:
             speed.follow_changes(update, changes)

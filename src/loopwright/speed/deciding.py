@@ -45,14 +45,17 @@ class Decision:
         self.references: list[Reference] = []
         """Nothing when the path as it is could not be compared with anything."""
 
-    def make(self, *, padding: float, micro_batches: int = 1) -> SpeedPlan:
-        """The plan; `padding` is the part of the tokens that is padding, as far as it was seen."""
+    def make(self, *, padding: float, micro_batches: int = 1, as_made: str | None = None) -> SpeedPlan:
+        """The plan; `padding` is the part of the tokens that is padding, `as_made` why batches stay as they are."""
         here, plan = self._here, self.plan
         plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
         plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
         try:
             self.references = [self.prover.few(self._samples, train=train) for train in (False, True)]
-            self._choose_layout(padding, micro_batches)
+            if as_made is None:
+                self._choose_layout(padding, micro_batches)
+            else:
+                plan.note("layouts", False, as_made)
             self._choose_head()
         except Refused as reason:
             self.references = []

@@ -78,8 +78,8 @@ class Planner:
         if here.learn(batches):
             return self._decide(batches, samples, padding)
         coupled = here.why_not_additive()
-        if coupled is not None:
-            return self._settle(coupled, batches)
+        if coupled is not None:  # batches stay as they are; the loss of each may still be had without logits
+            return self._decide(batches, samples, 0.0, coupled)
         return self._settle("the loss does not show what it is divided by", batches) if self._looks == LOOKS else None
 
     # ---- when -------------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ class Planner:
         self._note_graphs(plan, self._graphs.why_not(plan, batches))
         return Made(plan, padding=padding)
 
-    def _decide(self, batches: list[Any], samples: Samples, padding: float) -> Made:
+    def _decide(self, batches: list[Any], samples: Samples, padding: float, as_made: str | None = None) -> Made:
         here, self._tokens = self._here, samples.real_tokens
         if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
             get_ready()
         refused: dict[str, Proof] = {}
         while True:
-            decision = self._drafted(batches, samples, padding, refused)
+            decision = self._drafted(batches, samples, padding, refused, as_made)
             plan, found = decision.plan, None
             if plan.layout != AS_MADE or plan.linear_loss:
                 found = decision.prove_update()
@@ -144,12 +144,17 @@ class Planner:
         return Made(plan, decision.layout, decision.head, padding, found)
 
     def _drafted(
-        self, batches: list[Any], samples: Samples, padding: float, refused: dict[str, Proof]
+        self,
+        batches: list[Any],
+        samples: Samples,
+        padding: float,
+        refused: dict[str, Proof],
+        as_made: str | None,
     ) -> Decision:
         """A plan that a few samples agree with, without what a whole update has refused."""
         here = self._here
         decision = Decision(here, samples, batches, refused)
-        plan = decision.make(padding=padding, micro_batches=len(batches))
+        plan = decision.make(padding=padding, micro_batches=len(batches), as_made=as_made)
         if decision.references:
             plan_memory(
                 plan,
