@@ -172,7 +172,7 @@ def test_a_hook_of_the_users_sees_batches_of_the_form_it_was_written_for(tmp_pat
     model, seen = fresh(), []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
     run = train(model, DATA, tmp_path, speed="max")
-    assert run.plan.layout == AS_MADE and [shape[0] for shape in seen[-2:]] == [6, 6], "batches as the collator made them"
+    assert run.plan.layout == AS_MADE and [shape[0] for shape in seen[-2:]] == [6, 6], "as the collator made them"
     assert any("a hook on model.layers.0" in choice.reason for choice in run.plan.choices)
 
 

@@ -168,7 +168,7 @@ class LossMethods(LossLearningMethods):
         if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
         speed = None if self._speed is None or self._speed.is_idle else self._speed
-        if speed is not None and speed.is_active and self.accounting.is_additive is False:
+        if speed is not None and speed.lays_out and self.accounting.is_additive is False:
             self._leave_layouts()
             speed = None
         if speed is not None:

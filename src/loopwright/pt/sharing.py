@@ -154,7 +154,7 @@ class SharingMethods(LossMethods):
             self._learn_loss(found)
 
     def _first_as_made(self, update: Update) -> Any:
-        return update.batches[0] if self._speed is None else self._speed.first_as_made(update)
+        return update.batches[0] if self._speed is None else self._speed.as_made(update)[0]
 
     def _plan_together(self, batches: list[Any]) -> None:
         """Have one process look at its batches and decide about speed; the others do what it decided."""

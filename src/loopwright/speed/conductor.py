@@ -225,13 +225,14 @@ class Conductor:
         """Whether the current update is laid out anew, and not as the collator made it."""
         return self._last is not None
 
-    def first_as_made(self, update: Update) -> Any:
-        """The first micro-batch as the collator made it, for a process that has nothing to do."""
-        return self.as_made(update)[0]
-
     def as_made(self, update: Update) -> list[Any]:
         """The micro-batches of the current update as the collator made them."""
         return update.batches if self._last is None else self._last[0]
+
+    @property
+    def lays_out(self) -> bool:
+        """Whether micro-batches are made anew from the samples of an update."""
+        return self._layout is not None
 
     def leave_as_made(self) -> None:
         """Take the current update as it is: its micro-batches were exchanged for others."""
