@@ -148,6 +148,9 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
         elif accounting.kind is LossKind.SCALED:
             accounting.learn_shift(batches[0] if type(batches) is list else batches, self._shift_probe())
+        normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
+        if accounting.is_additive is False and normed and "running" not in accounting.reason:
+            accounting.reason += " (the model keeps running statistics of its batches)"
         self._tell_trouble()
         return self._loss_is_additive()
 

@@ -297,6 +297,7 @@ class Conductor:
 
     def consider(self, batches: list[Any]) -> None:
         """Have the plan made as soon as an update shows that it pays, and carry it out."""
+        here = self._here  # which makes the planner, too
         made = self._planner.consider(batches, self._taken_apart)
         if made is None:
             return
@@ -305,9 +306,9 @@ class Conductor:
         if self._verification is not None and made.coverage is not None:
             self._verification.coverage = made.coverage
         self._announce(self.plan)
-        if self._here.token_budget and self._layout is None and made.padding > 0:
+        if here.token_budget and self._layout is None and made.padding > 0:
             self._tell(
-                f"per_device_train_batch_tokens={self._here.token_budget:,}: micro-batches are padded and may take "
+                f"per_device_train_batch_tokens={here.token_budget:,}: micro-batches are padded and may take "
                 "more, since no layout is proved here; speed_report() says why"
             )
 
