@@ -48,6 +48,7 @@ HEAD = {"upsample_out_channels": [8, 8], "upsample_kernel_sizes": [4, 4], "conv_
         "scale_final_input_size": 32, "scale_final_hidden_sizes": [8, 8]}  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCAB, "pad_token_id": 1},
+    "swin": {"embed_dim": 24, "image_size": 64, "window_size": 2, "depths": [1, 1, 1, 1]},
     "yolos": {"image_size": [IMAGE, IMAGE]},
     "cosmos3_edge": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}},
     **dict.fromkeys(["qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text"],
