@@ -449,6 +449,13 @@ def drawn(folder: str, **options: Any) -> Any:
     return result_of(trainer)
 
 
+class Forgetting(loopwright.TrainerCallback):
+    """A run that is resumed begins with an empty list: what a model keeps comes back from its checkpoint."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        model.seen.clear()
+
+
 def streamed(folder: str, *, stop_at: int, **options: Any) -> Any:
     """The samples of a stream that one life of a run trained on."""
     model = Numbers()
@@ -457,7 +464,7 @@ def streamed(folder: str, *, stop_at: int, **options: Any) -> Any:
     rank = int(os.environ["RANK"])
     trainer = loopwright.Trainer(
         model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=Stream(24, aware=False),
-        callbacks=[At(stop_at, rank, fail)],
+        callbacks=[At(stop_at, rank, fail), Forgetting()],
     )  # fmt: skip
     try:
         trainer.train(resume_from_checkpoint="auto")
