@@ -27,6 +27,10 @@ CLOCKED = ("runtime", "per_second")
 ROWS = 14
 
 
+class Record(list[list[int]]):
+    """What one life of a run has seen: no plain list, which would come back from a checkpoint."""
+
+
 class Net(nn.Module):
     """Two layers with dropout and a buffer; remembers which samples it was trained on."""
 
@@ -35,7 +39,7 @@ class Net(nn.Module):
         self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
         self.register_buffer("mean", torch.zeros(8))
         self.dropout = nn.Dropout(0.3)
-        self.seen: list[list[int]] = []
+        self.seen = Record()
         self.before: Callable[[Net], None] = lambda net: None
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -342,22 +346,25 @@ def killed(folder: str, *, forward: int, resume: Any = "auto", **options: Any) -
     finish(trainer, resume)
 
 
+SENT: list[int] = []
+"""The signals this process has sent itself: not on an object of the run, which is put back after a loss was tried."""
+
+
 class Sender(TrainerCallback):
     """Sends this process a signal, once, at one place of one step."""
 
     def __init__(self, number: int, where: str, step: int, times: int) -> None:
         self.number, self.where, self.step, self.times = number, where, step, times
         self.trainer: Any = None
-        self._sent = False
         self._seen_before = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen_before = len(self.trainer.model.seen)
 
     def send(self) -> None:
-        if self._sent:
+        if SENT:
             return
-        self._sent = True
+        SENT.append(self.number)
         self.trainer.trace.write(f"signal in {self.where} at {self.trainer.state.global_step}")
         for _ in range(self.times):
             os.kill(os.getpid(), self.number)

@@ -43,6 +43,7 @@ class LossMethods(LossLearningMethods):
     model_accepts_loss_kwargs: bool
     loss_is_scaled_for_ga: bool | None
     micro_split: int
+    _modules: Any
     _stamp: ModelStamp | None = None
     """What the model was at the last update; None where nothing depends on that."""
     work: Any
@@ -229,7 +230,7 @@ class LossMethods(LossLearningMethods):
         return self.accounting.total(batch_samples)
 
     def micro_step(self, update: Update, index: int) -> Any:
-        if index and self.signals.wants_save:
+        if index and self.signals.wants_save and self._may_be_cut_short():
             raise Interrupted
         items = self.accounting.begin(update, index)
         speed = self._speed
@@ -238,6 +239,10 @@ class LossMethods(LossLearningMethods):
         if index + 1 < len(update.batches):
             self.callback_handler.fire("on_substep_end")
         return loss
+
+    def _may_be_cut_short(self) -> bool:
+        """Whether an update can be undone: one that changes plain attributes of modules is finished instead."""
+        return self._modules is None or not self._modules.state_dict(lambda text: None)["values"]
 
     def _stamp_model(self, update: Update) -> None:
         """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
