@@ -86,7 +86,8 @@ class ChangeMethods(BaseTrainer):
     def follow_changes(self) -> None:
         """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
         known = self._known
-        assert known is not None
+        if known is None:
+            return  # an update outside of training, as one that compiles ahead
         if self.model is not known.model:
             raise ModelError(
                 f"trainer.model was assigned after step {self.state.global_step}, while the model before it is in "

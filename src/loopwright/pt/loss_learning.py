@@ -189,7 +189,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _accounting_of_evaluation(self) -> LossAccounting:
         """What is known about the loss of training, where that is enough; otherwise evaluation finds out for itself."""
-        if self.accounting.is_additive and self.accounting.kind is not None:
+        if not self.accounting.may_compare or (self.accounting.is_additive and self.accounting.kind is not None):
             return self.accounting
         if self._eval_accounting is None:
             own = self.accounting
