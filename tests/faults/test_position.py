@@ -122,4 +122,6 @@ def test_a_changed_batch_size_goes_on_at_the_same_sample(tmp_path: Path) -> None
     make(tmp_path / "run", 100, samples=2_000, save_steps=100).train()
     trainer = make(tmp_path / "run", 102, samples=2_000, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer.train_dataset.calls == list(trainer._get_train_sampler())[800:816]
+    calls = trainer.train_dataset.calls
+    # An update of several micro-batches: the first two samples are collated once, to see which entries go by samples.
+    assert calls[:8] + calls[10:] == list(trainer._get_train_sampler())[800:816] and calls[8:10] == [0, 1]
