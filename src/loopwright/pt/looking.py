@@ -49,14 +49,6 @@ class Equation:
         moves = gradient is not None and bool(gradient.any())
         return self.whole.is_defined and (self.whole.value != 0 or moves)
 
-    def error(self, by: Denominator, label_names: list[str]) -> float:
-        """How far the loss is from what the parts would make it, relatively."""
-        predicted = self._predicted(by, label_names)
-        if predicted is None:
-            return float("inf")
-        most = max(abs(self.whole.value), *(abs(part.value) for part in self.parts if part.is_defined), 1e-300)
-        return abs(predicted.value - self.whole.value) / most
-
     def fits(self, by: Denominator, label_names: list[str], probe: LossProbe) -> bool:
         """Whether the loss, its count and its gradient are what the parts make them."""
         predicted = self._predicted(by, label_names)
@@ -102,7 +94,6 @@ class Finding:
 
     rivals: tuple[Denominator, ...] = ()
     """Denominators that fit; several where the batch does not tell them apart."""
-    closest: Denominator | None = None
     tells: bool = True
     draws: bool = False
     """Whether the loss changes with the seed."""
@@ -135,9 +126,8 @@ def look(
     if not equations:
         return Finding(tuple(wanted), tells=False)
     fitting = [by for by in wanted if all(each.fits(by, label_names, probe) for each in equations)]
-    closest = min(wanted, key=lambda by: max(each.error(by, label_names) for each in equations))
     empty = any(each.has_loss_without_items(label_names) for each in equations)
-    return Finding(tuple(fitting), closest, counts_empty=empty)
+    return Finding(tuple(fitting), counts_empty=empty)
 
 
 def pieces_of(

@@ -14,6 +14,7 @@ from ..args.places import working_folder
 from ..core.batches import Update
 from ..core.overrides import adapt, is_overridden
 from ..core.signals import Interrupted
+from ..speed.plan import AS_MADE
 from ..speed.stamp import AROUND, ModelStamp
 from .accounting import LossAccounting
 from .columns import LABEL_COLUMNS
@@ -169,7 +170,7 @@ class LossMethods(LossLearningMethods):
         if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
         speed = None if self._speed is None or self._speed.is_idle else self._speed
-        if speed is not None and speed.lays_out and self.accounting.is_additive is False:
+        if speed is not None and speed.plan.layout != AS_MADE and self.accounting.is_additive is False:
             self._leave_layouts()
             speed = None
         if speed is not None:
@@ -263,6 +264,11 @@ class LossMethods(LossLearningMethods):
             self._learn_loss(update.batches if speed is None else speed.as_made(update))
             self.accounting.keep_weights_of(before)
             self._count(update)
+        elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
+            self.notices.tell_once(
+                f"{changes[0]} was changed during training. With several processes, what the loss is the mean of is "
+                "not looked at again; micro-batches keep their weights"
+            )
         if speed is not None:
             speed.follow_changes(update, changes)
 

@@ -32,6 +32,7 @@ class PacingMethods(BaseTrainer):
     device: torch.device
     work: Any
     speed_plan: dict[str, Any] | None = None
+    _speed: Any = None
     """What was switched on and why: `choices`, rows of (name, on, reason), and `probe`, numbers by name."""
     operations: Operations | None = None
     """The model's operations by tokens; counted at the first log point of a device whose peak is known."""
@@ -44,6 +45,7 @@ class PacingMethods(BaseTrainer):
         return report_of(
             self.speed_plan,
             numbers=self.pace.whole(),
+            checks={} if self._speed is None else self._speed.checks,
             split=split.shares(),
             sampled_updates=split.updates,
             update_seconds=split.seconds() or None,

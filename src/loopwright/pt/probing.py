@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from ..speed.dropout import without_dropout
 from .loss import LossKind, check_loss, count_targets, find_targets
 from .sandbox import Sandbox, sandbox
 from .shapes import IGNORED
@@ -44,33 +43,6 @@ class Measured:
     @property
     def is_defined(self) -> bool:
         return abs(self.value) < float("inf")
-
-
-class NeutralDropout(TorchFunctionMode):
-    """Every dropout of torch lets all of its input pass; whatever else depends on training mode stays."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS and args:
-            return args[0]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs["dropout_p"] = 0.0
-        elif func is F.multi_head_attention_forward:
-            args = (*args[:10], 0.0, *args[11:]) if len(args) > 10 else args
-            if "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = frozenset(
-    {
-        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-        torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
-    }
-)  # fmt: skip
 
 
 class LossProbe:
@@ -118,7 +90,7 @@ class LossProbe:
         with self.trying():
             assert self._box is not None
             self._prepare(seed)
-            with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
+            with torch.enable_grad() if self._with_gradients else torch.no_grad(), without_dropout(channels=True):
                 try:
                     return self._computed(inputs, items)
                 finally:
@@ -143,7 +115,7 @@ class LossProbe:
             assert self._box is not None
             self._prepare(seed)
             try:
-                with torch.enable_grad() if self._with_gradients else torch.no_grad(), NeutralDropout():
+                with torch.enable_grad() if self._with_gradients else torch.no_grad(), without_dropout(channels=True):
                     loss = self._computed(inputs, items)
                 count = None
                 if isinstance(loss, (tuple, list)):

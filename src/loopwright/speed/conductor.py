@@ -230,9 +230,9 @@ class Conductor:
         return update.batches if self._last is None else self._last[0]
 
     @property
-    def lays_out(self) -> bool:
-        """Whether micro-batches are made anew from the samples of an update."""
-        return self._layout is not None
+    def checks(self) -> dict[str, int]:
+        """What was compared after the plan was made, for the report."""
+        return {} if self._verification is None or not self.is_active else self._verification.checks
 
     def leave_as_made(self) -> None:
         """Take the current update as it is: its micro-batches were exchanged for others."""

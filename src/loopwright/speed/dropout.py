@@ -12,6 +12,8 @@ from torch import Tensor
 
 Shapes = list[tuple[int, ...]]
 
+OF_CHANNELS = ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+"""Functions of torch.nn.functional that drop more than single elements, or draw in another way."""
 _OFF = [0]
 """How many `without_dropout` are entered; attention kernels that draw their own numbers ask `dropout_is_off`."""
 
@@ -21,14 +23,14 @@ def dropout_is_off() -> bool:
 
 
 @contextmanager
-def without_dropout() -> Iterator[Shapes]:
-    """Element-wise dropout does nothing; yields the shapes it would have been applied to.
+def without_dropout(*, channels: bool = False) -> Iterator[Shapes]:
+    """Dropout does nothing; yields the shapes that dropout of single elements would have been applied to.
 
-    Only dropout of single elements is switched off: it is the same in every layout. What drops whole samples,
-    channels or layers goes on drawing random numbers, which is how the proof notices it.
+    By default only single elements: their dropout is the same in every layout. What drops whole samples, channels or
+    layers goes on drawing random numbers, which is how the proof notices it.
     """
     shapes: Shapes = []
-    functional, builtin, attention = F.dropout, torch.dropout, F.scaled_dot_product_attention
+    functional, attention = F.dropout, F.scaled_dot_product_attention
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if training and p > 0:
@@ -43,6 +45,9 @@ def without_dropout() -> Iterator[Shapes]:
         (torch, "dropout", lambda input, p, train: dropout(input, p, train)),
         (F, "scaled_dot_product_attention", attend),
     ]
+    if channels:
+        patches += [(F, name, lambda input, *args, **kwargs: input) for name in OF_CHANNELS]
+    before = [(place, name, getattr(place, name)) for place, name, _ in patches]
     for place, name, function in patches:
         setattr(place, name, function)
     _OFF[0] += 1
@@ -50,7 +55,8 @@ def without_dropout() -> Iterator[Shapes]:
         yield shapes
     finally:
         _OFF[0] -= 1
-        F.dropout, torch.dropout, F.scaled_dot_product_attention = functional, builtin, attention
+        for place, name, function in before:
+            setattr(place, name, function)
 
 
 def per_sample(shapes: Shapes, rows: set[int]) -> tuple[int, ...] | None:

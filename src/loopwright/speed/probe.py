@@ -72,6 +72,8 @@ class Proof:
     numbers: dict[str, float] = field(default_factory=dict)
     ran_out: bool = False
     """Whether memory was too short to compare."""
+    has_no_reference: bool = False
+    """Whether the path as it is could not be computed for comparison."""
 
     def refuse(self, reason: str) -> Proof:
         self.accepted, self.reason = False, reason

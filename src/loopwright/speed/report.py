@@ -26,6 +26,8 @@ class SpeedReport:
     """Speeds and shares as in metrics.jsonl, over the run without its first log interval."""
     split: Mapping[str, float] = field(default_factory=dict)
     """Shares of an update's time, from sampled updates."""
+    checks: Mapping[str, int] = field(default_factory=dict)
+    """How many later updates were computed both ways, proved again, and left as the collator made them."""
     sampled_updates: int = 0
     update_seconds: float | None = None
     device: str | None = None
@@ -38,6 +40,7 @@ class SpeedReport:
             "number_format": self.number_format,
             "choices": [{"name": name, "on": on, "reason": reason} for name, on, reason in self.choices],
             "probe": dict(self.probe),
+            "checks": dict(self.checks),
             "numbers": dict(self.numbers),
             "time_split": dict(self.split),
             "sampled_updates": self.sampled_updates,
@@ -49,6 +52,7 @@ class SpeedReport:
         lines = [f"speed report ({place})" if place else "speed report"]
         lines += _choice_lines(self.choices)
         lines += _rows({name: _short(value) for name, value in self.probe.items()}, "proof")
+        lines += _rows({name: f"{count:,}" for name, count in self.checks.items()}, "updates")
         lines += _rows(_number_texts(self.numbers), "measured") or ["  measured: no log point yet"]
         lines += self._split_lines()
         return "\n".join(lines)

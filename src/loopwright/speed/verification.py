@@ -40,6 +40,8 @@ class Verification:
         self.updates = self.audits = self.proofs = self.failures = self.left = 0
         """Updates since the plan; compared both ways; proved again; proved different; left as made."""
         self._last_audit = 0
+        self._refused = 0
+        """Audits in a row that could not be made: a loss that is not finite, say."""
 
     # ---- something new ----------------------------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class Verification:
         try:
             reference = prover.update(samples, batches, repeats=covers)
         except Refused as reason:
-            return Proof(plan.layout).refuse(str(reason))
+            return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         proof = prover.prove_update(candidate, reference)
         if proof.accepted and covers and self._layout is not None and samples is not None:
@@ -84,17 +86,27 @@ class Verification:
         """Count an update, and compare it both ways when it is its turn: what came of that."""
         self.updates += 1
         tokens = 0 if samples is None else padded_tokens(batches, samples)
-        if not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
+        if not self._refused and not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
             return None
-        self.audits += 1
         if samples is None or tokens <= WHOLE_TOKENS or self.updates % EVERY == 0:
             proof = self.prove(batches, samples, limits, covers=False)
         else:
             proof = self._prove_part(samples)
+        if proof.has_no_reference and self._refused < MOST_FAILURES:
+            self._refused += 1  # the next update is asked
+            return None
+        self.audits += 1
+        self._refused = 0
         if not proof.accepted:
             return proof
         self._last_audit = self.updates
         return None
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """The counts of a run, by what a report calls them."""
+        return {"laid out": self.updates, "computed both ways": self.audits, "proved again": self.proofs,
+                "with something new left as made": self.left}  # fmt: skip
 
     @property
     def since(self) -> int:
@@ -106,7 +118,7 @@ class Verification:
         try:
             reference = prover.part(samples, self.updates)
         except Refused as reason:
-            return Proof(plan.layout).refuse(str(reason))
+            return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
         return prover.prove_part(candidate, reference)
 
