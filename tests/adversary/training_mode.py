@@ -127,7 +127,15 @@ class Activity(Around):
         return found
 
 
-case("a regulariser over the padded batch", CAUSE, lambda: made(Activity), None, written=as_written(own_loss))
+def activity(owner: Any, model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Micro-batches weighed by their targets, which is what the loss is the mean of but for the regulariser."""
+    count = (batch["labels"][:, 1:] != -100).sum()
+    return own_loss(owner, model, batch) * count, count
+
+
+case(
+    "a regulariser over the padded batch", CAUSE, lambda: made(Activity), pooled(activity), written=as_written(own_loss)
+)
 
 
 class Normed(Pooled):

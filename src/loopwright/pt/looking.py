@@ -59,8 +59,7 @@ class Equation:
             return False
         if predicted.count is not None and not probe.close(predicted.count, self.whole.count or 0.0):
             return False
-        norms = [float(part.gradient.norm()) for part in defined if part.gradient is not None]
-        return probe.alike(predicted.gradient, self.whole.gradient, max(norms, default=0.0))
+        return probe.alike(predicted.gradient, self.whole.gradient, *(part.gradient for part in defined))
 
     def has_loss_without_items(self, label_names: list[str]) -> bool:
         """Whether a part without a single label that counts has a loss all the same."""

@@ -23,18 +23,20 @@ ComputeLoss = Callable[[dict[str, Any], Any], Any]
 ARGUMENTS, UPDATE = "arguments", "update"
 """Where a loss that divides by the accumulation may find it."""
 ANOTHER_SEED = 20_231
-FEW_PARAMETERS, FEW_ENTRIES = 8, 65_536
-"""Parameters whose gradients are compared, and how much of each."""
+MOST_ENTRIES = 1 << 20
+"""Numbers of a gradient that are compared: some of every parameter, from all over it."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """How far two ways to compute one loss may be apart, relatively; half precision is rounded at each step."""
 IN_HALF = 2e-2
 GRADIENT_TOLERANCE = 200
 """Gradients are sums of many rounded numbers: they may be so many times further apart."""
+OF_ONE, SMALL = 10, 1e-3
+"""So many times further apart those of one parameter, and what counts as its size if it hardly has any."""
 
 
 @dataclass
 class Measured:
-    """A loss, the count it came with if it is a pair, and the gradient of a few parameters."""
+    """A loss, the count it came with if it is a pair, and some of the gradient of every parameter."""
 
     value: float
     count: float | None = None
@@ -62,6 +64,7 @@ class LossProbe:
         """Whether autocast is left out, until something turns out to need it."""
         self._in_half = False
         self._box: Sandbox | None = None
+        self._sizes: list[int] = []
         self.tolerance = TOLERANCE[torch.float32]
         self.is_exact = True
         """Whether losses are computed closely enough to tell small differences."""
@@ -147,25 +150,16 @@ class LossProbe:
         """A part of the gradient; None where there is none, or where it cannot be had this way."""
         if not self._with_gradients or not loss.requires_grad:
             return None
-        chosen = self._few_parameters()
+        chosen = [p for p in self._model.parameters() if p.requires_grad]
         try:
             found = torch.autograd.grad(loss, chosen, allow_unused=True)
         except RuntimeError:  # checkpoints of the old kind want .backward()
             self._with_gradients = False
             return None
-        parts = [
-            torch.zeros(min(p.numel(), FEW_ENTRIES), dtype=torch.float64)
-            if g is None
-            else g.detach().reshape(-1)[:FEW_ENTRIES].to("cpu", torch.float64)
-            for p, g in zip(chosen, found, strict=True)
-        ]
-        return torch.cat(parts) if parts else None
-
-    def _few_parameters(self) -> list[nn.Parameter]:
-        """Trainable parameters from all over the model, first and last ones among them."""
-        trainable = [p for p in self._model.parameters() if p.requires_grad]
-        step = max(1, (len(trainable) - 1) // (FEW_PARAMETERS - 1))
-        return [*trainable[::step][:FEW_PARAMETERS], *trainable[-1:]] if trainable else []
+        each = max(1, MOST_ENTRIES // max(len(chosen), 1))
+        parts = [_some_of(p if g is None else g, each) * (g is not None) for p, g in zip(chosen, found, strict=True)]
+        self._sizes = [len(part) for part in parts]
+        return torch.cat([part.to(parts[0].device) for part in parts]).to("cpu", torch.float64) if parts else None
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
@@ -231,12 +225,28 @@ class LossProbe:
         """Whether two numbers are one but for rounding; `scale` is the size of what they were computed from."""
         return abs(a - b) <= self.tolerance * max(abs(a), abs(b), scale)
 
-    def alike(self, a: Tensor | None, b: Tensor | None, scale: float = 0.0) -> bool:
-        """Whether two gradients are one but for rounding."""
+    def alike(self, a: Tensor | None, b: Tensor | None, *of: Tensor | None) -> bool:
+        """Whether two gradients are one but for rounding: all in all, and each parameter's; `of` is what made them."""
         if a is None or b is None:
             return True
-        most = max(float(a.norm()), float(b.norm()), scale)
-        return float((a - b).norm()) <= min(GRADIENT_TOLERANCE * self.tolerance, 0.2) * most
+        size = max(float(each.norm()) for each in (a, b, *of) if each is not None)
+        allowed = min(GRADIENT_TOLERANCE * self.tolerance, 0.2)
+        if not float((a - b).norm()) <= allowed * size:
+            return False
+        if not self.is_exact:
+            return True
+        sizes = torch.stack([self._norms(each) for each in (a, b, *of) if each is not None]).amax(0)
+        return bool((self._norms(a - b) <= OF_ONE * allowed * sizes.clamp(min=SMALL * size)).all())
+
+    def _norms(self, gradient: Tensor) -> Tensor:
+        """The norm of each parameter's part of a gradient."""
+        return torch.stack([part.norm() for part in gradient.split(self._sizes)])
+
+
+def _some_of(values: Tensor, count: int) -> Tensor:
+    """So many numbers of a tensor, from all over it."""
+    flat = values.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))]
 
 
 def _number(loss: Any) -> float:

@@ -1,0 +1,91 @@
+"""Later updates are computed both ways: often at first, then one in a few thousand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from loopwright import TrainerCallback
+from loopwright.speed.plan import AS_MADE
+from loopwright.speed.verification import EVERY, is_turn
+from tests.speed.architectures import build, samples
+from tests.speed.training import InOrder, train
+
+pytest.importorskip("transformers")
+SWITCH = {"padding": False, "nan": False}
+"""A global that the loss reads: no stamp of a model can see it."""
+
+
+class Switched(nn.Module):
+    """A model whose loss looks at padding, or is not finite, once a global says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("bert", "tokens")
+        self.config = self.inner.config
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> dict[str, Any]:
+        outputs = self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        loss = outputs.loss
+        if SWITCH["padding"]:
+            loss = loss + 0.1 * outputs.logits.square().mean()
+        return {"loss": loss * float("nan") if SWITCH["nan"] else loss, "logits": outputs.logits}
+
+
+class At(TrainerCallback):
+    """Turns a switch on before one step, and off after it if it is to last no longer."""
+
+    def __init__(self, switch: str, step: int, *, lasts: bool) -> None:
+        self.switch, self.step, self.lasts = switch, step, lasts
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        SWITCH[self.switch] = state.global_step == self.step - 1 or (self.lasts and state.global_step >= self.step)
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Any:
+    yield
+    SWITCH.update(dict.fromkeys(SWITCH, False))
+
+
+def run(folder: Path, speed: str, *callbacks: TrainerCallback, steps: int = 10, **more: Any) -> Any:
+    torch.manual_seed(0)
+    SWITCH.update(dict.fromkeys(SWITCH, False))
+    options: dict[str, Any] = {"gradient_accumulation_steps": 1, "max_steps": steps, "learning_rate": 0.01, **more}
+    data = samples(6 * steps, "tokens")
+    return train(Switched(), data, folder, kind=InOrder, speed=speed, given={"callbacks": list(callbacks)}, **options)
+
+
+def test_turns_come_often_at_first() -> None:
+    small = [update for update in range(1, 3 * EVERY + 1) if is_turn(update, is_small=True)]
+    large = [update for update in range(1, 3 * EVERY + 1) if is_turn(update, is_small=False)]
+    assert small == [*(2**k for k in range(1, 13)), 2 * EVERY, 3 * EVERY]
+    assert large == [8, 1024, EVERY, 2 * EVERY, 3 * EVERY]
+
+
+def test_the_report_counts_what_was_compared(tmp_path: Path) -> None:
+    report = run(tmp_path, "max").trainer.speed_report()
+    assert report.as_dict()["checks"]["computed both ways"] == 3  # the 2nd, 4th and 8th
+    assert "computed both ways 3" in str(report)
+
+
+def test_a_loss_that_changes_unseen_is_found_and_the_run_goes_on_right(tmp_path: Path) -> None:
+    """From the sixth update on; the eighth is computed both ways."""
+    plain = run(tmp_path / "plain", "off", At("padding", 6, lasts=True))
+    fast = run(tmp_path / "fast", "max", At("padding", 6, lasts=True))
+    assert fast.losses[:5] == pytest.approx(plain.losses[:5], rel=1e-6)
+    assert fast.losses[5] != pytest.approx(plain.losses[5], rel=1e-6), "nothing can see a global"
+    assert fast.plan.layout == AS_MADE
+    told = [text for text in fast.trainer.notices.told if "update 8 since the plan was made differs" in text]
+    assert len(told) == 1 and "4 updates before" in told[0]
+
+
+def test_an_update_without_a_finite_loss_is_no_difference(tmp_path: Path) -> None:
+    """The fourth update is due to be computed both ways, and cannot be: the fifth is asked instead."""
+    fast = run(tmp_path, "max", At("nan", 4, lasts=False), steps=6, on_nonfinite="skip")
+    assert fast.plan.layout != AS_MADE or not any("differs" in text for text in fast.trainer.notices.told)
+    assert fast.trainer.speed_report().checks["computed both ways"] == 2
