@@ -117,7 +117,8 @@ def compare(model: nn.Module, data: Any, tolerance: float, name: str, **options:
         f"{name}: graphs {graphs_of(graphed)}; losses differ by at most {off:.1e}; "
         f"{slow_clock.milliseconds:.2f} -> {clock.milliseconds:.2f} ms per update; last loss {fast[-1]:.4f}"
     )
-    assert graphs_of(graphed) == "on" and off <= tolerance, (graphs_of(graphed), off)
+    is_flat = graphed._speed.plan.layout == plan.FLAT  # one row of all samples: longer than what a launch takes
+    assert (graphs_of(graphed) == "on" or is_flat) and off <= tolerance, (graphs_of(graphed), off)
     assert torch.isfinite(torch.tensor(fast)).all()
 
 
