@@ -300,7 +300,8 @@ if TYPE_CHECKING:
         Seq2SeqTrainingArguments as Seq2SeqTrainingArguments,
         TrainingArguments as TrainingArguments,
     )
-    from .pt.collators import (
+    from .pt.checkpoint.weights import load_model as load_model
+    from .pt.data.collators import (
         DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
         DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
         DataCollatorForSeq2Seq as DataCollatorForSeq2Seq,
@@ -311,11 +312,11 @@ if TYPE_CHECKING:
         DefaultDataCollator as DefaultDataCollator,
         default_data_collator as default_data_collator,
     )
-    from .pt.greedy import GreedyLR as GreedyLR
-    from .pt.loaders import has_length as has_length
-    from .pt.loss import LabelSmoother as LabelSmoother
-    from .pt.optimizers.adafactor import Adafactor as Adafactor
-    from .pt.schedulers import (
+    from .pt.data.loaders import has_length as has_length
+    from .pt.loss.targets import LabelSmoother as LabelSmoother
+    from .pt.optim.greedy_lr import GreedyLR as GreedyLR
+    from .pt.optim.optimizers.adafactor import Adafactor as Adafactor
+    from .pt.optim.schedulers import (
         get_constant_schedule as get_constant_schedule,
         get_constant_schedule_with_warmup as get_constant_schedule_with_warmup,
         get_cosine_schedule_with_warmup as get_cosine_schedule_with_warmup,
@@ -330,10 +331,9 @@ if TYPE_CHECKING:
         get_scheduler as get_scheduler,
         get_wsd_schedule as get_wsd_schedule,
     )
-    from .pt.seeding import enable_full_determinism as enable_full_determinism, set_seed as set_seed
+    from .pt.rng import enable_full_determinism as enable_full_determinism, set_seed as set_seed
     from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from .pt.trainer import Trainer as Trainer
-    from .pt.weights import load_model as load_model
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
     from .tf.arguments import TFTrainingArguments as TFTrainingArguments
     from .tf.keras_callbacks import KerasCallbackAdapter as KerasCallbackAdapter

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def close_group() -> None:
-    from loopwright.pt.strategies import group
+    from loopwright.pt.distributed import process_group as group
 
     if group._opened is not None:
         group._opened.close()

@@ -10,7 +10,7 @@ import torch
 
 import loopwright
 from loopwright import ArgumentsError, DataError
-from loopwright.pt.metric_inputs import choices, scores
+from loopwright.pt.evaluation.metric_inputs import choices, scores
 from tests.evaluation.test_arguments import Point, points
 from tests.pt import tiny
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from loopwright import DataError, Seq2SeqTrainer, Seq2SeqTrainingArguments
-from loopwright.pt.prompts import answers_of, prompts_of
+from loopwright.pt.evaluation.prompts import answers_of, prompts_of
 
 PAD = 0
 tokens = st.integers(1, 9)

@@ -19,8 +19,8 @@ import loopwright.core.beacon as beacon
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
 from loopwright.errors import PeerError
-from loopwright.pt import watch
-from loopwright.pt.watch import Watch, is_lost_connection, patience_for
+from loopwright.pt.distributed import heartbeat as watch
+from loopwright.pt.distributed.heartbeat import Watch, is_lost_connection, patience_for
 
 
 def at(rank: int, step: int, phase: str, waits: str = "", **more) -> Sighting:

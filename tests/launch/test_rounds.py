@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from loopwright.errors import PeerError
-from loopwright.pt.strategies.rounds import agree_on_round
+from loopwright.pt.distributed.rendezvous import agree_on_round
 
 
 @pytest.fixture

@@ -345,7 +345,8 @@ def test_the_loader_is_made_as_asked() -> None:
 
 @shows("dataloader_pin_memory", "use_cpu")
 def test_memory_is_pinned_for_a_device_and_never_for_the_cpu(monkeypatch: Any) -> None:
-    from loopwright.pt import data, devices
+    from loopwright.pt import devices
+    from loopwright.pt.data.pipeline import pipeline as data
 
     assert TrainingArguments("run", use_cpu=True).device.type == "cpu"
     assert TrainingArguments("run", use_cpu=True).dataloader_pin_memory is False
@@ -514,7 +515,7 @@ def test_batches_are_kept_apart_when_asked() -> None:
 
 @shows("eval_accumulation_steps")
 def test_predictions_move_to_the_host_every_so_many_batches(monkeypatch: Any) -> None:
-    from loopwright.pt import evaluating
+    from loopwright.pt.evaluation import step as evaluating
 
     moved: list[int] = []
     batches: list[int] = []
@@ -613,7 +614,7 @@ def test_a_file_that_appears_makes_a_checkpoint(tmp_path: Path) -> None:
 def test_checkpoints_are_written_in_a_thread_unless_told_otherwise(monkeypatch: Any) -> None:
     import threading
 
-    from loopwright.pt import saving
+    from loopwright.pt.checkpoint.tensors import save as saving
 
     threads: list[str] = []
     write = saving.write_optimizer

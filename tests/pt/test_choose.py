@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from loopwright import ArgumentsError, TrainingArguments
+from loopwright.pt.distributed.process_group import backend_for
 from loopwright.pt.strategies import choose
 from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Refused, asked_for, chosen_row
-from loopwright.pt.strategies.group import backend_for
 
 ZERO = {"zero_optimization": {"stage": 2}}
 ROWS: dict[frozenset[str], tuple[int, dict[str, Any]]] = {

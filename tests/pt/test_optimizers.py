@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from loopwright.errors import ArgumentsError, MissingPackage, ModelError, NotAvailable  # noqa: E402
-from loopwright.pt.optimizers import (  # noqa: E402
+from loopwright.pt.optim.optimizers import (
     OPTIMIZERS,
     Adafactor,
     Muon,
@@ -25,7 +25,7 @@ from loopwright.pt.optimizers import (  # noqa: E402
     register_optimizer,
     table,
 )
-from loopwright.pt.optimizers.muon import hidden_matrices, orthogonalize  # noqa: E402
+from loopwright.pt.optim.optimizers.muon import hidden_matrices, orthogonalize  # noqa: E402
 
 TORCH_ONLY = ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "muon"]
 
@@ -646,7 +646,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(shape):
 
 
 def test_matrices_of_one_shape_are_updated_together_as_if_alone(monkeypatch):
-    from loopwright.pt.optimizers import muon
+    from loopwright.pt.optim.optimizers import muon
 
     together, alone = mlp(), mlp()
     args = arguments("muon", optim_target_modules="all-linear")

@@ -477,7 +477,7 @@ def test_saving_in_the_background_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_failed_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.pt import saving
+    from loopwright.pt.checkpoint.tensors import save as saving
 
     monkeypatch.setattr(saving, "write_optimizer", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(CheckpointError, match="disk full"):
@@ -487,7 +487,7 @@ def test_a_failed_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) 
 
 
 def test_a_failed_last_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.pt import saving
+    from loopwright.pt.checkpoint.tensors import save as saving
 
     monkeypatch.setattr(saving, "write_optimizer", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(CheckpointError, match="disk full"):

@@ -208,7 +208,7 @@ def test_a_host_short_of_memory_saves_at_once(
         return save(self, *args, **kwargs)
 
     monkeypatch.setattr("loopwright.core.checkpoint.manager.CheckpointManager.save", watched)
-    monkeypatch.setattr("loopwright.pt.saving.free_memory", lambda: free)
+    monkeypatch.setattr("loopwright.pt.checkpoint.save.free_memory", lambda: free)
     run(tmp_path, max_steps=2)
     assert seen == [background]
 

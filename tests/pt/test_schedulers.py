@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from loopwright.errors import ArgumentsError, CheckpointError  # noqa: E402
-from loopwright.pt import schedulers  # noqa: E402
-from loopwright.pt.greedy import GreedyLR  # noqa: E402
-from loopwright.pt.schedulers import ScheduledLR, build_scheduler, get_scheduler, steps_on_metric  # noqa: E402
+from loopwright.pt.optim import schedulers  # noqa: E402
+from loopwright.pt.optim.greedy_lr import GreedyLR  # noqa: E402
+from loopwright.pt.optim.schedulers import ScheduledLR, build_scheduler, get_scheduler, steps_on_metric  # noqa: E402
 
 
 def parameter():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
-from loopwright.pt import seeding
+from loopwright.pt import rng as seeding
 
 
 def draw() -> list[float]:

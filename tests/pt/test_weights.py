@@ -304,7 +304,7 @@ def test_a_format_that_would_not_come_back_is_an_error_before_the_first_step(tmp
 
 
 def test_values_that_do_not_come_back_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from loopwright.pt import conversion
+    from loopwright.pt.checkpoint.tensors import conversion
 
     model = mixtral()
     kept = conversion.to_exported

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-import loopwright.pt.speeding as speeding
+import loopwright.pt.acceleration as speeding
 from loopwright import Trainer
 from loopwright.speed.budget import Demand, at_length, choose_budget, demand_of
 from loopwright.speed.checkpointing import is_recomputing

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.pt.pacing as pacing
-from loopwright.pt.seeding import untouched_rng
+import loopwright.pt.throughput as pacing
+from loopwright.pt.rng import untouched_rng
 from loopwright.speed.flops import LONGEST, Operations, count_operations, cut, trainable_share
 from tests.pt.tiny import Tokens, samples, trainer_of
 

@@ -196,7 +196,8 @@ def test_the_compute_capability_decides(monkeypatch: Any, capability: tuple[int,
 
 
 def test_a_run_changes_its_layers_and_gives_them_back(emulated: None, monkeypatch: Any, tmp_path: Any) -> None:
-    from loopwright.pt import precision, preparing
+    from loopwright.pt import precision
+    from loopwright.pt.model import options as preparing
 
     monkeypatch.setattr(precision, "refuse_without_fp8", lambda device: None)
     monkeypatch.setattr(preparing, "measured_on", lambda *args, **options: lambda *size: FASTER)

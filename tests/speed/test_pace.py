@@ -16,7 +16,7 @@ from loopwright.callbacks.metrics_file import kind_of, read_metrics
 from loopwright.callbacks.text import work_line
 from loopwright.core.batches import Update
 from loopwright.core.pace import Interval, Pace
-from loopwright.pt.work import WorkCounter
+from loopwright.pt.token_counter import WorkCounter
 from loopwright.speed.split import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.pt.tiny import Tokens, samples, trainer_of
 
@@ -389,7 +389,7 @@ def test_a_device_without_timed_events_trains_all_the_same(tmp_path: Any, monkey
     def refuse(*args: Any) -> Any:
         raise NotImplementedError("no events here")
 
-    monkeypatch.setattr("loopwright.pt.pacing.Split", refuse)
+    monkeypatch.setattr("loopwright.pt.throughput.Split", refuse)
     trainer = run(tmp_path, lengths=[5] * (FIRST + 4), per_device_train_batch_size=1, num_train_epochs=1)
     assert trainer.state.global_step == FIRST + 4 and not trainer.speed_report().split
 

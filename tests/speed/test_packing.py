@@ -22,7 +22,7 @@ from loopwright import (
 from loopwright.core.batches import Place
 from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
-from loopwright.pt.loaders import torch_permutation
+from loopwright.pt.data.pipeline.loaders import torch_permutation
 from loopwright.speed.distance import gradient_distance
 from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNPADDED
 from tests.speed.architectures import build, collate, samples

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from loopwright.pt.strategies.group import open_processes
+from loopwright.pt.distributed.process_group import open_processes
 from loopwright.xla import runtime
 from loopwright.xla.processes import XlaProcesses
 from loopwright.xla.strategy import XlaDevice

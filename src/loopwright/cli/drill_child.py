@@ -135,7 +135,7 @@ def digest(trainer: Any) -> dict[str, Any]:
     """Hashes of model and optimizer, bit for bit, and whether both are finite."""
     import torch
 
-    from ..pt.checkpoint import encode_optimizer, plain_module
+    from ..pt.checkpoint.tensors import encode_optimizer, plain_module
 
     module = plain_module(trainer.model)
     weights = module.state_dict()

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ..notices import logger
-from ..pt.checkpoint import copy_into, host_copy, plain_module
+from ..pt.checkpoint.tensors import copy_into, host_copy, plain_module
+from ..pt.data.static_shapes import Static, StaticShapes
+from ..pt.device_traits import KINDS
 from ..pt.devices import is_lazy
-from ..pt.kinds import KINDS
-from ..pt.seeding import untouched_rng
+from ..pt.rng import untouched_rng
 from ..pt.seq2seq import Seq2SeqTrainer
-from ..pt.shapes import Static, StaticShapes
 from ..pt.trainer import Trainer
 from .arguments import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 

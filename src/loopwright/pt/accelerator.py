@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NotAvailable
-from .checkpoint import plain_module
+from .checkpoint.tensors import plain_module
 
 
 class AcceleratorFace:

@@ -39,7 +39,7 @@ class TrainingArguments(BaseArguments):
         if self.world_size == 1:
             yield
             return
-        from .strategies.group import open_processes
+        from .distributed.process_group import open_processes
 
         processes = open_processes(self.device, backend=self.ddp_backend, timeout=self.ddp_timeout_delta)
         is_first = (self.local_process_index if local else self.process_index) == 0

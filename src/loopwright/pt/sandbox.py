@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from .devices import is_lazy
-from .seeding import restore_rng, snapshot_rng
+from .rng import restore_rng, snapshot_rng
 
 MOST_NODES = 200_000
 """Values looked at in all; a model of a thousand modules has about twenty thousand."""

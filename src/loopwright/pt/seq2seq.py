@@ -13,10 +13,10 @@ from ..core.evaluation import EvalPlan
 from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
 from .arguments import Seq2SeqTrainingArguments
-from .checkpoint import plain_module
+from .checkpoint.tensors import plain_module
 from .devices import is_lazy
-from .prompts import answers_of, prompts_of
-from .strategies.many import on_host
+from .evaluation.prompts import answers_of, prompts_of
+from .strategies.base import on_host
 from .trainer import Trainer
 
 DEFAULT_MAX_LENGTH = 20

@@ -14,18 +14,20 @@ from ..core.overrides import accepts, is_overridden
 from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
-from .changes import ChangeMethods
-from .checkpoint import HostCopies
-from .columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
-from .construction import check_constructor, default_collator, old_tokenizer, takes_trial
-from .loss import LabelSmoother
-from .memory import MemoryMeter
-from .metric_inputs import metrics_function
-from .neftune import add_embedding_noise
-from .optimizing import OptimizerMethods
-from .pacing import PacingMethods
-from .precision import choose_precision, set_tf32
-from .preparing import (
+from .checkpoint.rank_state import own_random_states
+from .checkpoint.save import SavingMethods
+from .checkpoint.tensors import HostCopies
+from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
+from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
+from .distributed.heartbeat import Watch, patience_for
+from .distributed.sync import SharingMethods, agreeing
+from .evaluation.metric_inputs import metrics_function
+from .evaluation.precheck import RehearsalMethods
+from .loss.targets import LabelSmoother
+from .memory_metrics import MemoryMeter
+from .model.changes import ChangeMethods
+from .model.neftune import add_embedding_noise
+from .model.options import (
     buffers_and_parameters_on,
     checkpoint_activations,
     compile_as_asked,
@@ -33,14 +35,12 @@ from .preparing import (
     move_model,
     set_use_cache,
 )
-from .records import own_random_states
-from .rehearsal import RehearsalMethods
-from .saving import SavingMethods
-from .seeding import enable_full_determinism, set_seed
-from .sharing import SharingMethods, agreeing
+from .optim.creation import OptimizerMethods
+from .precision import choose_precision, set_tf32
+from .rng import enable_full_determinism, set_seed
 from .strategies.choose import asked_for, choose_strategy, told
-from .watch import Watch, patience_for
-from .work import WorkCounter, operations_per_token, tokens_in
+from .throughput import PacingMethods
+from .token_counter import WorkCounter, operations_per_token, tokens_in
 
 
 class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):

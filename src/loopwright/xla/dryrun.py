@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ArgumentsError, LoopwrightError, NotAvailable
-from ..pt.loss import check_loss
-from ..pt.optimizers.decay import check_trainable
+from ..pt.loss.targets import check_loss
+from ..pt.optim.optimizers.decay import check_trainable
 from .topologies import CHIPS, PACKAGES, Topology
 from .tracing import noting
 

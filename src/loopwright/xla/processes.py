@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ..core.batches import Update
 from ..core.strategy import MicroStep
 from ..errors import ArgumentsError, ModelError, NotAvailable
+from ..pt.distributed.gather import gather_nested
+from ..pt.distributed.process_group import Processes, open_processes
 from ..pt.precision import Precision
-from ..pt.strategies.gathering import gather_nested
-from ..pt.strategies.group import Processes, open_processes
-from ..pt.strategies.many import ManyProcesses, joined, on_host
+from ..pt.strategies.base import ManyProcesses, joined, on_host
 from ..pt.strategies.single import SingleDevice
 from . import runtime
 from .strategy import XlaDevice

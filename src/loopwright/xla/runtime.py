@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from ..errors import MissingPackage, NotAvailable
-from ..pt.kinds import KINDS
-from ..pt.seeding import MORE_STREAMS
+from ..pt.device_traits import KINDS
+from ..pt.rng import MORE_STREAMS
 
 STREAM = "xla"
 

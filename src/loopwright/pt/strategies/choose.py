@@ -16,9 +16,9 @@ from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneede
 from ...args.zero import contradictions, stage_of
 from ...errors import ArgumentsError
 from ..devices import is_lazy
+from ..distributed.process_group import open_processes
 from ..precision import Precision
-from .group import open_processes
-from .places import processes_on, strategy_on
+from .by_device import processes_on, strategy_on
 
 Build = Callable[[Any, torch.device, Precision], Any]
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ModelError
+from ..distributed.process_group import Processes
 from ..precision import Precision
-from .group import Processes
-from .many import ManyProcesses
+from .base import ManyProcesses
 
 UNFINISHED = "Expected to have finished reduction in the prior iteration"
 

@@ -12,10 +12,10 @@ from ...args.zero import filled_config
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
+from ..checkpoint.weights import saved_weights
+from ..distributed.process_group import Processes
 from ..precision import Precision
-from ..weights import saved_weights
-from .group import Processes
-from .many import ManyProcesses
+from .base import ManyProcesses
 
 FOLDER = "deepspeed"
 TAG = "state"

@@ -22,11 +22,11 @@ from ...args.sharding import FsdpOptions
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ModelError
-from ..boxes import local_part
+from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters
+from ..distributed.process_group import Processes
+from ..model.options import checkpoint_activations, move_model, repeated_blocks
 from ..precision import Precision
-from ..preparing import checkpoint_activations, move_model, repeated_blocks
-from .group import Processes
 from .sharded import Sharded
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import ModelError
-from ..boxes import is_distributed
-from .many import ManyProcesses
+from ..checkpoint.shards import is_distributed
+from .base import ManyProcesses
 
 
 class Sharded(ManyProcesses):

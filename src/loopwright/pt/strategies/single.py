@@ -14,11 +14,11 @@ from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...speed.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.prefetch import NoPrefetch, prefetch_for
-from ..checkpoint import decode_optimizer, encode_optimizer
+from ..checkpoint.tensors import decode_optimizer, encode_optimizer
+from ..checkpoint.weights import load_weights
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
-from ..seeding import restore_rng, snapshot_rng
-from ..weights import load_weights
+from ..rng import restore_rng, snapshot_rng
 from .contents import IS_TRAINING, Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -17,10 +17,10 @@ from ...args.sharding import FsdpOptions
 from ...core.batches import Update
 from ...core.strategy import MicroStep
 from ...errors import ModelError
-from ..boxes import is_distributed
+from ..checkpoint.shards import is_distributed
+from ..distributed.process_group import Processes
 from ..precision import Precision
 from .fsdp import run_synchronized, shard_model
-from .group import Processes
 from .sharded import Sharded
 
 Make = Callable[[], ParallelStyle]

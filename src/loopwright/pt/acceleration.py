@@ -1,0 +1,300 @@
+"""The trainer's accelerations: what it tells the speed room, and what it does with its plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..args.places import working_folder
+from ..core.batches import Update
+from ..core.overrides import is_overridden
+from ..notices import logger
+from ..speed.attention import HALF
+from ..speed.compiling import as_written, repeated_blocks
+from ..speed.conductor import Conductor
+from ..speed.graphing import GraphedTraining
+from ..speed.graphs import cannot_capture
+from ..speed.memory_plan import model_bytes
+from ..speed.plan import SpeedPlan
+from ..speed.situation import Situation
+from ..speed.stamp import fingerprint, is_foreign
+from .data.columns import innermost, without_wrappers
+from .device_traits import kind_of
+from .devices import total_memory
+from .loss.identity import stamp_of
+from .loss.targets import check_loss
+from .model.options import checkpoint_activations, compile_as_asked, recomputing_policies
+from .precision import Autocast, Precision
+from .sandbox import sandbox
+from .token_counter import operations_per_token
+
+FILE_NAME = "speed_plan.json"
+BATCHES_ARE_THEIRS = {
+    "training_step": "training_step is overridden",
+    "get_batch_samples": "get_batch_samples is overridden",
+    "_get_num_items_in_batch": "_get_num_items_in_batch is overridden",
+}
+"""Overrides that see micro-batches as the collator made them, so that they stay that way."""
+INPUTS_ARE_THEIRS = {
+    "compute_loss": "compute_loss is overridden, and may look at the mask",
+    "_prepare_inputs": "_prepare_inputs is overridden",
+    "_prepare_input": "_prepare_input is overridden",
+    "compute_loss_context_manager": "compute_loss_context_manager is overridden",
+}
+"""Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
+
+
+class SpeedMethods:
+    """What a trainer does about speed."""
+
+    args: Any
+    model: Any
+    device: Any
+    strategy: Any
+    accounting: Any
+    plan: Any
+    state: Any
+    notices: Any
+    callback_handler: Any
+    compute_loss_func: Any
+    optimizer: Any
+    speed_plan: dict[str, Any] | None = None
+    _speed: Conductor | None = None
+    """None when micro-batches stay as the collator made them."""
+    graph_recorder: Any = None
+    """What records micro-batches where it is not CUDA that does."""
+
+    _has_planned = False
+    """Whether all processes of the run have made their plan."""
+
+    def _start_speed(self) -> Conductor | None:
+        """The one who lays out updates, or None with the reason told."""
+        self._has_planned = False
+        reason = "speed='off'" if self.args.speed == "off" else self._why_not()
+        if reason is not None:
+            plan = SpeedPlan()
+            plan.note("layouts", False, reason)
+            self.speed_plan = plan.as_dict()
+            if self.args.speed == "off":
+                return None
+            logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            if self.args.per_device_train_batch_tokens:
+                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
+            return None
+        return Conductor(self._situation, announce=self._announce_plan, tell=self.notices.tell_once)
+
+    def _why_not(self) -> str | None:
+        for name, reason in BATCHES_ARE_THEIRS.items():
+            if is_overridden(self, name):
+                return reason
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha is set, and the size of its noise depends on the length of rows"
+        if self.callback_handler.listens("on_substep_end"):
+            return "a callback listens to on_substep_end, which comes after each micro-batch"
+        if self.wants_static_shapes():  # type: ignore[attr-defined]
+            return "batches keep few shapes, since this device compiles for each one"
+        if self.strategy.is_sharded:
+            return "parameters are in shards, and nothing is proved there yet"
+        if self.strategy.world_size > self.strategy.data_world:
+            return "several processes take the same samples, and nothing is proved there yet"
+        if self.strategy.world_size > 1 and self.strategy.forward_is_collective:
+            return "all processes must have equally many micro-batches"
+        return None
+
+    def _situation(self) -> Situation:
+        trainer: Any = self
+        model = innermost(self.model)
+        weights = next((p for p in model.parameters() if p.is_floating_point()), None)
+        operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
+        return Situation(
+            model=without_wrappers(self.model),
+            device=self.device,
+            level=self.args.speed,
+            loss_of=self._loss_of_update,
+            put=self.strategy.put,
+            untouched=self._untouched,
+            as_trained=self.strategy.forward_context,
+            computes_half=isinstance(self.strategy.precision, Autocast)
+            or (weights is not None and weights.dtype in HALF),
+            # Several processes learn together, before they plan: each on its own could come to another result.
+            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
+            targets_in=lambda batch: self.accounting.items_in(batch),
+            shifts=lambda: self.accounting.shifts,
+            updates_left=lambda: self.plan.max_steps - self.state.global_step,
+            compile=self._compile_blocks,
+            why_not_compile=self._why_not_compile(),
+            operations_per_token=float(operations),
+            token_budget=self.args.per_device_train_batch_tokens,
+            packs=self.args.packing is not None,
+            only_grouped=self._why_only_grouped(),
+            is_shared=self.strategy.world_size > 1,
+            is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
+            device_memory=lambda: total_memory(self.device),
+            model_bytes=lambda: model_bytes(model.parameters(), states=states_per_weight(self.optimizer)),
+            recompute=lambda policy: checkpoint_activations(model, {"policy": policy}),
+            policies=recomputing_policies(model),
+            recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
+            graph=self._graph_micro_batches,
+            why_not_graph=self._why_not_graph(),
+            free_memory=self.strategy.free_memory,
+            identity=self._identity,
+            wants_look=lambda batches: self.accounting.wants_look(batches),
+            why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
+            recount=lambda update: trainer._count(update),
+            user_hook=lambda: hooked_module(self.model),
+        )
+
+    def _identity(self) -> str:
+        """Who computes the loss of what; a plan of a checkpoint is taken up only where all of it is the same."""
+        trainer: Any = self
+        attention = getattr(getattr(innermost(self.model), "config", None), "_attn_implementation", None)
+        parts = [stamp_of(trainer), fingerprint(trainer.data_collator), str(attention)]
+        return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+    def _training_objects(self) -> tuple[Any, ...]:
+        """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
+        accumulation, loss = self.args.gradient_accumulation_steps, self.compute_loss_func
+        return (self.optimizer, accumulation, loss, self.model, self.strategy.changes)
+
+    def _why_only_grouped(self) -> str | None:
+        for name, reason in INPUTS_ARE_THEIRS.items():
+            if is_overridden(self, name):
+                return reason
+        if self.compute_loss_func is not None:
+            return "compute_loss_func is given, and may look at the outputs of padded batches"
+        return None
+
+    def _why_not_compile(self) -> str | None:
+        if self.args.torch_compile:
+            return "torch_compile has done it"
+        if not repeated_blocks(self.model):
+            return "the model has no repeated blocks"
+        return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
+
+    def _compile_blocks(self, short_rows: bool) -> None:
+        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True, short_rows=short_rows)
+
+    def _why_not_graph(self) -> str | None:
+        args, kind = self.args, self.device.type
+        reasons = (
+            (f"{kind} has none", kind != "cuda" and self.graph_recorder is None),
+            ("there is more than one process", self.strategy.world_size > 1),
+            ("torch_compile is on", args.torch_compile),
+            ("gradient_checkpointing is on", args.gradient_checkpointing),
+            ("fp8 is on", args.fp8),
+            ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
+            ("autocast_smart_context_manager is overridden", is_overridden(self, "autocast_smart_context_manager")),
+        )
+        found = next((reason for reason, is_so in reasons if is_so), None)
+        found = found or self._why_only_grouped()
+        return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
+
+    def _graph_micro_batches(self) -> GraphedTraining:
+        trainer: Any = self
+        if trainer.split is not None:
+            trainer.split.detach()  # its hooks are no reason to refuse
+
+        def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
+            with self.strategy.forward_context():
+                return check_loss(trainer._compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
+
+        def put(inputs: Any) -> Any:
+            self.strategy.training()  # as the training step does in whose place graphs are replayed
+            return self.strategy.put(inputs)
+
+        told: set[str] = set()
+
+        def tell(text: str) -> None:
+            if text not in told:
+                told.add(text)
+                logger.info(f"speed: {text}")
+
+        assert self._speed is not None
+        trainer._training_step = step = GraphedTraining(
+            self.model,
+            loss_of=loss_of,
+            weigh=self.accounting.weigh,
+            backward=self.strategy.backward,
+            put=put,
+            plain=trainer._training_step,
+            give_up=self._speed.give_up_graphs,
+            tell=tell,
+            recorder=self.graph_recorder,
+        )
+        return step
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        self.is_probing = True  # what an override logs here belongs to no update
+        try:
+            with sandbox(self.model, self), self._as_written():
+                yield
+        finally:
+            self.is_probing = False
+
+    def _as_written(self) -> AbstractContextManager[Any]:
+        """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
+        return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
+
+    def _learn_loss(self, batches: Any) -> bool:
+        raise NotImplementedError
+
+    def _loss_is_additive(self) -> bool:
+        raise NotImplementedError
+
+    def _loss_of_update(
+        self, batches: list[Any], prepare: Callable[[Any], Any], backward: Callable[..., None] | None = None
+    ) -> Tensor:
+        """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
+        update, accounting, total = Update(list(batches)), self.accounting, None
+        trainer: Any = self
+        trainer._count_items(update)
+        model = without_wrappers(self.model)
+        for index, batch in enumerate(update.batches):
+            items = accounting.begin(update, index)
+            inputs = dict(prepare(batch))  # a copy: overrides take labels out
+            loss = self._compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
+            loss = accounting.weigh(loss)
+            if backward is not None:
+                backward(loss)
+                loss = loss.detach()
+            total = loss if total is None else total + loss
+        assert total is not None
+        if backward is not None and accounting.summed is not None:
+            backward(None, accounting.divided(torch.ones_like(total)))
+        return accounting.divided(total)
+
+    def _announce_plan(self, plan: SpeedPlan) -> None:
+        """Say in a few lines what is on and what is not, and keep it with the run."""
+        self.speed_plan = plan.as_dict()
+        if self.args.should_log:
+            # What changes how a run computes is said at the level everybody sees.
+            say = logger.warning if plan.changes_anything else logger.info
+            say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
+        path = Path(working_folder(self.args.output_dir)) / FILE_NAME
+        if self.args.should_save and (plan.changes_anything or path.exists()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """The first module somebody hung a hook on: neither we nor the libraries models are made of."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if is_foreign(hook):
+                return name or type(module).__name__
+    return None
+
+
+def states_per_weight(optimizer: Any) -> float:
+    """Tensors as large as a weight that an optimizer keeps for it, reckoned high where it is not known."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return 2.0
+    return 1.0 if any(group.get("momentum") for group in optimizer.param_groups) else 0.0

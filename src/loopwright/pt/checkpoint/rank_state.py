@@ -1,0 +1,61 @@
+"""What each process of a run contributes to a checkpoint, and what it takes back from one of any other run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core.checkpoint.layout import RANKS
+from ..rng import restore_rng, set_seed, snapshot_rng
+from .tensors import read_json, write_json
+
+
+@dataclass
+class SavingCrew:
+    """The processes of a run as a checkpoint's writers."""
+
+    rank: int
+    leader: int
+    gather: Callable[[Any], list[Any]]
+
+
+def keep_records(folder: Path, records: dict[int, dict[str, Any]]) -> None:
+    """Write what only each process knows: one file per process."""
+    (folder / RANKS).mkdir(exist_ok=True)
+    for rank, record in records.items():
+        write_json(folder / RANKS / f"{rank:05d}.json", record)
+
+
+def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
+    """What a process with this number put into a checkpoint, or None if there was none."""
+    path = folder / RANKS / f"{rank:05d}.json"
+    return read_json(path) if path.is_file() else None
+
+
+def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:
+    """Whether all processes see the same folder: the first one leaves a file there and everybody looks for it."""
+    probe = Path(folder) / gather(f".loopwright-shared-{os.getpid()}")[0]
+    if rank == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+    gather(None)
+    seen = gather(probe.exists())
+    if rank == 0:
+        probe.unlink()
+    return all(seen)
+
+
+def own_random_states(seed: int, rank: int, step: int) -> dict[str, Any]:
+    """Random states for a process that has none: a function of the seed, its number and the step it joins at."""
+    words = hashlib.sha256(f"{seed}/{rank}/{step}".encode()).digest()
+    before = snapshot_rng()
+    set_seed(int(np.frombuffer(words[:4], dtype=np.uint32)[0]))
+    states = snapshot_rng()
+    restore_rng(before)
+    return states

@@ -1,0 +1,221 @@
+"""The trainer's methods that go on from a checkpoint, whatever number of processes has written it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...core import resuming as core
+from ...core.checkpoint.layout import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
+from ...core.packing import PackedPlan
+from ...core.state import TrainerState
+from ...errors import CheckpointError
+from ..data.loaders import ordered_sampler
+from ..data.packing import sizes_of_updates
+from ..rng import rng_from_json
+from .module_state import ModuleState
+from .rank_state import own_random_states, record_of
+from .shards import BoxReader, slot_reader
+from .tensors import decode_schedule, plain_module, read_json, read_optimizer
+from .transformers_format import foreign_progress, is_foreign, read_foreign
+from .weights import partly_saved_names
+
+
+class ResumingMethods(core.ResumingMethods):
+    """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
+
+    args: Any
+    strategy: Any
+    _resume_rng: dict[str, Any] | None
+    _resume_from: Path | None = None
+    _modules: ModuleState | None = None
+    _restored: frozenset[str] = frozenset()
+    """Names of the weights that the checkpoint of an adapter held."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint."""
+        self.strategy.load_weights(plain_module(model or self.model), resume_from_checkpoint)
+        self._restored = partly_saved_names(Path(resume_from_checkpoint))
+
+    def _load_weights_of(self, folder: str) -> None:
+        """Load the best model: its weights, and what its modules had besides when they were saved."""
+        self.strategy.load_weights(plain_module(self.model), folder)
+        if self._modules is not None and (Path(folder) / PROGRESS).is_file():
+            self._resume_modules(read_json(Path(folder) / PROGRESS).get("parts", {}))
+
+    # ---- modules ----------------------------------------------------------------------------------------------------
+
+    def _start_modules(self) -> None:
+        """Remember what modules hold besides their state dict, to save what training changes of it."""
+        module = plain_module(self.model)
+        if self._modules is None or self._modules.module is not module:
+            self._modules = ModuleState(module)
+        self._modules.restored |= self._restored
+
+    def part_states(self) -> dict[str, Any]:
+        states = super().part_states()
+        return states if self._modules is None else {
+            **states, "modules": self._modules.state_dict(self.notices.tell_once)
+        }  # fmt: skip
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self._resume_modules(states)
+
+    def _resume_modules(self, states: dict[str, Any]) -> None:
+        if self._modules is not None and states.get("modules"):
+            self._modules.load_state_dict(states["modules"], self.notices.tell_once)
+
+    def _resume(self, checkpoint: str) -> None:
+        """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
+        folder = Path(checkpoint)
+        saved = TrainerState.from_dict(read_json(folder / STATE))
+        foreign = is_foreign(folder)
+        if not foreign and not (folder / PROGRESS).is_file():
+            raise CheckpointError(
+                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
+                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
+            )
+        self._resume_from = folder
+        self._adopt_state(saved)
+        self._tell_changes(folder)
+        if (folder / PROGRESS).is_file():
+            self._resume_progress(read_json(folder / PROGRESS))
+        else:
+            self._guess_progress()
+        if foreign:
+            self._resume_foreign(folder)
+            return
+        self._resume_optimizer(folder)
+        self.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
+        if (folder / SCALER).is_file():
+            self.strategy.precision.load_state_dict(read_json(folder / SCALER))
+        self._resume_rng = self._random_states(folder)
+        # Now, for an evaluation that a signal put off; and once more where training goes on.
+        self.strategy.load_rng_state(self._resume_rng)
+
+    def _resume_optimizer(self, folder: Path) -> None:
+        """The optimizer's state; where it is in shards here or there, only the parts this process holds are read."""
+        module = plain_module(self.model)
+        if self.strategy.saves_itself:
+            self.strategy.read_state(folder)
+            return
+        if not (folder / f"{OPTIMIZER}.json").is_file():
+            raise CheckpointError(
+                f"{folder.name} holds no {OPTIMIZER}.json: DeepSpeed has saved it in files of its own. Resume with "
+                "deepspeed= and as many processes as then, or start anew from its weights"
+            )
+        if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
+            self.strategy.load_optimizer(*read_optimizer(folder), self.optimizer, module)
+            return
+        with BoxReader(folder, OPTIMIZER).opened() as reader:
+            described = read_json(folder / f"{OPTIMIZER}.json")
+            self.strategy.load_optimizer(described, slot_reader(reader, module), self.optimizer, module)
+
+    def _random_states(self, folder: Path) -> dict[str, Any]:
+        """This process's random states; one that was not there when they were saved gets fresh ones of its own."""
+        rank = self.strategy.data_rank
+        record = record_of(folder, rank * self._copies_then(folder))
+        if record is not None and record["rng"] is not None:
+            return rng_from_json(record["rng"])
+        if rank == 0:
+            return rng_from_json(read_json(folder / RNG))
+        return own_random_states(self.args.seed, rank, self.state.global_step)
+
+    def _copies_then(self, folder: Path) -> int:
+        """How many processes worked on the same data in the run that saved a checkpoint."""
+        return int(read_json(folder / PROGRESS).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
+
+    def _updates_are_as_large(self, folder: Path) -> bool:
+        """Whether updates have the size of those of the run that saved a checkpoint."""
+        before = read_json(folder / ARGUMENTS)
+        if self.args.packing or before.get("packing"):  # their samples vary: what decides them is compared
+            return super()._updates_are_as_large(folder)
+        return bool(self.plan.total_batch_size == self._samples_per_update(folder))
+
+    def _sizes_of_updates(self) -> tuple[str, ...]:
+        return tuple(sizes_of_updates(self.args))
+
+    def _samples_per_update(self, folder: Path) -> int:
+        """The size of the updates of the run that saved a checkpoint."""
+        before, progress = read_json(folder / ARGUMENTS), read_json(folder / PROGRESS)
+        accumulation = progress.get("accumulation", before["gradient_accumulation_steps"])
+        return int(before["per_device_train_batch_size"] * accumulation * progress.get("world_size", 1))
+
+    def accumulation_to_go_on(self, checkpoint: str) -> int | None:
+        """The accumulation that keeps updates as large as they were, with another number of processes than then."""
+        folder, args = Path(checkpoint), self.args
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
+            return None
+        before = read_json(folder / ARGUMENTS)
+        # What its arguments say was perhaps set by a callback, which this run does not know yet.
+        then = read_json(folder / PROGRESS).get("asked_accumulation", before["gradient_accumulation_steps"])
+        before["gradient_accumulation_steps"] = then
+        asked = ("per_device_train_batch_size", "gradient_accumulation_steps")
+        micro_batches = args.per_device_train_batch_size * self.strategy.data_world
+        samples = self._samples_per_update(folder)
+        if any(before.get(name) != getattr(args, name) for name in asked) or samples % micro_batches:
+            return None
+        kept = samples // micro_batches
+        if kept == args.gradient_accumulation_steps:
+            return None
+        self.notices.tell_once(
+            f"updates stay at {samples} samples with {self.strategy.data_world} processes: "
+            f"{kept} micro-batches each instead of {args.gradient_accumulation_steps}"
+        )
+        return kept
+
+    def _updates_scheduled(self, checkpoint: str) -> int | None:
+        """The updates the schedule was made for, where the run has changed their size since then; else None."""
+        folder = Path(checkpoint)
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file():
+            return None
+        document, before = read_json(folder / PROGRESS), read_json(folder / ARGUMENTS)
+        is_as_long = all(before.get(name) == getattr(self.args, name) for name in ("num_train_epochs", "max_steps"))
+        return document["scheduled_updates"] if document.get("resized") and is_as_long else None
+
+    def _ordered_data(self) -> bool:
+        return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]
+
+    def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
+        """What this process itself had put aside; with another number of processes a stream is read again instead."""
+        before, now = document.get("world_size", 1), self.strategy.data_world
+        if before != now:
+            self.notices.tell_once(
+                f"saved by {before} processes, resumed on {now}: those that were there go on with their random states, "
+                "new ones begin with states made from the seed, their number and the step"
+            )
+            return {"stream": None}
+        record = None if self._resume_from is None else record_of(
+            self._resume_from, self.strategy.data_rank * self._copies_then(self._resume_from)
+        )
+        return {} if record is None else record["parts"]
+
+    def _guess_progress(self) -> None:
+        """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
+        plan, step = self.plan, self.state.global_step
+        if isinstance(plan, PackedPlan):
+            raise CheckpointError(
+                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
+                "these do not say which samples are done; resume without packing, or load its weights and start anew"
+            )
+        place = foreign_progress(
+            step,
+            batches_per_epoch=plan.batches_per_epoch,
+            accumulation=plan.accumulation * plan.world_size,
+            batch_size=plan.batch_size,
+        )
+        for name, value in place.items():
+            setattr(self.progress, name, value)
+        self.progress.last_logged_step = step
+        self.notices.tell_once(f"resuming a checkpoint of transformers at step {step}: epoch {place['epoch']}")
+
+    def _resume_foreign(self, folder: Path) -> None:
+        found = read_foreign(folder)
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.lr_scheduler.load_state_dict(found["scheduler"])
+        if found["scaler"] is not None:
+            self.strategy.precision.load_state_dict(found["scaler"])
+        self._resume_rng = found["rng"]

@@ -1,0 +1,98 @@
+"""Before the first step: will what is saved come back? Names, shapes, kinds of tensors and a sample of values."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from ...errors import CheckpointError
+from ..devices import address_of
+from .conversion import export_trouble, is_pretrained
+from .shards import save_config
+from .tensors import some
+from .weights import is_adapter
+
+
+def check_checkpoint(module: nn.Module) -> None:
+    """Raise if a checkpoint of the module could not be written, or would not hold everything that is trained."""
+    own = module.state_dict(keep_vars=True)
+    for name, value in own.items():
+        if not isinstance(value, Tensor) and not is_adapter(module):  # of adapters the frozen base is not saved
+            raise CheckpointError(
+                f"{name} in the model's state_dict() is a {type(value).__name__}, which a checkpoint cannot hold: only "
+                "tensors are written. Return a tensor from get_extra_state, or keep the value in a buffer"
+            )
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    _check_kinds(tensors)
+    _check_coverage(module, tensors)
+
+
+def _check_kinds(own: Mapping[str, Tensor]) -> None:
+    """Write one number of each kind of tensor."""
+    first: dict[torch.dtype, str] = {}
+    for name, tensor in own.items():
+        first.setdefault(tensor.dtype, name)
+    for dtype, name in first.items():
+        try:
+            save({"one": torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(dtype)})
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} has the dtype {dtype}, which safetensors cannot hold ({error}); convert it, or leave it out "
+                "of the state dict (persistent=False)"
+            ) from error
+
+
+def _check_coverage(module: nn.Module, own: Mapping[str, Tensor]) -> None:
+    """Everything trained must be in the state dict, as itself: loading writes into the tensors found there."""
+    held: set[Any] = {id(value) for value in own.values()}
+    held |= {_address(value) for value in own.values() if value.numel()} - {None}
+    lost = [
+        name
+        for name, each in module.named_parameters(remove_duplicate=False)
+        if each.requires_grad and each.numel() and id(each) not in held and _address(each) not in held
+    ]
+    if lost:
+        raise CheckpointError(
+            f"trained, but not in the model's state_dict(), or only as a copy: {some(lost)}. A checkpoint would not "
+            "hold it, or loading would not reach it. Let state_dict() return it, or set save_only_model=True if "
+            "nothing is to be resumed"
+        )
+
+
+def _address(tensor: Any) -> Any:
+    return None if hasattr(tensor, "device_mesh") else (address_of(tensor), str(tensor.device))
+
+
+def check_companions(module: nn.Module) -> None:
+    """Raise if what belongs to a model of transformers besides its weights cannot be written."""
+    if not is_pretrained(module) or is_adapter(module):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            save_config(module, Path(folder))
+        except Exception as error:
+            raise CheckpointError(
+                f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint could be: {error}. "
+                "Correct model.config or model.generation_config"
+            ) from error
+
+
+def export_warning(module: nn.Module) -> str | None:
+    """What would not come back from the files `save_model` writes, and what to do; None if everything does."""
+    if not is_pretrained(module) or is_adapter(module) or getattr(module, "hf_quantizer", None) is not None:
+        return None
+    trouble = export_trouble(module, module.state_dict())
+    if trouble is None:
+        return None
+    return (
+        f"save_pretrained of {type(module).__name__} writes files that transformers cannot read back into this model: "
+        f"{trouble}. Checkpoints hold the module's own tensors and are not affected; save_model() and "
+        "checkpoint_format=\"transformers\" are. Check a model changed after it was built (tied, added or replaced "
+        "modules), or load checkpoints with loopwright.load_model"
+    )

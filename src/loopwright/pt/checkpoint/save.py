@@ -1,0 +1,307 @@
+"""The trainer's methods that write checkpoints and models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...args.places import working_folder
+from ...core.checkpoint.crew import Part
+from ...core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ...core.checkpoint.storage import folder_for
+from ...core.overrides import adapt, is_overridden
+from ...errors import CheckpointError
+from ..memory_metrics import free_memory
+from ..rng import rng_to_json
+from .full_tensor import stream_tensors, whole_tensors
+from .rank_state import SavingCrew, is_visible_to_all, keep_records
+from .resume import ResumingMethods
+from .round_trip import check_checkpoint, check_companions, export_warning
+from .shards import own_boxes, save_config, write_boxes
+from .tensors import (
+    HostCopies,
+    copied,
+    encode_optimizer,
+    encode_schedule,
+    plain_module,
+    rehearsed,
+    write_json,
+    write_optimizer,
+)
+from .transformers_format import write_foreign
+from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
+
+
+class SavingMethods(ResumingMethods):
+    """Saving."""
+
+    args: Any
+    strategy: Any
+    processing_class: Any
+    data_collator: Any
+    _copies: HostCopies
+    """What a save in the background writes while training goes on."""
+    device: Any
+    compiled: Any
+    _scheduled_updates: int
+
+    # ---- the model --------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights."""
+        if self.strategy.is_sharded:
+            self._save_gathered(output_dir or self.args.output_dir)
+        elif self.args.should_save:
+            with folder_for(output_dir or self.args.output_dir) as folder:
+                self._save(folder)
+
+    def _save_gathered(self, place: str) -> None:
+        """Whole weights from the parts of all processes, which all have to call this."""
+        module, leads = plain_module(self.model), self.args.should_save
+        with folder_for(place) if leads else nullcontext("") as name:
+            folder = Path(name)
+            if leads:
+                folder.mkdir(parents=True, exist_ok=True)
+            if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
+                state = whole_tensors(self.strategy.model_state(module), keep=leads)
+                if leads:
+                    self._save(str(folder), state_dict=state)
+            else:
+                stream_tensors(folder / MODEL if leads else None, self.strategy.model_state(module))
+                if leads:
+                    self._save_companions(folder)
+        self.strategy.barrier()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or working_folder(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        module = plain_module(self.model)
+        export_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
+        self._save_companions(folder)
+
+    def _save_companions(self, folder: Path) -> None:
+        """What belongs to a model besides weights: its processor and the arguments."""
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None and hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(str(folder))
+        (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Publish a checkpoint of the last finished update."""
+        if self.is_alone and not self.args.should_save:
+            return
+        step = self.state.global_step
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+        module = plain_module(self.model)
+        theirs = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
+        background = self.args.async_save and not theirs and self._fits_in_memory()
+        background = background if self.is_alone else not self.strategy.agree(not background)
+        self.checkpoints.wait()  # the copies of the save before this one are about to be written over
+        self.checkpoints.save(
+            step,
+            self._checkpoint_writer(copy=background),
+            format=self.args.checkpoint_format,
+            keep=self.args.save_total_limit,
+            protect=[self.state.best_global_step],
+            background=background,
+            crew=self.crew,
+            records=keep_records,
+        )
+        self._keep_compiled()
+
+    def _keep_compiled(self) -> None:
+        """Put what was compiled beside the checkpoints, not into them."""
+        if self.compiled is not None and self.args.should_save:
+            self.compiled.keep(self.args.output_dir, self.device)
+
+    @cached_property
+    def crew(self) -> SavingCrew | None:
+        """The processes that write checkpoints together; None when there is one."""
+        if self.is_alone and not self.strategy.is_sharded:
+            return None
+        strategy, leader = self.strategy, 0
+        if self.args.save_on_each_node:
+            shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, strategy.saving.gather)
+            if shared:
+                self.notices.tell_once("save_on_each_node: all machines share the output folder, so one of them saves")
+            leader = 0 if shared else strategy.rank - self.args.local_process_index
+        return SavingCrew(strategy.rank, leader, strategy.saving.gather)
+
+    @property
+    def leads_saving(self) -> bool:
+        """Whether this process publishes checkpoints and models."""
+        return self.args.should_save if self.crew is None else self.crew.rank == self.crew.leader
+
+    def _saves_models_itself(self) -> bool:
+        return is_overridden(self, "save_model") or is_overridden(self, "_save")
+
+    def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
+        """A function that writes everything as it is now; with `copy`, later changes do not show."""
+        keep, leads = self._copies if copy else dict, self.leads_saving
+        writers: list[Callable[[Path], Any]] = []
+        if self._saves_models_itself():
+            save_model = adapt(self.save_model, "_internal_call")
+            writers.append(lambda folder: save_model(str(folder), _internal_call=True))
+        elif self.strategy.is_sharded and not self._saves_whole():
+            writers += self._shard_writers(keep, leads=leads)
+        else:
+            writers += self._whole_writers(keep, leads=leads)
+        documents: dict[str, Any] = {STATE: self._state_document()}
+        if self.args.save_only_model:
+            pass
+        elif self.args.checkpoint_format == "transformers":
+            writers += [self._foreign_writer(copy=copy)] if leads else []
+            documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
+        else:
+            if self.strategy.saves_itself:
+                writers.append(self.strategy.write_state)
+            elif (leads and not self.strategy.is_sharded) or self._saves_whole():
+                described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
+                tensors = keep(self._gathered_tensors(tensors, leads=leads))
+                writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
+            documents.update(self._resume_documents())
+        record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.part_states()}
+        texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
+
+        def write(folder: Path) -> Part:
+            written = [part for each in writers if isinstance(part := each(folder), Part)]
+            for name, text in texts.items() if leads else ():
+                (folder / name).write_text(text, encoding="utf-8")
+            files = [name for part in written for name in part.files]
+            return Part(files, {name: each for part in written for name, each in part.tensors.items()}, record)
+
+        return write
+
+    def _saves_whole(self) -> bool:
+        """Whether the parts of all processes are gathered for a checkpoint: asked for, or a disk per machine."""
+        if not self.strategy.is_sharded:
+            return False
+        apart = self.args.save_on_each_node and self.strategy.agree(self.crew is not None and self.crew.leader != 0)
+        return apart or self.strategy.saves_whole
+
+    def _gathered_tensors(self, tensors: Any, *, leads: bool) -> Any:
+        return whole_tensors(tensors, keep=leads) if self.strategy.is_sharded else tensors
+
+    def _whole_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """One process writes everything."""
+        if not leads and not self.strategy.is_sharded:
+            return []
+        module = plain_module(self.model)
+        state = self.strategy.model_state(module)
+        if is_adapter(module):  # a quantized base has texts in its state dict
+            state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = keep(self._gathered_tensors(state, leads=leads))
+        if not leads:
+            return []
+        if self.args.checkpoint_format == "transformers":
+            return [export_writer(module, tensors), self._save_companions]
+        write = native_writer(module, tensors, needed=self._needed_weights(module), tell=self.notices.tell_once)
+        return [write, self._save_companions]
+
+    def _needed_weights(self, module: Any) -> set[str]:
+        """Names a checkpoint must hold even where the rest comes from elsewhere, as with adapters."""
+        if self._modules is not None and self._modules.module is module:
+            return self._modules.changed_weights()
+        return {name for name, each in module.state_dict(keep_vars=True).items() if each.requires_grad}
+
+    def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """Each process writes the parts of weights and optimizer it holds."""
+        module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
+        described, slots = {}, {}
+        if not self.args.save_only_model:
+            described, slots = self.strategy.optimizer_state(self.optimizer, module)
+        writers: list[Callable[[Path], Any]] = []
+        for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
+            boxes = own_boxes(tensors, rank)
+            values = keep({f"{stem}/{name}": box.values for name, box in boxes.items()})
+            kept = {name: box._replace(values=values[f"{stem}/{name}"]) for name, box in boxes.items()}
+            writers.append(partial(write_boxes, stem=stem, boxes=kept, rank=rank, world=world))
+        if leads:
+            writers.append(lambda folder: write_json(folder / f"{OPTIMIZER}.json", described) if described else None)
+            writers += [lambda folder: save_config(module, folder), self._save_companions]
+        return writers
+
+    def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
+        parts = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict(),
+                 "scaler": self.strategy.precision.state_dict(), "rng": self.strategy.rng_state()}  # fmt: skip
+        parts = copied(parts) if copy else parts
+        return lambda folder: write_foreign(folder, args=self.args, **parts)
+
+    def _fits_in_memory(self) -> bool:
+        """Whether the host has room for a copy of everything a checkpoint holds."""
+        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0) + self._copies.size
+
+    def checkpoint_bytes(self) -> int:
+        """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
+        module = plain_module(self.model)
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+        if self.args.save_only_model:
+            return weights
+        known = sum(
+            value.numel() * value.element_size()
+            for slots in self.optimizer.state.values()
+            for value in slots.values()
+            if isinstance(value, Tensor)
+        )
+        trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        return weights + (known or 2 * trained)
+
+    def check_saving(self) -> None:
+        """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
+        args, module = self.args, plain_module(self.model)
+        if not self.strategy.saves_itself:
+            self._check_round_trip(module)
+        super().check_saving()
+        if args.save_strategy == "no" or not args.should_save:
+            return
+        if not args.save_only_model and not self.strategy.saves_itself:
+            encode_optimizer(rehearsed(self.optimizer), module)
+            encode_schedule(self.lr_scheduler.state_dict())
+
+    def _check_round_trip(self, module: Any) -> None:
+        """Will weights come back from a checkpoint, and from what `save_model` writes?"""
+        args = self.args
+        if args.save_strategy != "no" and not args.save_only_model and not self._saves_models_itself():
+            check_checkpoint(module)
+        if args.save_strategy != "no" and args.should_save:
+            check_companions(module)
+        warning = export_warning(module)
+        if warning and args.save_strategy != "no" and args.checkpoint_format == "transformers":
+            raise CheckpointError(warning)
+        if warning:
+            self.notices.tell_once(warning)
+
+    def _resume_documents(self) -> dict[str, Any]:
+        meter = self.meter.state_dict()
+        strategy = self.strategy
+        size = {
+            "world_size": strategy.data_world,
+            "copies": strategy.copies,
+            "accumulation": self.plan.accumulation,
+            "asked_accumulation": self._first_accumulation,
+            "resized": self._is_resized,
+            "scheduled_updates": self._scheduled_updates,
+        }
+        documents = {
+            PROGRESS: {
+                "progress": dataclasses.asdict(self.progress),
+                "meter": meter,
+                "parts": self.part_states(),
+                **size,
+            },
+            SCHEDULER: encode_schedule(self.lr_scheduler.state_dict()),
+            RNG: rng_to_json(self.strategy.rng_state()),
+        }
+        scaler = self.strategy.precision.state_dict()
+        return {**documents, **({SCALER: scaler} if scaler is not None else {})}

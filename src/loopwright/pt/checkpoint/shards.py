@@ -1,0 +1,298 @@
+"""Tensors in boxes: the part of a tensor a process holds, written with its place, and read back in any other layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ...core.checkpoint.crew import Part
+from ...core.checkpoint.layout import MODEL, WEIGHTS
+from ...core.checkpoint.manifest import Entry, read_manifest
+from ...errors import CheckpointError
+from .tensors import check_fit, read_json, write_tensors
+
+INDEX = f"{MODEL}.index.json"
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+         torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+FORMATS = {name: dtype for dtype, name in NAMES.items()}
+
+
+class Box(NamedTuple):
+    """A part of a tensor and where it begins."""
+
+    values: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is spread over processes."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_part(tensor: Any) -> Box:
+    """The part of a tensor this process holds."""
+    tensor = tensor.detach()
+    if not is_distributed(tensor):
+        return Box(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if hasattr(local, "wait"):
+        local = local.wait()
+    return Box(local[tuple(slice(0, size) for size in shape)], tuple(offset), tuple(tensor.shape))
+
+
+def own_boxes(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
+    """The boxes this process writes: its shards, each of them written by one process only."""
+    return {name: local_part(tensor) for name, tensor in tensors.items() if _writes(tensor, rank)}
+
+
+def _writes(tensor: Any, rank: int) -> bool:
+    if not is_distributed(tensor):
+        return rank == 0
+    # A mesh of some of the processes has others like it beside it: the one with the first process in it writes.
+    if 0 not in tensor.device_mesh.mesh.flatten().tolist():
+        return False
+    place = tensor.device_mesh.get_coordinate()
+    replicated = [where for where, kind in zip(place, tensor.placements, strict=True) if kind.is_replicate()]
+    return not any(replicated) and 0 not in local_part(tensor).values.shape
+
+
+def shard_name(stem: str, rank: int, world: int) -> str:
+    return f"{stem}-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def write_boxes(folder: Path, stem: str, boxes: Mapping[str, Box], rank: int, world: int) -> Part:
+    """Write boxes into this process's file; returns what it holds."""
+    file = shard_name(stem, rank, world)
+    if not boxes:
+        return Part()
+    write_tensors(folder / file, {name: box.values.clone() for name, box in boxes.items()})
+    entries: dict[str, Entry] = {}
+    for name, box in boxes.items():
+        place = {"file": file, "key": name, "offset": list(box.offset), "size": list(box.values.shape)}
+        entries[f"{stem}.safetensors/{name}"] = {
+            "dtype": NAMES.get(box.values.dtype, str(box.values.dtype)),
+            "shape": list(box.shape),
+            "boxes": [place],
+        }
+    return Part([file], entries)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class BoxReader:
+    """Reads any part of any tensor of a checkpoint, from whatever boxes it was written in."""
+
+    def __init__(self, folder: str | Path, stem: str) -> None:
+        self.folder = Path(folder)
+        self._entries = self._described(stem)
+        self._aliases: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    @contextmanager
+    def opened(self) -> Iterator[BoxReader]:
+        with self._stack:
+            self._find_aliases()
+            yield self
+        self._files = {}
+
+    def _described(self, stem: str) -> dict[str, Entry]:
+        if stem == MODEL.removesuffix(".safetensors") and (self.folder / WEIGHTS).is_file():
+            return self._own_names(read_json(self.folder / WEIGHTS))
+        manifest = read_manifest(self.folder)
+        prefix = f"{stem}.safetensors/"
+        found = {}
+        if manifest is not None:
+            found = {key.removeprefix(prefix): each for key, each in manifest.tensors.items() if key.startswith(prefix)}
+        return found or self._from_files(stem)
+
+    def _from_files(self, stem: str) -> dict[str, Entry]:
+        """Files without a manifest that speaks of boxes: each tensor is one, in the file that holds it."""
+        files = [f"{stem}.safetensors"]
+        if stem == MODEL.removesuffix(".safetensors") and (self.folder / INDEX).is_file():
+            files = sorted(set(read_json(self.folder / INDEX)["weight_map"].values()))
+        if not all((self.folder / file).is_file() for file in files):
+            raise CheckpointError(f"{self.folder} holds no {stem}.safetensors: there is nothing to load from")
+        return {key: entry for name in files for key, entry in self._in_file(name).items()}
+
+    def _own_names(self, document: dict[str, Any]) -> dict[str, Entry]:
+        """Tensors by the module's own names, wherever they are."""
+        found = {} if document["file"] is None else self._in_file(document["file"])
+        others = {file: self._in_file(file) for file, _ in document["elsewhere"].values()}
+        return {**found, **{name: others[file][key] for name, (file, key) in document["elsewhere"].items()}}
+
+    def _in_file(self, name: str) -> dict[str, Entry]:
+        found = {}
+        with _opened(self.folder / name) as file:
+            for key in file.keys():
+                shape = list(file.get_slice(key).get_shape())
+                box = {"file": name, "key": key, "offset": [0] * len(shape), "size": shape}
+                found[key] = {"dtype": file.get_slice(key).get_dtype(), "shape": shape, "boxes": [box]}
+        return found
+
+    def _find_aliases(self) -> None:
+        """Second names of tensors, which a file keeps beside them."""
+        for name in {box["file"] for entry in self._entries.values() for box in entry["boxes"]}:
+            self._aliases.update(_aliases_in(self._open(name)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries or name in self._aliases
+
+    def names(self) -> Iterable[str]:
+        return [*self._entries, *self._aliases]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name)["shape"])
+
+    def whole(self, name: str) -> Tensor:
+        shape = self.shape(name)
+        return self.part(name, (0,) * len(shape), shape)
+
+    def part(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """A part of a tensor, read from no more of the boxes than it covers."""
+        entry = self._entry(name)
+        if len(entry["boxes"]) == 1 and list(size) == entry["shape"] == entry["boxes"][0]["size"]:
+            return self._open(entry["boxes"][0]["file"]).get_tensor(entry["boxes"][0]["key"])
+        result = torch.empty(size, dtype=FORMATS[entry["dtype"]])
+        covered = 0
+        for box in entry["boxes"]:
+            found = _overlap(offset, size, box["offset"], box["size"])
+            if found is None:
+                continue
+            there, here = found
+            source = self._open(box["file"])
+            values = source.get_slice(box["key"])[there] if there else source.get_tensor(box["key"])
+            result[here] = values
+            covered += values.numel()
+        if covered != math.prod(size):
+            raise CheckpointError(f"{self.folder.name}: a part of {name} is missing (its boxes cover {covered} values)")
+        return result
+
+    def _entry(self, name: str) -> Entry:
+        return self._entries[self._aliases.get(name, name)]
+
+    def _open(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = self._stack.enter_context(_opened(self.folder / name))
+        return self._files[name]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+
+
+def _aliases_in(file: Any) -> dict[str, str]:
+    return dict(json.loads((file.metadata() or {}).get("aliases", "{}")))
+
+
+def _overlap(
+    offset: tuple[int, ...], size: tuple[int, ...], box_offset: list[int], box_size: list[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Where in a box, and where in the wanted part, the two overlap; None if they do not."""
+    there, here = [], []
+    for begin, length, box_begin, box_length in zip(offset, size, box_offset, box_size, strict=True):
+        low, high = max(begin, box_begin), min(begin + length, box_begin + box_length)
+        if low >= high and length:
+            return None
+        there.append(slice(low - box_begin, high - box_begin))
+        here.append(slice(low - begin, high - begin))
+    return tuple(there), tuple(here)
+
+
+def copy_part(tensor: Tensor, name: str, reader: BoxReader | HeldTensors) -> None:
+    """Fill a tensor, or the part of it this process holds, from a checkpoint."""
+    box = local_part(tensor)
+    if reader.shape(name) != box.shape:
+        raise CheckpointError(f"{name} has the shape {reader.shape(name)} in {reader.folder}, and {box.shape} here")
+    if 0 not in box.values.shape:
+        box.values.copy_(reader.part(name, box.offset, tuple(box.values.shape)))
+
+
+def like(values: Tensor, pattern: Any) -> Tensor:
+    """A tensor spread as another one is, from the part of it this process holds."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        values, pattern.device_mesh, pattern.placements, run_check=False, shape=pattern.shape, stride=pattern.stride()
+    )
+
+
+class SlotReader:
+    """The optimizer's tensors of a checkpoint, each read when it is asked for and spread as its parameter is."""
+
+    def __init__(self, reader: BoxReader, module: nn.Module) -> None:
+        self._reader = reader
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+
+    def __getitem__(self, key: str) -> Tensor:
+        name = key
+        while name and name not in self._parameters:
+            name = name.rpartition("/")[0]
+        pattern = self._parameters.get(name)
+        if pattern is None or not is_distributed(pattern) or self._reader.shape(key) != tuple(pattern.shape):
+            return self._reader.whole(key)
+        box = local_part(pattern)
+        return like(self._reader.part(key, box.offset, tuple(box.values.shape)).to(box.values.device), pattern)
+
+
+def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
+    """What `decode_optimizer` looks tensors up in."""
+    return SlotReader(reader, module)
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Write what a model of transformers is besides its weights."""
+    parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+    for part in parts:
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(str(folder))
+
+
+# ---- into the model --------------------------------------------------------------------------------------------------
+
+
+class HeldTensors:
+    """Whole tensors in host memory, read as those of a checkpoint are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
+        self._tensors, self.folder = tensors, Path(folder)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def whole(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def part(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        return self._tensors[name][tuple(slice(low, low + n) for low, n in zip(offset, size, strict=True))]
+
+
+def fill(model: nn.Module, reader: BoxReader | HeldTensors, *, strict: bool, optional: str = "") -> None:
+    """Load saved tensors into a model, whichever of the two is in parts: only what is held here is read."""
+    own = model.state_dict(keep_vars=True)
+    shapes = {name: reader.shape(name) for name in reader.names()}
+    check_fit(own, shapes, strict=strict, source=str(reader.folder), optional=optional)
+    with torch.no_grad():
+        for name in shapes:
+            if name in own:
+                copy_part(own[name], name, reader)

@@ -1,0 +1,345 @@
+"""Tensors to and from checkpoint files: safetensors and JSON, nothing that could run code."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ...core.checkpoint.documents import read_json, write_json
+from ...core.checkpoint.layout import OPTIMIZER
+from ...errors import CheckpointError
+from ..devices import address_of
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """Copies of tensors in host memory, for one save after another.
+
+    The memory of the last copies is written over by the next ones: new memory takes several times as long to fill as
+    memory that was used before. So nobody may still read the last copies when the next ones are made.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Tensor] = {}
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies that share memory among themselves as the originals do."""
+        copies: dict[tuple[int, str], Tensor] = {}
+        result = {}
+        for name, tensor in tensors.items():
+            tensor = tensor.detach()
+            storage = tensor.untyped_storage()
+            place = (address_of(tensor, of_storage=True), str(tensor.device))
+            if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
+                result[name] = self._copy(name, tensor)  # a view of something larger: copy what it shows
+                continue
+            if place not in copies:
+                copies[place] = self._copy(name, tensor)
+            same = copies[place]
+            result[name] = same if _alike(same, tensor) else self._copy(name, tensor)
+        return result
+
+    @property
+    def size(self) -> int:
+        """Bytes held for the next copies."""
+        return sum(copy.numel() * copy.element_size() for copy in self._last.values())
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._last = {}
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        last = self._last.get(name)
+        if last is not None and _alike(last, tensor):
+            last.copy_(tensor)
+        else:
+            last = self._last[name] = tensor.to("cpu", copy=True)
+        return last
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+
+
+def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory that share memory among themselves as the originals do."""
+    return HostCopies()(tensors)
+
+
+def copied(value: Any) -> Any:
+    """A copy of nested values in which no tensor shares memory with the original, in host memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(copied(each) for each in value)
+    return copy.copy(value)
+
+
+@contextmanager
+def full_disk_is_an_os_error() -> Iterator[None]:
+    """safetensors reports what the system said in an error of its own; a full disk is told apart by its number."""
+    try:
+        yield
+    except SafetensorError as error:
+        for number in (errno.ENOSPC, errno.EDQUOT):
+            if f"(os error {number})" in str(error):
+                raise OSError(number, os.strerror(number)) from error
+        raise
+
+
+@full_disk_is_an_os_error()
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, keep_aliases: bool = True
+) -> dict[str, str]:
+    """Write tensors to a safetensors file; one that is another one under a second name is written once.
+
+    Returns the second names, which the file itself keeps as well unless it is for readers that want none.
+    """
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_at: dict[Any, str] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        place = (address_of(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and place in first_at:
+            aliases[name] = first_at[place]
+            continue
+        first_at[place] = name
+        stored[name] = tensor.cpu().contiguous()
+    # Different views of one memory are written as tensors of their own, so none may share it in the file.
+    owners: set[int] = set()
+    for name, tensor in stored.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        if tensor.numel() and pointer in owners:
+            stored[name] = tensor.clone()
+        owners.add(pointer)
+    # One entry only: safetensors writes several in a random order, and equal tensors should be equal files.
+    metadata = {"aliases": json.dumps(aliases)} if aliases and keep_aliases else {"format": "pt"}
+    save_file(stored, str(path), metadata=metadata)
+    return aliases
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, second names included."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
+
+
+# ---- model -----------------------------------------------------------------------------------------------------------
+
+
+def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
+    """Copy tensors into the model's own memory; a tied weight may come under any of its names."""
+    own = model.state_dict(keep_vars=True)
+    check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=strict, source=source)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in own:
+                own[name].copy_(tensor)
+
+
+def check_fit(
+    own: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]], *, strict: bool, source: str, optional: str = ""
+) -> None:
+    """Raise unless saved tensors of these shapes are those of the model; `optional` is a pattern of names to spare."""
+    unexpected = [name for name in saved if name not in own]
+    given = {_place(own[name]) for name in saved if name in own}
+    missing = [name for name, value in own.items() if name not in saved and _place(value) not in given]
+    missing = [name for name in missing if not (optional and re.search(optional, name))]
+    wrong = [
+        f"{name}: {shape} saved, {tuple(own[name].shape)} in the model"
+        for name, shape in saved.items()
+        if name in own and shape != tuple(own[name].shape)
+    ]
+    if wrong or (strict and (missing or unexpected)):
+        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
+        listed = "; ".join(f"{what}: {some(names)}" for what, names in parts if names)
+        raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
+
+
+def _place(tensor: Any) -> Any:
+    """The same for two names of one tensor."""
+    if hasattr(tensor, "device_mesh"):
+        return id(tensor)
+    return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """The first few of many names, and how many more there are."""
+    listed = list(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
+
+
+# ---- optimizer -------------------------------------------------------------------------------------------------------
+
+
+def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The optimizer's state by parameter name: a JSON description and the tensors it mentions."""
+    names = _parameter_names(optimizer, model)
+    saved = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    state = {}
+    for index, slots in saved["state"].items():
+        name = names[index] if isinstance(index, int) else str(index)
+        state[name] = {slot: _encode(value, f"{name}/{slot}", tensors) for slot, value in slots.items()}
+    groups = []
+    for number, group in enumerate(saved["param_groups"]):
+        options = {
+            key: _encode(value, f"group {number}/{key}", tensors)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        groups.append({"params": [names[index] for index in group["params"]], "options": options})
+    extra = {key: _encode(value, key, tensors) for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"groups": groups, "state": state, "extra": extra}, tensors
+
+
+def rehearsed(optimizer: Any) -> Any:
+    """A shadow of the optimizer after one step on tiny parameters: it shows what kind of state there will be.
+
+    The optimizer itself if it cannot be rehearsed.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
+        return optimizer
+    shadow = copy.copy(optimizer)
+    shadow.state = defaultdict(dict)
+    shadow.param_groups = [{**group, "params": [_tiny()]} for group in optimizer.param_groups]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            shadow.step()
+    except Exception:
+        return optimizer
+    return shadow
+
+
+def _tiny() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    return parameter
+
+
+def decode_optimizer(
+    described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module
+) -> None:
+    """Load a described state into the optimizer, parameter by parameter name."""
+    names = _parameter_names(optimizer, model)
+    current = optimizer.state_dict()
+    options = [
+        {key: _decode(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
+    ]
+    if len(options) != len(current["param_groups"]):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(options)} parameter groups, "
+            f"this one has {len(current['param_groups'])}"
+        )
+    groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
+    state = {
+        index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
+        for index, name in names.items()
+        if name in described["state"]
+    }
+    extra = {key: _decode(value, tensors) for key, value in described.get("extra", {}).items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
+
+
+def write_optimizer(folder: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    write_tensors(folder / f"{OPTIMIZER}.safetensors", tensors)
+    write_json(folder / f"{OPTIMIZER}.json", described)
+
+
+def read_optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return read_json(folder / f"{OPTIMIZER}.json"), read_tensors(folder / f"{OPTIMIZER}.safetensors")
+
+
+def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
+    """The name of each parameter by its index in the optimizer's state dict."""
+    known = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names[len(names)] = known.get(id(parameter), f"parameter {len(names)}")
+    return names
+
+
+def _encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[key] = value
+        return {"tensor": key}
+    if isinstance(value, (list, tuple)):
+        parts = [_encode(each, f"{key}/{i}", tensors) for i, each in enumerate(value)]
+        return {"tuple": parts} if isinstance(value, tuple) else parts
+    if isinstance(value, Mapping):
+        return {"dict": [[name, _encode(each, f"{key}/{name}", tensors)] for name, each in value.items()]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which cannot be saved without pickle")
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "tuple" in value:
+        return tuple(_decode(each, tensors) for each in value["tuple"])
+    return {name: _decode(each, tensors) for name, each in value["dict"]}
+
+
+def encode_schedule(state: Any) -> Any:
+    """A scheduler's state as JSON that keeps what JSON has no word for: keys that are numbers, and counters."""
+    if isinstance(state, Mapping):
+        values = [[name, encode_schedule(each)] for name, each in state.items()]
+        if all(isinstance(name, str) for name, _ in values):
+            return dict(values)
+        return {"pairs": values, "counter": isinstance(state, Counter)}
+    if isinstance(state, (list, tuple)):
+        return [encode_schedule(each) for each in state]
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    raise CheckpointError(
+        f"the scheduler's state holds a {type(state).__name__}, which cannot be saved without pickle; give the "
+        "scheduler plain numbers, or set save_only_model=True"
+    )
+
+
+def decode_schedule(value: Any) -> Any:
+    """What `encode_schedule` was given."""
+    if isinstance(value, list):
+        return [decode_schedule(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) != {"pairs", "counter"}:
+        return {name: decode_schedule(each) for name, each in value.items()}
+    pairs = {name: decode_schedule(each) for name, each in value["pairs"]}
+    return Counter(pairs) if value["counter"] else pairs
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The module whose state dict is saved: wrappers that add prefixes to names are left out, PEFT stays."""
+    while hasattr(model, "_orig_mod") or type(model).__name__ == "DistributedDataParallel":
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model

@@ -1,0 +1,106 @@
+"""transformers' checkpoint files: written when checkpoint_format="transformers", and read to go on from them.
+
+These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file
+that was tampered with runs nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.checkpoint.layout import OPTIMIZER as NATIVE
+from ...errors import CheckpointError
+
+OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
+ARGUMENTS = "training_args.bin"
+
+HARMLESS = [getattr(np, "_core", np).multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+"""What the random state of numpy is made of."""
+
+
+def foreign_progress(step: int, *, batches_per_epoch: int | None, accumulation: int, batch_size: int) -> dict[str, int]:
+    """Where a run of transformers stands after this many updates."""
+    if batches_per_epoch is None:
+        epoch, batches = 0, step * accumulation
+    else:
+        epoch, updates = divmod(step, -(-batches_per_epoch // accumulation))
+        batches = updates * accumulation
+    return {"epoch": epoch, "batches_in_epoch": batches, "samples_in_epoch": batches * batch_size}
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a checkpoint has transformers' optimizer file instead of ours."""
+    return (folder / OPTIMIZER).is_file() and not (folder / f"{NATIVE}.json").is_file()
+
+
+def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:
+    """Write everything but weights and trainer_state.json under transformers' names."""
+    parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
+    for name, values in {**parts, ARGUMENTS: args}.items():
+        if values is not None:
+            with open(folder / name, "wb") as file:  # given a path, torch hides what the system says about a full disk
+                torch.save(_in_host_memory(values), file)
+
+
+def _in_host_memory(values: Any) -> Any:
+    """Tensors of nested values in host memory: a file must open where the device is not."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu()
+    if type(values) is dict:
+        return {name: _in_host_memory(each) for name, each in values.items()}
+    return type(values)(map(_in_host_memory, values)) if type(values) in (list, tuple) else values
+
+
+def read_foreign(folder: Path) -> dict[str, Any]:
+    """Optimizer, scheduler, scaler and random states of a transformers checkpoint, as far as they are there."""
+    found = {
+        "optimizer": _read(folder / OPTIMIZER),
+        "scheduler": _read(folder / SCHEDULER),
+        "scaler": _read(folder / SCALER),
+        "rng": _our_rng(_read(folder / RNG)),
+    }
+    missing = [name for name in ("optimizer", "scheduler") if found[name] is None]
+    if missing:
+        raise CheckpointError(
+            f"{folder.name} holds no {' and no '.join(missing)} state; resuming would silently start those afresh. "
+            "Load its weights and train without resume_from_checkpoint instead"
+        )
+    return found
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        with torch.serialization.safe_globals(HARMLESS):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read safely: {error}") from error
+
+
+def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:
+    """Our schedule's state with what torch's LambdaLR asks for besides."""
+    if "base_lrs" not in state or "lr_lambdas" in state:
+        return state
+    return {**state, "_step_count": state["last_epoch"] + 1, "lr_lambdas": [{} for _ in state["base_lrs"]]}
+
+
+def _their_rng(rng: dict[str, Any]) -> dict[str, Any]:
+    states = {"python": rng["python"], "numpy": rng["numpy"], "cpu": rng["torch"]}
+    if rng.get("accelerator"):
+        states["cuda"] = rng["accelerator"][0] if len(rng["accelerator"]) == 1 else rng["accelerator"]
+    return states
+
+
+def _our_rng(states: dict[str, Any] | None) -> dict[str, Any] | None:
+    if states is None:
+        return None
+    rng = {"python": states["python"], "numpy": states["numpy"], "torch": states["cpu"]}
+    cuda = states.get("cuda")
+    if cuda is not None:
+        rng["accelerator"] = list(cuda) if isinstance(cuda, (list, tuple)) else [cuda]
+    return rng

@@ -1,0 +1,212 @@
+"""A model's weights on disk: under the module's own names in checkpoints, in transformers' format when exported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.checkpoint.documents import read_json, write_json
+from ...core.checkpoint.layout import MODEL, MODULE, WEIGHTS
+from ...errors import CheckpointError
+from .conversion import from_exported, is_pretrained, is_sharded_class, reads_own_names, skeleton
+from .shards import INDEX, BoxReader, HeldTensors, fill
+from .tensors import full_disk_is_an_os_error, host_copy, read_tensors, some, write_tensors
+
+ADAPTER = "adapter_model.safetensors"
+
+Write = Callable[[Path], Any]
+
+
+# ---- exporting -------------------------------------------------------------------------------------------------------
+
+
+def export_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Write:
+    """A function that writes the model into a folder: its own `save_pretrained` if it has one, else safetensors."""
+    tensors = _in_host_memory(tensors)
+    if not hasattr(model, "save_pretrained"):
+        return lambda folder: write_tensors(folder / MODEL, tensors)
+    # transformers finds its conversions by the names of classes, and FSDP has changed them.
+    written = skeleton(model) if is_pretrained(model) and is_sharded_class(model) else model
+    return lambda folder: _save_pretrained(written, folder, tensors)
+
+
+def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return host_copy(tensors) if any(tensor.device.type != "cpu" for tensor in tensors.values()) else tensors
+
+
+@full_disk_is_an_os_error()
+def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Let the model write itself, without the progress bar it would draw over ours."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        model.save_pretrained(str(folder), state_dict=dict(tensors))
+        return
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(str(folder), state_dict=dict(tensors))
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def native_writer(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, needed: set[str], tell: Callable[[str], None]
+) -> Write:
+    """A function that writes the weights so that they come back under the module's own names.
+
+    `needed` are the names that a checkpoint of an adapter has to hold: what training changes.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return lambda folder: write_tensors(folder / MODEL, tensors)
+    tensors = _in_host_memory(tensors)
+    if is_pretrained(model) and not is_adapter(model) and _is_of_transformers(model):
+        return lambda folder: _write_own(model, folder, tensors)
+    needed = needed & set(tensors) if is_adapter(model) else set(tensors)
+    return lambda folder: _write_theirs(model, folder, tensors, needed, tell)
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether a model is saved as the adapters of PEFT that it has."""
+    return hasattr(model, "peft_config")
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Whether `save_pretrained` is transformers' own, and writes what it is given."""
+    home = getattr(type(model).save_pretrained, "__module__", "")
+    return home.startswith("transformers.") and getattr(model, "hf_quantizer", None) is None
+
+
+def is_saved_by_others(model: Any) -> bool:
+    """Whether the code of a `save_pretrained` is the user's, and may write the live model whatever it is given."""
+    home = getattr(getattr(type(model), "save_pretrained", None), "__module__", None) or "torch"
+    return home.split(".")[0] not in ("torch", "transformers", "peft")
+
+
+def _write_own(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Weights by their own names; in the file `from_pretrained` looks for only if it reads them as they are."""
+    written = skeleton(model) if is_sharded_class(model) else model
+    _save_pretrained(written, folder, {})  # configuration, and the code of models that bring their own
+    (folder / MODEL).unlink(missing_ok=True)
+    file = MODEL if reads_own_names(model) else MODULE
+    aliases = write_tensors(folder / file, tensors, keep_aliases=False)
+    _write_places(folder, file, {name: (file, key) for name, key in aliases.items()}, complete=True)
+
+
+def _write_theirs(
+    model: Any, folder: Path, tensors: Mapping[str, Tensor], needed: set[str], tell: Callable[[str], None]
+) -> None:
+    """Files of a `save_pretrained` we know nothing about; what they do not hold bit by bit is written beside them."""
+    before = set(folder.rglob("*.safetensors"))
+    _save_pretrained(model, folder, tensors)
+    found = {
+        _digest(tensor): (file.relative_to(folder).as_posix(), key)
+        for file in sorted(set(folder.rglob("*.safetensors")) - before)
+        for key, tensor in read_tensors(file).items()
+    }
+    places = {name: place for name in sorted(needed) if (place := found.get(_digest(tensors[name]))) is not None}
+    rest = {name: tensor for name, tensor in tensors.items() if name in needed and name not in places}
+    if rest:
+        aliases = write_tensors(folder / MODULE, rest, keep_aliases=False)
+        places.update({name: (MODULE, key) for name, key in aliases.items()})
+        size = sum(each.numel() * each.element_size() for each in rest.values()) / 1e6
+        tell(
+            f"{type(model).__name__}.save_pretrained leaves out {len(rest)} tensors that resuming needs, or writes "
+            f"them in another form ({next(iter(rest))}): checkpoints hold them besides, {size:,.1f} MB in {MODULE}"
+        )
+    _write_places(folder, MODULE if rest else None, places, complete=not is_adapter(model))
+
+
+def _digest(tensor: Tensor) -> tuple[Any, ...]:
+    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), tensor.dtype, hashlib.blake2b(plain.numpy().data if plain.numel() else b"").digest()
+
+
+def _write_places(folder: Path, file: str | None, elsewhere: dict[str, tuple[str, str]], *, complete: bool) -> None:
+    write_json(folder / WEIGHTS, {"file": file, "elsewhere": elsewhere, "complete": complete})
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> nn.Module:
+    """Load the weights saved in a checkpoint or by `save_model` into the model, in place; returns the model."""
+    load_weights(model, Path(folder), strict=strict)
+    return model
+
+
+def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -> None:
+    """Load a checkpoint's or an exported model's weights, whichever of the two is in parts."""
+    folder = Path(folder)
+    if is_exported(folder) and (folder / ADAPTER).is_file() and is_adapter(model):
+        _load_adapter(model, folder)
+        return
+    complete = not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS)["complete"]
+    with saved_weights(model, folder) as reader:
+        fill(model, reader, strict=strict and complete, optional=_optional(model) if is_exported(folder) else "")
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether a folder's weights are under the names a `save_pretrained` chose, as far as can be known."""
+    whole = any((folder / name).is_file() for name in (INDEX, MODEL, ADAPTER))
+    return whole and not (folder / WEIGHTS).is_file()
+
+
+def partly_saved_names(folder: Path) -> frozenset[str]:
+    """The names in a checkpoint that does not hold the whole model, as those of adapters do not."""
+    if not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS)["complete"]:
+        return frozenset()
+    with BoxReader(folder, "model").opened() as reader:
+        return frozenset(reader.names())
+
+
+@contextmanager
+def saved_weights(model: nn.Module, folder: str | Path) -> Iterator[BoxReader | HeldTensors]:
+    """The weights in a folder by the module's own names, converted by transformers where it has written them."""
+    folder = Path(folder)
+    if is_exported(folder) and is_pretrained(model):
+        yield HeldTensors(from_exported(model, _read_model(folder), source=str(folder)), folder)
+        return
+    with BoxReader(folder, "model").opened() as reader:
+        yield reader
+
+
+def _optional(model: Any) -> str:
+    """A pattern of names that files of transformers may leave out."""
+    named = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save")
+    return "|".join(f"(?:{each})" for name in named for each in getattr(model, name, None) or ())
+
+
+def _read_model(folder: Path) -> dict[str, Tensor]:
+    if (folder / INDEX).is_file():
+        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+        return {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
+    if (folder / MODEL).is_file():
+        return read_tensors(folder / MODEL)
+    raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+
+    active = getattr(model, "active_adapters", None) or ["default"]
+    adapter = next(iter(active() if callable(active) else active))
+    tensors = read_tensors(folder / ADAPTER)
+    if is_pretrained(model):  # with adapters of its own: PEFT's files have the prefix of PEFT's wrapper
+        tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
+    result = set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+    unexpected = list(getattr(result, "unexpected_keys", ()))
+    if unexpected:
+        raise CheckpointError(f"the adapter in {folder} does not fit the model. unexpected: {some(unexpected)}")

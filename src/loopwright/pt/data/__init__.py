@@ -1,0 +1,1 @@
+"""From datasets to batches: loaders, order, shards, packing, columns, static shapes, collators."""

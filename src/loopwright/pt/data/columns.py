@@ -1,0 +1,155 @@
+"""Which columns of the data a model takes; the others are withheld, never deleted from the dataset."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import get_worker_info
+
+from ...errors import DataError
+from ...notices import Notices
+
+LABEL_COLUMNS = ("label", "label_ids", "labels")
+"""Names labels go by in datasets: always kept, so that losses and metrics find them."""
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The user's own module, without the wrappers of compile, parallelism or PEFT."""
+    while True:
+        model = without_wrappers(model)
+        if not hasattr(model, "get_base_model"):
+            return model
+        model = model.get_base_model()
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """What is trained: without the wrappers of compile and parallelism; PEFT's may add to the inputs, so they stay."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif type(model).__name__ in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"):
+            model = model.module
+        else:
+            return model
+
+
+def forward_parameters(model: nn.Module) -> list[str] | None:
+    """The names the model's forward takes, or None if it takes anything and names nothing."""
+    parameters = inspect.signature(innermost(model).forward).parameters.values()
+    named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return named or (None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [])
+
+
+def takes_anything(model: nn.Module) -> bool:
+    """Whether the model's forward takes inputs that it does not name: it may compute a loss from labels among them."""
+    parameters = inspect.signature(innermost(model).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def find_labels(model: nn.Module) -> list[str]:
+    """The parameters of the forward that are labels."""
+    names = forward_parameters(model) or []
+    labels = [name for name in names if "label" in name]
+    if "QuestionAnswering" in type(innermost(model)).__name__:
+        labels += [name for name in names if name in ("start_positions", "end_positions")]
+    return labels
+
+
+def takes_loss_flag(model: nn.Module) -> bool:
+    """Whether the model computes a loss when asked by `return_loss`, without labels."""
+    parameter = inspect.signature(innermost(model).forward).parameters.get("return_loss")
+    return parameter is not None and parameter.default is True
+
+
+class ColumnFilter:
+    """A collator that withholds the columns the model does not take.
+
+    A collator known to choke on extra columns never sees them; after a user's own collator they are taken out of the
+    batch.
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[Any], Any],
+        accepted: set[str],
+        *,
+        notices: Notices,
+        description: str = "training",
+        in_workers: bool = False,
+    ) -> None:
+        self.collator = collator
+        self.accepted = accepted
+        self.description = description
+        self._notices = notices
+        self._before = _chokes_on_extras(collator)
+        # Every worker of every epoch holds a copy of this object: shared memory knows whether one has spoken.
+        self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
+        self._seen: list[str] = []
+        self._keep: list[str] = []
+
+    def __call__(self, features: list[Any]) -> Any:
+        if not self._before:
+            return self._of_batch(self._collated(features))
+        first = features[0] if features else None
+        if type(first) is dict or isinstance(first, Mapping):
+            names = [*first]
+            keep = self._keep if names == self._seen else self._kept(first)
+            if keep != names:  # compared as lists: this runs for every batch, and a length is a call
+                features = [{name: each[name] for name in keep} for each in features]
+        return self.collator(features)
+
+    def _collated(self, features: list[Any]) -> Any:
+        """A user's own collator sees every column, unless it cannot take them (it pads, say, and one holds text)."""
+        names = [*features[0]] if features and isinstance(features[0], Mapping) else []
+        if all(name in self.accepted for name in names):
+            return self.collator(features)
+        try:
+            return self.collator([dict(each) for each in features])  # copies: it may pop from them before it fails
+        except Exception as error:
+            try:
+                batch = self.collator([{n: each[n] for n in self._kept(features[0])} for each in features])
+            except Exception:
+                raise error from None
+            self._before = True
+            return batch
+
+    def _of_batch(self, batch: Any) -> Any:
+        if not isinstance(batch, Mapping):
+            return batch
+        keep = self._keep if [*batch] == self._seen else self._kept(batch)
+        return batch if len(keep) == len(batch) else {name: batch[name] for name in keep}
+
+    def _kept(self, columns: Mapping[str, Any]) -> list[str]:
+        self._seen = [*columns]
+        self._keep = keep = [name for name in columns if name in self.accepted]
+        if not any(name not in LABEL_COLUMNS for name in keep):
+            raise DataError(
+                f"no column of the {self.description} data is an argument of the model's forward. "
+                f"Columns: {', '.join(columns) or 'none'}. The model takes: {', '.join(sorted(self.accepted))}. "
+                "Rename the columns, or set remove_unused_columns=False to pass everything on"
+            )
+        if len(keep) < len(columns):
+            withheld = ", ".join(name for name in columns if name not in self.accepted)
+            self._tell(
+                f"columns of the {self.description} data withheld because the model's forward does not take them: "
+                f"{withheld}"
+            )
+        return keep
+
+    def _tell(self, text: str) -> None:
+        worker = get_worker_info()
+        if worker is not None and self._told is not None:
+            if worker.id or self._told:
+                return
+            self._told.fill_(True)
+        self._notices.tell_once(text)
+
+
+def _chokes_on_extras(collator: Any) -> bool:
+    """Collators that stack or pad every column they see."""
+    home = getattr(collator, "__module__", None) or type(collator).__module__
+    return home.startswith(("transformers.data", "loopwright.pt.data.collators", "torch.utils.data"))

@@ -1,0 +1,322 @@
+"""DataLoaders whose order and randomness depend on seed, epoch and position alone."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
+
+from ...core.order import Order
+from ...core.packing import Packing
+from ...core.signals import outlive_signals
+from ...errors import ArgumentsError, DataError
+from ..rng import restore_rng
+from .streams import Start, StreamLoader, become_worker, has_exact_state
+
+
+def torch_permutation(n: int, seed: int) -> Any:
+    """torch's own permutation: the fast way to the order that core/order.py defines."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+def has_length(data: Any) -> bool:
+    """Whether len() works on it."""
+    try:
+        len(data)
+        return True
+    except (TypeError, NotImplementedError, AttributeError):
+        return False
+
+
+class OrderedSampler(Sampler[Any]):
+    """Indices in the order of core/order.py, from any epoch and position on."""
+
+    packing: Packing | None = None
+    """How it makes micro-batches itself, if it does."""
+
+    def __init__(self, order: Order, *, with_position: bool = False) -> None:
+        self.order = order
+        self.epoch = self.start = 0
+        self.with_position = with_position
+        self.part: tuple[int, int, int] | None = None
+        """Of several processes: which one this is, how many there are, and the size of their batches."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.start = epoch, 0
+
+    def go_to(self, epoch: int, start: int) -> None:
+        """The next iteration begins at this sample of this epoch."""
+        self.epoch, self.start = epoch, start
+
+    def __len__(self) -> int:
+        if self.part is None:
+            return self.order.n
+        rank, world, size = self.part
+        rounds, rest = divmod(self.order.n, world * size)
+        return rounds * size + min(max(rest - rank * size, 0), size)
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = self._own(self.order.epoch(self.epoch)[self.start :]).tolist()
+        if not self.with_position:
+            return iter(indices)
+        positions = self._own(np.arange(self.start, self.order.n)).tolist()
+        return iter([(index, self.epoch, position) for index, position in zip(indices, positions, strict=True)])
+
+    def _own(self, values: Any) -> Any:
+        """The values of this process: every world-th block of a batch's size."""
+        if self.part is None:
+            return values
+        rank, world, size = self.part
+        return values[np.arange(len(values)) // size % world == rank]
+
+    def samples_ahead(self, batches: int, done: int) -> int:
+        """The samples in this process's next batches, after `done` samples of all processes."""
+        rank, world, size = self.part or (0, 1, 1)
+        left = self.order.n - done
+        return sum(min(max(left - (k * world + rank) * size, 0), size) for k in range(batches))
+
+
+class SeededSamples(Dataset[Any]):
+    """A dataset whose random draws depend on the sample's place in the run, not on the worker that loads it."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._epoch: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
+        if hasattr(self.dataset, "__getitems__"):
+            self._begin(*places[0][1:])
+            return self.dataset.__getitems__([index for index, _, _ in places])
+        return [self[place] for place in places]
+
+    def __getitem__(self, place: tuple[int, int, int]) -> Any:
+        index, epoch, position = place
+        self._begin(epoch, position)
+        return self.dataset[index]
+
+    def _begin(self, epoch: int, position: int) -> None:
+        """Seed the sample; a dataset that knows its epoch is told here, since a worker holds a copy of its own."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(epoch)
+        seed_all(self.seed, epoch, position)
+
+
+class SeededStream(IterableDataset[Any]):
+    """A stream whose random draws in a worker depend on epoch and worker alone, not on what the run drew before."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        # Workers that outlive an epoch hold a copy of this object; through shared memory they learn which one begins.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.start: Start | None = None
+        """Where workers begin once: set by a loader that goes on in mid-epoch."""
+        self._own_id: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker, epoch = get_worker_info(), int(self._epoch)
+        if worker is not None:
+            self._own_id = worker.id if self._own_id is None else self._own_id
+            start, self.start = self.start, None
+            role = self._own_id if start is None else (self._own_id + start.last + 1) % worker.num_workers
+            become_worker(role)
+            self.set_epoch(epoch)
+            seed_all(self.seed, epoch, role)
+            if start is not None and role in start.workers:
+                self.dataset.load_state_dict(start.workers[role]["stream"])
+                restore_rng(start.workers[role]["rng"])
+        return iter(self.dataset)
+
+
+def seed_all(seed: int, epoch: int, position: int) -> None:
+    """Seed Python, numpy and torch for one sample."""
+    mixed = int(np.random.SeedSequence((seed, epoch, position)).generate_state(1)[0])
+    random.seed(mixed)
+    np.random.seed(mixed)
+    torch.default_generator.manual_seed(mixed)
+
+
+def sample_lengths(
+    dataset: Any, column: str, input_names: Sequence[str], what: str = "grouping by length"
+) -> list[int]:
+    """The length of every sample: from the length column if there is one, else measured, all inputs together."""
+    names = getattr(dataset, "column_names", None) or []
+    if column in names:
+        return list(dataset[column])
+    if set(input_names) <= set(names):
+        return [sum(map(len, each)) for each in zip(*(dataset[name] for name in input_names), strict=True)]
+    first = dataset[0]
+    if not isinstance(first, Mapping) or not (column in first or set(input_names) <= set(first)):
+        raise DataError(
+            f"{what} needs a column {column!r} or {' and '.join(map(repr, input_names))}; the samples have "
+            f"{', '.join(first) if isinstance(first, Mapping) else type(first).__name__}"
+        )
+    return [
+        int(sample[column]) if column in sample else sum(len(sample[name]) for name in input_names)
+        for sample in _each(dataset)
+    ]
+
+
+def _each(dataset: Any) -> Iterator[Any]:
+    return (dataset[i] for i in range(len(dataset)))
+
+
+def check_stream_order(args: Any) -> None:
+    """Refuse an order that a stream cannot have: its samples come as they come."""
+    if _sampling_strategy(args) == "group_by_length":
+        raise ArgumentsError(
+            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not "
+            "a stream; use 'random', or sort the stream itself"
+        )
+    if args.packing:
+        raise ArgumentsError(
+            f"packing={args.packing!r} needs a dataset with a length whose samples can be picked, not a stream: nobody "
+            "knows how long its samples are; leave packing out, or pack in the stream itself"
+        )
+
+
+def data_seed(args: Any) -> int:
+    """The seed of everything random about the data."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def _sampling_strategy(args: Any) -> str:
+    if getattr(args, "sortish_sampler", False):  # what Seq2SeqTrainingArguments calls it
+        return "group_by_length"
+    return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+
+
+def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: str) -> OrderedSampler | None:
+    """The sampler of the training data, or None for data that comes in its own order."""
+    strategy = _sampling_strategy(args)
+    if isinstance(dataset, IterableDataset) or not has_length(dataset):
+        check_stream_order(args)
+        return None
+    lengths = sample_lengths(dataset, args.length_column_name, [input_name]) if strategy == "group_by_length" else None
+    order = Order(
+        n=len(dataset),
+        seed=data_seed(args),
+        strategy=strategy,
+        lengths=lengths,
+        group_size=group_size,
+        permute=torch_permutation,
+    )
+    return OrderedSampler(order)
+
+
+def begin_worker(worker: int) -> None:
+    """In a fresh loader worker: signals pass, and what the main process has left to the collector is not collected.
+
+    A fork has the main process's garbage and none of its threads: a finalizer that waits for them (that of a process
+    group does) would wait for ever.
+    """
+    gc.freeze()
+    outlive_signals(worker)
+
+
+def build_loader(
+    dataset: Any,
+    *,
+    args: Any,
+    batch_size: int,
+    collate_fn: Callable[[Any], Any],
+    sampler: Any = None,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    persistent_workers: bool = False,
+    keep_order: bool = False,
+) -> DataLoader[Any]:
+    """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours.
+
+    With `keep_order` batches come in the order of the data, each sample once: a stream has one worker then, since
+    several would each go through all of it, or share it out in an order of their own.
+    """
+    workers = args.dataloader_num_workers
+    if keep_order and isinstance(dataset, IterableDataset):
+        workers = min(workers, 1)
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "collate_fn": collate_fn,
+        "num_workers": workers,
+        "pin_memory": pin_memory,
+        "persistent_workers": persistent_workers,
+    }
+    if workers:
+        options["worker_init_fn"] = begin_worker
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = args.dataloader_multiprocessing_context
+        options["in_order"] = keep_order or args.dataloader_in_order
+    if isinstance(dataset, IterableDataset):
+        if not workers:
+            return DataLoader(dataset, drop_last=drop_last, **options)
+        stream = SeededStream(dataset, data_seed(args))
+        if keep_order or not has_exact_state(dataset):
+            return DataLoader(stream, drop_last=drop_last, **options)
+        return StreamLoader(stream, drop_last=drop_last, **options)
+    if workers and isinstance(sampler, OrderedSampler):
+        sampler.with_position = True
+        dataset = SeededSamples(dataset, sampler.order.seed)
+    if isinstance(sampler, OrderedSampler) and sampler.packing is not None:
+        del options["batch_size"]
+        return DataLoader(dataset, batch_sampler=sampler, **options)
+    return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)
+
+
+def stop_workers(loader: Any) -> None:
+    """End the processes a loader keeps from epoch to epoch; it can be used again."""
+    if isinstance(loader, DataLoader) and loader.persistent_workers:
+        loader._iterator = None
+
+
+def announce_epoch(loader: Any, epoch: int) -> None:
+    """Tell everything that shuffles by epoch which epoch begins."""
+    seen: set[int] = set()
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for part in (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    ):
+        if part is not None and id(part) not in seen and callable(getattr(part, "set_epoch", None)):
+            seen.add(id(part))
+            part.set_epoch(epoch)
+
+
+def ordered_sampler(loader: Any) -> OrderedSampler | None:
+    """Our own sampler inside a loader, if it is what decides the order."""
+    samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+    return next((each for each in samplers if isinstance(each, OrderedSampler)), None)
+
+
+def check_not_empty(dataset: Any, what: str) -> None:
+    """Refuse a dataset without samples, and what is no dataset."""
+    if isinstance(dataset, Mapping):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; give one "
+            "of them, or a list of samples"
+        )
+    if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        raise DataError(
+            f"the {what} dataset is a {type(dataset).__name__}; give a list of samples, a Dataset or an IterableDataset"
+        )
+    if isinstance(dataset, Sized) and has_length(dataset) and len(dataset) == 0:
+        raise DataError(f"the {what} dataset is empty: there is nothing to go through")

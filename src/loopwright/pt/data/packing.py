@@ -1,0 +1,89 @@
+"""packing="across_updates": the sampler that makes micro-batches of as many following samples as fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from ...core.packing import PackedPlan, Packing, make_packed_plan
+from ...errors import ArgumentsError, NotAvailable
+from ...notices import Notices
+from ..rng import untouched_rng
+from .loaders import OrderedSampler, data_seed, ordered_sampler, sample_lengths, seed_all
+
+
+class PackedSampler(OrderedSampler):
+    """Micro-batches of indices in the order of core/order.py, from any epoch and position on."""
+
+    packing: Packing
+
+    def __init__(self, packing: Packing) -> None:
+        super().__init__(packing.order)
+        self.packing = packing
+
+    def __len__(self) -> int:
+        return self.packing.count(self.epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self.start
+        places = list(super().__iter__())
+        ends = [start, *self.packing.ends(self.epoch, start)]
+        return iter([places[first - start : end - start] for first, end in pairwise(ends)])
+
+
+def packed_sampler(sampler: OrderedSampler, dataset: Any, args: Any, input_names: list[str]) -> PackedSampler:
+    """The sampler's order in micro-batches of `per_device_train_batch_tokens`; lengths are measured once, here."""
+    if args.world_size > 1:
+        raise NotAvailable(
+            f"packing={args.packing!r} with {args.world_size} processes (WORLD_SIZE): not available yet, since every "
+            "process would have to know the micro-batches of all; train without packing, or in one process"
+        )
+    # From one seed: a dataset that draws its samples has the same lengths when the run goes on.
+    with untouched_rng():
+        seed_all(data_seed(args), 0, 0)
+        lengths = sample_lengths(dataset, args.length_column_name, input_names, what="packing")
+    budget = args.per_device_train_batch_tokens
+    return PackedSampler(Packing(sampler.order, lengths, budget, drop_last=args.dataloader_drop_last))
+
+
+def packed_samples(sampler: OrderedSampler, batches: int, position: int) -> int:
+    """Samples in the next micro-batches from a position of the epoch that the sampler goes through."""
+    assert sampler.packing is not None
+    return sampler.packing.samples_ahead(sampler.epoch, sampler.start, position=position, batches=batches)
+
+
+def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
+    """The plan of a run over this loader; says which samples do not fit into a micro-batch."""
+    packing = packing_of(loader, args)
+    if packing.too_long:
+        notices.tell_once(
+            f"packing: {packing.too_long:,} of {len(packing.lengths):,} samples are longer than "
+            f"per_device_train_batch_tokens={packing.budget:,} (the longest has {packing.lengths.max():,} tokens); "
+            "each of them is a micro-batch of its own"
+        )
+    return make_packed_plan(
+        packing,
+        accumulation=args.gradient_accumulation_steps,
+        max_steps=args.max_steps,
+        num_train_epochs=args.num_train_epochs,
+    )
+
+
+def packing_of(loader: Any, args: Any) -> Packing:
+    """How a loader packs samples; refuses one whose order is not loopwright's own."""
+    sampler = ordered_sampler(loader)
+    if isinstance(sampler, PackedSampler):
+        return sampler.packing
+    theirs = type(getattr(loader, "sampler", loader)).__name__
+    raise ArgumentsError(
+        f"packing={args.packing!r} needs loopwright's own order of samples, and the training data comes from another "
+        f"({theirs}): get_train_dataloader or _get_train_sampler is overridden. Leave them as they are, or pack in "
+        "your own loader and leave packing out"
+    )
+
+
+def sizes_of_updates(args: Any) -> tuple[str, ...]:
+    """The arguments that decide which samples share an update."""
+    size = "per_device_train_batch_tokens" if args.packing else "per_device_train_batch_size"
+    return ("packing", size, "gradient_accumulation_steps")

@@ -1,0 +1,387 @@
+"""The trainer's methods that turn datasets into batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from ...core.batches import Place
+from ...core.overrides import adapt, is_overridden
+from ...core.plan import Plan, make_plan
+from ...errors import ArgumentsError, DataError
+from ...notices import logger
+from ..devices import can_pin_memory
+from ..loss.targets import count_samples
+from ..rng import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
+from .loaders import (
+    OrderedSampler,
+    announce_epoch,
+    build_loader,
+    check_not_empty,
+    check_stream_order,
+    has_length,
+    ordered_sampler,
+    stop_workers,
+    training_sampler,
+)
+from .packing import packed_plan, packed_sampler, packed_samples
+from .shape_checks import ShapeMethods
+from .shard import Share, batches_of_all, share_stream, whole_dataset
+from .streams import load_stream_state, replay, stream_state
+
+
+class DataMethods(ShapeMethods):
+    """Loaders, samplers, columns; every method may be overridden."""
+
+    args: Any
+    device: Any
+    data_collator: Callable[[Any], Any]
+    train_dataset: Any
+    eval_dataset: Any
+    label_names: list[str]
+    train_dataloader: Any = None
+    _signature_columns: list[str] | None = None
+    _resume_rng: dict[str, Any] | None = None
+    _ordered: OrderedSampler | None = None
+    """The sampler of the training data, if its order is ours."""
+    _batches_are_theirs: bool = False
+    _kept_accumulation: int | None = None
+    """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
+    _counted_loader: tuple[Any, int] | None = None
+    """The training loader and how many batches all processes get from theirs."""
+    strategy: Any
+    _stream: Any = None
+    """The state of a stream, from the checkpoint the run goes on from."""
+    _stream_before: Any = None
+    """The state of a stream before the batches of the current update were read."""
+    _epoch_rng: dict[str, Any] | None = None
+    """Random states at the beginning of the epoch, where the data owns its order."""
+
+    # ---- loaders ----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of the training data."""
+        if self.train_dataset is None:
+            raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
+        check_not_empty(self.train_dataset, "training")
+        dataset = self._remove_unused_columns(self.train_dataset, description="training")
+        if is_stream := isinstance(dataset, IterableDataset):
+            check_stream_order(self.args)
+        return self._get_dataloader(
+            dataset,
+            description="training",
+            batch_size=self.args.train_batch_size,
+            sampler=None if is_stream else self._call_train_sampler(dataset),
+            drop_last=self.args.dataloader_drop_last,
+        )
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """The loader of the evaluation data, or of one of its named sets."""
+        if eval_dataset is None and self.eval_dataset is None:
+            raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
+        if isinstance(eval_dataset, str):
+            eval_dataset = self._named_eval_dataset(eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        return self._evaluation_loader(dataset, "evaluation")
+
+    def _named_eval_dataset(self, name: str) -> Any:
+        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        if name not in sets:
+            known = ", ".join(sets) or "no named sets"
+            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
+        return sets[name]
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of the data to predict."""
+        return self._evaluation_loader(test_dataset, "test")
+
+    def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader[Any]:
+        check_not_empty(dataset, description)
+        dataset = self._remove_unused_columns(dataset, description=description)
+        sampler = None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset)
+        return self._get_dataloader(
+            dataset,
+            description=description,
+            batch_size=self.args.eval_batch_size,
+            sampler=sampler,
+            # Streams are gone through to their end, as transformers does.
+            drop_last=self.args.dataloader_drop_last and not isinstance(dataset, IterableDataset),
+        )
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler: Any = None,
+        drop_last: bool = False,
+        **ignored: Any,
+    ) -> DataLoader[Any]:
+        if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
+            dataset = share_stream(dataset, self._share(), batch_size)
+        collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
+        return build_loader(
+            dataset,
+            args=self.args,
+            batch_size=batch_size,
+            collate_fn=self._with_static_shapes(collate, dataset, batch_size, description),
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
+            # Every evaluation makes a loader of its own: nobody would use its workers again.
+            persistent_workers=self.args.dataloader_persistent_workers and description == "training",
+            keep_order=description != "training",
+        )
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The samples behind a loader; an estimate when the dataset has no length."""
+        dataset: Any = whole_dataset(dataloader)
+        return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
+
+    # ---- order ------------------------------------------------------------------------------------------------------
+
+    def _call_train_sampler(self, dataset: Any) -> Any:
+        return adapt(self._get_train_sampler, "train_dataset")(train_dataset=dataset)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        """The sampler of the training data: seed, epoch and position decide the order."""
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
+        sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
+        if sampler is None or not self.args.packing:
+            return sampler
+        is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        names = [self._input_name(), "labels"] if is_pair else [self._input_name()]
+        return packed_sampler(sampler, dataset, self.args, names)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
+        """The sampler of evaluation data; None goes through it in its own order."""
+        return None
+
+    def _input_name(self) -> str:
+        names = getattr(self.processing_class, "model_input_names", None)  # type: ignore[attr-defined]
+        return names[0] if names else getattr(self.model, "main_input_name", "input_ids")
+
+    # ---- columns ----------------------------------------------------------------------------------------------------
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Look up what the model's forward takes; a subclass may set `_signature_columns` itself."""
+        if self._signature_columns is None:
+            names = forward_parameters(self.model)
+            if names is not None:
+                self._signature_columns = [*names, *LABEL_COLUMNS, *self.label_names]
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset as given: columns are withheld after loading, so that lazy transforms see all of them."""
+        return dataset
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[Any], Any], description: str | None = None
+    ) -> Callable[[Any], Any]:
+        """The collator, without the columns the model does not take."""
+        if not self.args.remove_unused_columns:
+            return data_collator
+        self._set_signature_columns_if_needed()
+        if self._signature_columns is None:
+            return data_collator
+        return ColumnFilter(
+            data_collator,
+            set(self._signature_columns),
+            notices=self.notices,
+            description=description or "training",
+            in_workers=self.args.dataloader_num_workers > 0,
+        )
+
+    # ---- plan and position ------------------------------------------------------------------------------------------
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates."""
+        plan = self._plan_of_arguments(dataloader)
+        examples = plan.examples if plan.examples is not None else plan.train_samples
+        return (
+            plan.epochs,
+            plan.updates_per_epoch,
+            examples,
+            plan.train_samples,
+            self.get_total_train_batch_size(args),
+            plan.batches_per_epoch,
+            plan.max_steps,
+        )
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one update over all processes."""
+        return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data_world
+
+    def _accumulation(self) -> int:
+        """Micro-batches a process accumulates."""
+        return self.args.gradient_accumulation_steps if self._kept_accumulation is None else self._kept_accumulation
+
+    def _make_plan(self, loader: Any) -> Plan:
+        """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
+        plan = self._plan_of_arguments(loader)
+        if not is_overridden(self, "set_initial_training_values"):
+            return plan
+        theirs = adapt(self.set_initial_training_values, "total_train_batch_size")
+        values = theirs(self.args, loader, total_train_batch_size=plan.total_batch_size)
+        epochs, updates, examples, _, _, batches, max_steps = values
+        return dataclasses.replace(
+            plan,
+            epochs=epochs,
+            updates_per_epoch=updates,
+            examples=None if plan.examples is None else examples,
+            batches_per_epoch=batches,
+            max_steps=max_steps,
+        )
+
+    def _plan_of_arguments(self, loader: Any) -> Plan:
+        if self.args.packing:
+            return packed_plan(loader, self.args, self.notices)
+        sized = has_length(loader)
+        if not sized and self.args.max_steps <= 0:
+            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+        return make_plan(
+            batch_size=self.args.train_batch_size,
+            accumulation=self._accumulation(),
+            batches_per_epoch=self._batches_in(loader) if sized else None,
+            examples=self.num_examples(loader) if sized else None,
+            max_steps=self.args.max_steps,
+            num_train_epochs=self.args.num_train_epochs,
+            world_size=self.strategy.data_world,
+        )
+
+    def _share(self) -> Share:
+        """The part of the data this process takes."""
+        return Share(self.strategy.data_rank, self.strategy.data_world)
+
+    def _batches_in(self, loader: Any) -> int:
+        """Batches all processes get from their loaders in an epoch."""
+        if self.strategy.data_world == 1:
+            return len(loader)
+        if self._counted_loader is None or self._counted_loader[0] is not loader:  # asked once: everybody has to answer
+            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
+            self._counted_loader = (loader, count)
+        return self._counted_loader[1]
+
+    def plan_again(self) -> Plan:
+        self._kept_accumulation = None  # the user has asked for another one
+        return self._make_plan(self.train_dataloader)
+
+    def release_data(self) -> None:
+        """Stop loading processes that would outlive the run, and then take seconds to be collected."""
+        if self.train_dataloader is not None and not is_overridden(self, "get_train_dataloader"):
+            stop_workers(self.train_dataloader)
+
+    def epoch_batches(self, epoch: int) -> Iterator[Any]:
+        """The micro-batches of an epoch, from where progress stands.
+
+        Random states of a checkpoint are put back where the run that saved them stood: inside an epoch after the loader
+        has drawn its seed for it, between two epochs before that.
+        """
+        loader, progress = self.train_dataloader, self.progress
+        self._batches_are_theirs = is_overridden(self, "get_batch_samples")
+        announce_epoch(loader, epoch)
+        done = progress.batches_in_epoch
+        if done == 0:
+            self._put_back_rng()
+            if self._may_be_undone():
+                # An epoch whose first update is undone begins again, and its loader draws its seed again.
+                self._held = self.strategy.hold()
+        if self.args.ignore_data_skip:
+            progress.batches_in_epoch = progress.samples_in_epoch = done = 0
+        self._ordered = sampler = ordered_sampler(loader)
+        if sampler is not None:
+            sampler.go_to(epoch, progress.samples_in_epoch)
+            batches = iter(loader)
+        else:
+            batches = self._stream_from(loader, done if self.is_alone else self._share().batches_of(done))
+        self._put_back_rng()
+        return batches
+
+    def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
+        """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
+        saved, self._stream = self._stream, None
+        if done and saved is not None and load_stream_state(loader, saved):
+            return iter(loader)
+        if done and self._epoch_rng is not None:
+            restore_rng(self._epoch_rng)  # whatever the order is drawn from is drawn again
+        self._epoch_rng = snapshot_rng()
+        batches = iter(loader)
+        if done:
+            self._skip(batches, done)
+        return batches
+
+    def part_states(self) -> dict[str, Any]:
+        states = super().part_states()
+        if self._ordered is None and self.train_dataloader is not None:
+            now = self._stream_before if self._undone else stream_state(self.train_dataloader)
+            now = now if self._stream is None else self._stream  # a save before the stream was put back
+            states["stream"] = now if self.progress.batches_in_epoch else None
+            states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
+        return states
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self._stream = states.get("stream")
+        self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
+
+    def _put_back_rng(self) -> None:
+        """Random streams as the checkpoint holds them, once."""
+        if self._resume_rng is not None:
+            restore_rng(self._resume_rng)
+            self._resume_rng = None
+
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
+        self.notices.tell_once(
+            f"this data cannot be positioned: {count} batches already trained on are read again and left out"
+        )
+        replay(batches, count, logger.warning)
+
+    def _samples_in(self, batches: list[Any]) -> int:
+        """The samples of an update: from the order where it is ours, else as counted in the batches."""
+        if self._ordered is None:
+            return sum(map(count_samples, batches))
+        if self._ordered.packing is not None:
+            return packed_samples(self._ordered, len(batches), self.progress.samples_in_epoch)
+        if self._ordered.part is not None:
+            return self._ordered.samples_ahead(len(batches), self.progress.samples_in_epoch)
+        whole = len(batches) * self.plan.batch_size
+        left = self._ordered.order.n - self.progress.samples_in_epoch
+        return whole if whole < left else left
+
+    def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
+        """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
+        if self._ordered is None:
+            return None
+        dataset: Any = self.train_dataset
+        indices = self._ordered.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        packing, size = self._ordered.packing, self.plan.batch_size
+        parts = [indices[k : k + size] for k in range(0, len(indices), size)]
+        if packing is not None:
+            parts = packing.cut(indices)
+        with untouched_rng():
+            batches = [collate([dataset[i] for i in part]) for part in parts]
+        return indices, batches
+
+    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        if self._ordered is None and self._may_be_undone():
+            self._stream_before = stream_state(self.train_dataloader)
+        if self._batches_are_theirs:
+            theirs = adapt(self.get_batch_samples, "device")
+            return theirs(batches, self.plan.accumulation, device=self.device)[0]
+        return list(islice(batches, self.plan.accumulation))
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The next micro-batches of one update and the number of targets in them."""
+        batches = list(islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,141 @@
+"""The trainer's methods that keep batches in few shapes, and prove that this changes no result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ...core.base import BaseTrainer
+from ...core.overrides import is_overridden
+from ...errors import ArgumentsError
+from ..device_traits import kind_of
+from ..loss.targets import IGNORED, check_loss
+from ..rng import untouched_rng
+from .columns import forward_parameters
+from .static_shapes import Static, StaticCollator, StaticShapes
+
+CLOSE = 1e-4
+"""How far two ways to compute a mean may be apart, relatively, in single precision."""
+
+
+class ShapeMethods(BaseTrainer):
+    """Static shapes: asked for by the arguments, or wanted by the device."""
+
+    args: Any
+    device: torch.device
+    label_names: list[str]
+    processing_class: Any
+    compute_loss_func: Any
+
+    def wants_static_shapes(self) -> bool:
+        """Whether batches are padded to a few shapes."""
+        return self.args.static_lengths is not None or kind_of(self.device).static_shapes
+
+    def _with_static_shapes(self, collate: Callable[[Any], Any], dataset: Any, rows: int, description: str) -> Any:
+        """The collator, padding to few shapes where that is wanted."""
+        if not self.wants_static_shapes():
+            return collate
+        moving = [name for name in ("packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
+        if moving and description == "training":
+            raise ArgumentsError(
+                f"{' and '.join(moving)} makes micro-batches of many shapes, and here batches keep few of them "
+                "(static_lengths, or a device that compiles for each shape); leave it out"
+            )
+        if hasattr(self.strategy, "guard"):
+            self.strategy.guard.tell = self.notices.tell_once
+        takes = forward_parameters(self.model)
+        shapes = StaticShapes(
+            self.args.static_lengths,
+            label_names=self.label_names,
+            pad_token=self._padding_token(),
+            takes_mask=takes is None or "attention_mask" in takes,
+            tell=self.notices.tell_once,
+        )
+        if self.args.static_lengths is None:
+            self.notices.tell_once(
+                f"{self.device.type} compiles for each shape, so batches are padded to lengths that are powers of two; "
+                "static_lengths chooses others, one number makes all batches alike"
+            )
+        if self.args.dataloader_num_workers == 0:
+            shapes.rows_stay = self._why_rows_stay(StaticCollator(collate, shapes, rows), dataset, description)
+        elif self._loss_is_the_users():
+            shapes.rows_stay = "the loss is the user's own, and with loading processes it is not tried out"
+        return StaticCollator(collate, shapes, rows)
+
+    def _padding_token(self) -> int:
+        for place in (self.processing_class, getattr(self.model, "config", None)):
+            found = getattr(place, "pad_token_id", None)
+            if isinstance(found, int) and found >= 0:
+                return found
+        return 0
+
+    # ---- proof ------------------------------------------------------------------------------------------------------
+
+    def _loss_is_the_users(self) -> bool:
+        return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+
+    def _why_rows_stay(self, collate: StaticCollator, dataset: Any, description: str) -> str | None:
+        """Why rows may not be added to short batches; a loss of the user's own is tried out on copies of one row."""
+        couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
+        if couples and description == "training":
+            return "the model normalizes over the batch, where every row counts"
+        if not self._loss_is_the_users() or len_or_none(dataset) is None or len(dataset) % collate.rows == 0:
+            return None if not isinstance(dataset, IterableDataset) else self._stream_reason()
+        try:
+            with untouched_rng():
+                batch = collate([dataset[0]])
+        except Exception:
+            return "a sample could not be looked at"
+        if not isinstance(batch, Static) or batch.full == 1:
+            return None  # nothing is added to such batches anyway
+        return self._why_loss_minds(batch)
+
+    def _stream_reason(self) -> str | None:
+        return "the loss is the user's own, and a stream is not looked at" if self._loss_is_the_users() else None
+
+    def _why_loss_minds(self, batch: Static) -> str | None:
+        """Compare the loss of one row beside ignored copies with the loss of all copies: means are equal."""
+        names = [name for name in batch if name in ("labels", "label", "label_ids")]
+        everywhere = dict(batch)
+        for name in names:
+            everywhere[name] = batch[name][:1].expand_as(batch[name]).clone()
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            one, all_rows = self._mean_loss_of(dict(batch)), self._mean_loss_of(everywhere)
+        except Exception as error:
+            return f"the loss cannot do with labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
+        finally:
+            self.model.train(was_training)
+        if abs(one - all_rows) <= CLOSE * max(abs(one), abs(all_rows), 1e-12):
+            return None
+        return f"the loss counts rows whose labels are {IGNORED}: {one:.6g} with them, {all_rows:.6g} without"
+
+    def _mean_loss_of(self, inputs: dict[str, Any]) -> float:
+        items = self.accounting.items_in(inputs)  # type: ignore[attr-defined]
+        loss = self._probe().loss(inputs, items)  # type: ignore[attr-defined]
+        if isinstance(loss, (tuple, list)):
+            loss = loss[0] / loss[1]
+        return float(check_loss(loss).double().item())
+
+    # ---- the way back -----------------------------------------------------------------------------------------------
+
+    def _trimmed(self, batch: Static, logits: Any, labels: Any) -> tuple[Any, Any]:
+        """Outputs and labels of a padded batch as the batch without padding would have given them."""
+        config = getattr(self.model, "config", None)
+        vocabulary, classes = getattr(config, "vocab_size", None), getattr(config, "num_labels", None)
+        return batch.trimmed(logits, vocabulary=vocabulary, classes=classes), batch.trimmed_labels(labels)
+
+
+def len_or_none(dataset: Any) -> int | None:
+    """The length of a dataset whose samples can be picked."""
+    if isinstance(dataset, IterableDataset):
+        return None
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

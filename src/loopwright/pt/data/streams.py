@@ -1,0 +1,158 @@
+"""Where a stream stands: its own state if it has one that resumes exactly, else the batches are read again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import worker as worker_module
+
+from ..rng import rng_from_json, rng_to_json, snapshot_rng
+
+SAY_EVERY = 5.0
+"""Seconds between two lines about a replay."""
+
+
+def stream_state(loader: Any) -> Any:
+    """The state of a loader or its dataset, if loading it goes on at the next sample; else None."""
+    owner = _owner(loader)
+    if owner is None:
+        return None
+    state = owner.state_dict()
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError):
+        return None  # a checkpoint holds JSON and tensors, nothing else
+    return state
+
+
+def load_stream_state(loader: Any, state: Any) -> bool:
+    """Put a stream where it was; returns whether it could be."""
+    owner = _owner(loader)
+    if owner is None or (isinstance(owner, StreamLoader) and state.get("number") != owner.num_workers):
+        return False
+    owner.load_state_dict(state)
+    return True
+
+
+def _owner(loader: Any) -> Any:
+    """Who knows the position: a loader with a state of its own, or the dataset when it is read in this process."""
+    if _has_state(loader):
+        return loader
+    dataset = getattr(loader, "dataset", None)
+    here = isinstance(loader, DataLoader) and loader.num_workers == 0
+    return dataset if here and has_exact_state(dataset) else None
+
+
+def has_exact_state(dataset: Any) -> bool:
+    """Whether a stream can say where it stands, and goes on there with nothing lost."""
+    return _has_state(dataset) and not loses_samples(dataset)
+
+
+def _has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Whether a `datasets` stream has a shuffle buffer, whose contents its own state leaves out."""
+    source, seen = getattr(dataset, "_ex_iterable", None), 0
+    while source is not None and seen < 100:
+        if "Shuffled" in type(source).__name__ and hasattr(source, "buffer_size"):
+            return True
+        source, seen = getattr(source, "ex_iterable", None), seen + 1
+    return False
+
+
+class Start(NamedTuple):
+    """Where the workers of a stream stood: who gave the last batch, and each one's state."""
+
+    last: int
+    workers: dict[int, dict[str, Any]]
+
+
+class Carried(NamedTuple):
+    """A batch together with where the worker that made it stands afterwards."""
+
+    batch: Any
+    worker: int
+    state: dict[str, Any]
+
+
+class CarryState:
+    """A collator that sends the worker's stream and random states along with each batch."""
+
+    def __init__(self, collate: Callable[[Any], Any], stream: Any) -> None:
+        self.collate, self.stream = collate, stream
+
+    def __call__(self, samples: list[Any]) -> Carried:
+        worker = get_worker_info()
+        assert worker is not None, "only workers carry their state"
+        batch = self.collate(samples)
+        return Carried(batch, worker.id, {"stream": self.stream.dataset.state_dict(), "rng": snapshot_rng()})
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of a stream read by workers that knows, after each batch, where every worker stands."""
+
+    def __init__(self, stream: Any, *, collate_fn: Callable[[Any], Any], **options: Any) -> None:
+        super().__init__(stream, collate_fn=CarryState(collate_fn, stream), **options)
+        self._last = -1
+        self._workers: dict[int, dict[str, Any]] = {}
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # At once, not at the first batch: the loader draws its seed here.
+        carried = super().__iter__()
+        stream: Any = self.dataset
+        if stream.start is None:
+            self._last, self._workers = -1, {}
+        stream.start = None  # the workers have it; the next epoch begins at its beginning
+        return self._batches(carried)
+
+    def _batches(self, carried: Iterator[Carried]) -> Iterator[Any]:
+        for each in carried:
+            self._last = each.worker
+            self._workers[each.worker] = each.state
+            yield each.batch
+
+    def state_dict(self) -> dict[str, Any]:
+        workers = {
+            str(worker): {"stream": state["stream"], "rng": rng_to_json(state["rng"])}
+            for worker, state in self._workers.items()
+        }
+        return {"last": self._last, "number": self.num_workers, "workers": workers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._last = state["last"]
+        self._workers = {
+            int(worker): {"stream": each["stream"], "rng": rng_from_json(each["rng"])}
+            for worker, each in state["workers"].items()
+        }
+        stream: Any = self.dataset
+        stream.start = Start(self._last, dict(self._workers))
+
+
+def become_worker(role: int) -> None:
+    """Have `get_worker_info` give this id: a stream shares itself out by it."""
+    info = get_worker_info()
+    if info is None or info.id == role:
+        return
+    parts = {name: getattr(info, name) for name in ("num_workers", "seed", "dataset")}
+    worker_module._worker_info = worker_module.WorkerInfo(id=role, **parts)
+
+
+def replay(batches: Iterator[Any], count: int, say: Callable[[str], None]) -> int:
+    """Read batches and leave them out; says how fast it goes. Returns how many there were."""
+    started = said = time.monotonic()
+    for done in range(count):
+        if next(batches, None) is None:
+            return done
+        now = time.monotonic()
+        if now - said > SAY_EVERY:
+            said = now
+            rate = (done + 1) / (now - started)
+            left = (count - done) / rate
+            say(f"reading again: {done + 1:,} of {count:,} batches, {rate:,.0f} a second, {left:,.0f} s left")
+    return count

@@ -1,0 +1,1 @@
+"""Several processes: process group, rendezvous, gathering, synchronised updates, hang detection, failures."""

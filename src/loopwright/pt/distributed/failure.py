@@ -1,0 +1,88 @@
+"""An error on one process stops all of them within seconds, and each says what it was.
+
+A process that fails leaves its error in the store of the group. A thread of every other process looks there; its main
+thread may be deep in a collective that would wait for the failed one until the timeout, so if it does not come out by
+itself the process is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from typing import Any
+
+from ...errors import PeerError
+from .process_group import Processes
+
+LOOK_EVERY = 0.5
+GRACE = 3.0
+"""Seconds the main thread has to come out of what it is doing by itself."""
+
+LOST = ("gloo", "nccl", "connection", "timed out", "process group", "store")
+
+
+def _lost_the_others(error: BaseException | None) -> bool:
+    """Whether an error says no more than that another process is gone."""
+    words = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(word in words for word in LOST)
+
+
+class Alarm:
+    """While entered: tells the others of an error here, and hears of theirs. May be entered again inside itself."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._depth = self._rounds = 0
+        self._over = threading.Event()
+        self.heard: str | None = None
+
+    def __enter__(self) -> Alarm:
+        self._depth += 1
+        if self._depth == 1 and self._processes.world_size > 1:
+            self._rounds += 1
+            self._over, self.heard = threading.Event(), None
+            self._store = self._processes.store.clone()
+            self._thread = threading.Thread(
+                target=self._listen, args=(self._over, self._key), name="alarm", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._depth -= 1
+        if self._depth or self._processes.world_size == 1:
+            return
+        first = self._ring(error) if isinstance(error, Exception) else None
+        self._over.set()
+        self._thread.join(2.0)  # a thread that is inside a call of torch when Python ends would abort the process
+        if first is not None and _lost_the_others(error):
+            raise PeerError(first) from error
+
+    @property
+    def _key(self) -> str:
+        return f"loopwright/alarm/{self._rounds}"
+
+    def _ring(self, error: Exception) -> str | None:
+        """Leave the error for the others; returns that of another process that was first, if there is one."""
+        where = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-2:]))
+        name = self._processes.names[self._processes.rank]
+        text = f"process {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"
+        try:
+            kept = self._store.compare_set(self._key, "", text).decode()
+        except Exception:  # the store may be gone with the process that held it
+            return self.heard
+        return None if kept == text else kept
+
+    def _listen(self, over: threading.Event, key: str) -> None:
+        while not over.wait(LOOK_EVERY):
+            try:
+                if not self._store.check([key]):
+                    continue
+                self.heard = self._store.get(key).decode()
+            except Exception:
+                return
+            if not over.wait(GRACE):
+                print(f"{self.heard}\nThis process was waiting for it and stops too.", file=sys.stderr, flush=True)
+                os._exit(1)

@@ -1,0 +1,86 @@
+"""Gathering nested tensors of any shapes: shapes go through the host, contents through the device's own group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .process_group import Host
+
+ALIGNED = 16
+"""Bytes every tensor begins at a multiple of, so that any number format can look at it in place."""
+
+
+def gather_nested(value: Any, host: Host, device: torch.device, group: Any = None) -> list[Any]:
+    """Everybody's value by rank: structure, shapes and plain values through the host, tensors through the device.
+
+    Tensors travel in torch's default group, unless another one is named.
+    """
+    tensors: list[Tensor] = []
+    outline = _outline(value, tensors)
+    outlines = host.gather((outline, [(tuple(each.shape), each.dtype) for each in tensors]))
+    layouts = [_layout(shapes) for _, shapes in outlines]
+    longest = max(size for _, size in layouts)
+    if not longest:
+        return [
+            _filled(outline, [torch.empty(s, dtype=d, device=device) for s, d in shapes])
+            for outline, shapes in outlines
+        ]
+    packed = torch.zeros(longest, dtype=torch.uint8, device=device)
+    for tensor, (start, size) in zip(tensors, layouts[host.rank][0], strict=True):
+        packed[start : start + size] = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    received = [torch.empty_like(packed) for _ in range(host.world_size)]
+    dist.all_gather(received, packed, group=group)
+    found = []
+    for (outline, shapes), (places, _), content in zip(outlines, layouts, received, strict=True):
+        parts = [
+            content[start : start + size].view(dtype).reshape(shape)
+            for (shape, dtype), (start, size) in zip(shapes, places, strict=True)
+        ]
+        found.append(_filled(outline, parts))
+    return found
+
+
+def _layout(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[tuple[int, int]], int]:
+    """Where each tensor begins and how many bytes it has, and the bytes of all."""
+    places, end = [], 0
+    for shape, dtype in shapes:
+        size = int(torch.Size(shape).numel()) * dtype.itemsize
+        places.append((end, size))
+        end += -(-size // ALIGNED) * ALIGNED
+    return places, end
+
+
+class _Slot:
+    """Stands for a tensor in an outline."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _outline(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if isinstance(value, dict):
+        return {name: _outline(each, tensors) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_outline(each, tensors) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_outline(each, tensors) for each in value)
+    return value
+
+
+def _filled(outline: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(outline, _Slot):
+        return tensors[outline.number]
+    if isinstance(outline, dict):
+        return {name: _filled(each, tensors) for name, each in outline.items()}
+    if isinstance(outline, tuple) and hasattr(outline, "_fields"):
+        return type(outline)(*(_filled(each, tensors) for each in outline))
+    if isinstance(outline, (list, tuple)):
+        return type(outline)(_filled(each, tensors) for each in outline)
+    return outline

@@ -1,0 +1,297 @@
+"""The trainer's methods for several processes: sharing an update, learning, evaluating and stopping together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from ...core.batches import Update
+from ...core.evaluation import EvalStep
+from ...core.events import CallbackHandler
+from ...core.signals import WATCHED, Interrupted
+from ...errors import ArgumentsError
+from ..data.shard import share_loader
+from ..loss.step import LossMethods
+from ..loss.targets import LossKind, count_samples
+from ..strategies.base import on_host
+
+SIGNALS = ("", *(each.name for each in WATCHED))
+"""Signals by a number that fits into a row of numbers."""
+
+
+HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
+"""What data of one process may say about the loss of all."""
+
+
+class SharingMethods(LossMethods):
+    """What a trainer does besides when other processes hold a part of the data."""
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def share_loader(self, loader: Any) -> Any:
+        """A loader of this process's part."""
+        if self.strategy.data_world == 1:
+            return loader
+        return share_loader(loader, self._share(), self.strategy.broadcast, self.notices.tell_once)
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def share_update(self, batches: list[Any]) -> Update | None:
+        """Count targets and samples of all processes in one exchange of a few numbers.
+
+        A process without targets runs a micro-batch of another one that counts for nothing, because the others wait
+        for its gradients.
+        """
+        self._learn_together(batches)
+        self._plan_together(batches)
+        nothing = Update([], real_tokens=0, computed_tokens=0, squared_lengths=0)
+        update = self.make_update(batches) if batches else nothing
+        rows = self._exchanged(update, self._doubt(batches))
+        if any(row[-1] for row in rows):
+            self._settle_doubts([int(row[-1]) for row in rows], batches)
+            update = self.make_update(batches) if batches else nothing
+            rows = self._exchanged(update, 0)
+        lengths, items, weights, samples, micro_batches, flos, tokens, signals, accumulations, _ = (
+            list(each) for each in zip(*rows, strict=True)
+        )
+        if len(set(accumulations)) > 1:
+            raise ArgumentsError(
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                "change it on all of them at the same step"
+            )
+        if any(signals):
+            self._undone = True
+            self.strategy.undo(self._held)
+            self._leave_together(signals)
+        if not any(lengths):
+            return None
+        self._keep_company(update, lengths, weights)
+        update.shared = True
+        averaged, rank = self.args.average_tokens_across_devices, self.strategy.data_rank
+        update.total_items = (sum(items) / len(items) if averaged else items[rank]) or 1
+        update.total_weight = (sum(weights) / len(weights) if averaged else weights[rank]) or 1
+        if self.accounting.kind is LossKind.TOTAL:  # gradients are averaged over processes, and this is a sum
+            update.total_weight = 1 / len(rows)
+        update.samples, update.micro_batches = int(sum(samples)), int(sum(micro_batches))
+        update.flos, update.tokens = sum(flos), int(sum(tokens))
+        return update
+
+    def _exchanged(self, update: Update, doubt: int) -> list[list[float]]:
+        """What every process has of the update, in one exchange."""
+        own, work = self._own_items(update), [update.flos, update.tokens]
+        weight = own if update.weights is None else float(sum(update.weights))
+        return self.strategy.rows(
+            [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
+             self.plan.accumulation, doubt]
+        )  # fmt: skip
+
+    def _doubt(self, batches: list[Any]) -> int:
+        """Whether this process's data says something about the loss that all of them have to hear."""
+        if self.strategy.forward_is_collective or not batches:
+            return 0
+        if self.accounting.empty_in(batches) and self._look_at_empty(batches):
+            return HAS_LOSS_WITHOUT_ITEMS
+        return WEIGHS_DIFFERENTLY if self.accounting.disagrees(batches) else 0
+
+    def _settle_doubts(self, doubts: list[int], batches: list[Any]) -> None:
+        if HAS_LOSS_WITHOUT_ITEMS in doubts:
+            self.accounting.sees_loss_without_items()
+            self._tell_trouble()
+        else:
+            self._learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
+
+    def _batches_of(self, source: int, batches: list[Any]) -> list[Any]:
+        """A few micro-batches of one process, for all of them."""
+        own = [on_host(batch) for batch in batches[:3]] if self.strategy.data_rank == source else None
+        found: list[Any] = self.strategy.broadcast(own, source * self.strategy.copies)
+        return found
+
+    def _own_items(self, update: Update) -> float:
+        if self._items_are_theirs and self.accounting.kind is LossKind.SCALED and update.batches:
+            return float(update.total_items)
+        return float(sum(update.items))
+
+    def _keep_company(self, update: Update, lengths: list[float], items: list[float]) -> None:
+        """Give a process that has nothing to do, or less than the others where all must do equally much, stand-ins."""
+        strategy, rank = self.strategy, self.strategy.data_rank
+        full = [r for r, count in enumerate(items) if count] or [r for r, count in enumerate(lengths) if count]
+        idle = [r for r in range(len(lengths)) if not lengths[r] or (not items[r] and items[full[0]])]
+        most = int(max(lengths)) if strategy.forward_is_collective else 1
+        needed = [max(most - int(count), 0) for count in lengths]
+        if not idle and not any(needed):
+            return
+        own = on_host(self._first_as_made(update)) if rank == full[0] else None
+        stand_in = strategy.broadcast(own, full[0] * strategy.copies)
+        if rank in idle:
+            update.batches, update.items = [], []
+            update.weights = None if update.weights is None else []
+            if self._speed is not None:
+                self._speed.leave_as_made()
+            needed[rank] = max(most, 1)
+        update.real = len(update.batches)
+        update.batches = [*update.batches, *[stand_in] * needed[rank]]
+        update.items = [*update.items, *[0] * needed[rank]]
+        if update.weights is not None or self.accounting.kind is LossKind.TOTAL:
+            update.weights = [*(update.weights or []), *[0] * needed[rank]]
+
+    def _learn_together(self, batches: list[Any]) -> None:
+        """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
+        accounting = self.accounting
+        smoothed = self.label_smoother is not None and accounting.undecided_shift
+        if not accounting.is_open and not smoothed:
+            return
+        rows = self.strategy.rows([float(bool(batches))])
+        holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
+        if not holders:
+            return
+        found = self._batches_of(holders[0], batches)
+        if len(found) == 1 and count_samples(found[0]) == 1 and len(holders) > 1:
+            found = [*found, *self._batches_of(holders[1], batches)]
+        if smoothed:
+            accounting.learn_shift(found[0], self._shift_probe())
+        if accounting.is_open:
+            self._learn_loss(found)
+
+    def _first_as_made(self, update: Update) -> Any:
+        return update.batches[0] if self._speed is None else self._speed.as_made(update)[0]
+
+    def _plan_together(self, batches: list[Any]) -> None:
+        """Have one process look at its batches and decide about speed; the others do what it decided."""
+        if self._has_planned:
+            return
+        speed, rank = self._speed, self.strategy.data_rank
+        is_decided = speed is None or speed.is_decided
+        rows = self.strategy.rows([float(bool(batches)), float(is_decided), float(speed is None)])
+        decided = [each for each, row in enumerate(rows) if row[1]]
+        without = any(row[2] for row in rows)
+        self._has_planned = len(decided) == len(rows) or without
+        if speed is None or without:  # one process may have a callback that the others lack
+            self._give_up_speed()
+            return
+        holders = decided or [each for each, row in enumerate(rows) if row[0]]
+        if self._has_planned or not holders:
+            return
+        source = holders[0]
+        if rank == source and not speed.is_decided:
+            speed.consider(batches)
+        state = self.strategy.broadcast(speed.state_dict() if rank == source else None, source)
+        if rank != source and not speed.is_decided:
+            speed.follow(state)
+
+    def _give_up_speed(self) -> None:
+        if self._speed is not None:
+            self._speed.finish()
+            self._speed = None
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+        if self.is_alone:
+            return super()._eval_steps(loader, loss_only, ignore_keys)
+        return self._shared_eval_steps(loader, loss_only, ignore_keys)
+
+    def _shared_eval_steps(self, loader: Any, loss_only: bool, ignore_keys: Any) -> Iterator[EvalStep]:
+        """The steps of all processes, in the order of the data."""
+        waiting: list[Any] = []
+        steps = super()._eval_steps(_taken_from(waiting), loss_only, ignore_keys)
+        own = iter(loader)
+        while True:
+            inputs = next(own, None)
+            rows = self.strategy.rows([float(inputs is not None), float(self._signal() if self.is_in_train else 0)])
+            holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
+            if any(signal for _, signal in rows):
+                self._hear([signal for _, signal in rows])
+                raise Interrupted
+            if not holders:
+                return
+            stand_in = self._eval_stand_in(inputs, holders)
+            given = inputs if inputs is not None else stand_in
+            step = None
+            if given is not None:
+                waiting.append(given)
+                step = next(steps)
+            yield from self._gathered(step if inputs is not None else None)
+
+    def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
+        """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
+        is_open = self.accounting.undecided_shift or self._accounting_of_evaluation().is_open
+        unknown = is_open and not self._eval_learned
+        lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
+        if not unknown and not lacking:
+            return None
+        source = holders[0]
+        own = on_host(inputs) if self.strategy.data_rank == source else None
+        batch = self.strategy.broadcast(own, source * self.strategy.copies)
+        if unknown:
+            self._eval_learned = True
+            if self._labels_in(batch):
+                self.accounting.learn_shift(batch, self._shift_probe())
+            if self._has_loss(batch):
+                self._learn_eval_loss([batch])
+        return batch if lacking else None
+
+    def _gathered(self, step: EvalStep | None) -> Iterator[EvalStep]:
+        own = None
+        if step is not None:
+            own = (step.loss, step.logits, step.labels, step.inputs, step.items, step.samples)
+        for each in self.strategy.gather_each(own, objects=self.args.eval_use_gather_object):
+            if each is not None:
+                yield EvalStep(*each)
+
+    _eval_learned = False
+
+    # ---- stopping ---------------------------------------------------------------------------------------------------
+
+    def _signal(self) -> int:
+        return SIGNALS.index(self.signals.noted or "")
+
+    def _hear(self, numbers: list[float]) -> None:
+        """From here on the signal of any process is everybody's; the one that saves wins over the one that does not."""
+        self.signals.received = SIGNALS[int(min(number for number in numbers if number))]
+
+    def _leave_together(self, numbers: list[float]) -> NoReturn:
+        self._hear(numbers)
+        self.leave()
+
+
+def _taken_from(waiting: list[Any]) -> Iterator[Any]:
+    """Whatever was put into the list last, each time it is asked for."""
+    while True:
+        yield waiting.pop()
+
+
+class AgreeingHandler(CallbackHandler):
+    """Dispatches events; where callbacks of one process may wish for something, all processes then wish for it."""
+
+    MOMENTS = ("on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save")
+    ALONE = ("save_minutes", "save_trigger_file", "max_runtime")
+    """Arguments whose outcome depends on the clock or the disk of a process."""
+
+    rows: Callable[[list[float]], list[list[float]]]
+
+    _differs: bool | None = None
+    """Whether callbacks of any process may wish for something on their own; None while nobody has asked."""
+
+    def fire(self, event: str, **extra: Any) -> Any:
+        control = super().fire(event, **extra)
+        if event in self.MOMENTS and (self._differs is None or event == "on_train_begin"):
+            # Asked of everybody: a callback may be on one process only, and all have to exchange wishes then.
+            self._differs = any(row[0] for row in self.rows([float(self._may_differ())]))
+        if event in self.MOMENTS and self._differs:
+            wishes = [each.name for each in dataclasses.fields(control)]
+            rows = self.rows([float(getattr(control, name)) for name in wishes])
+            for name, values in zip(wishes, zip(*rows, strict=True), strict=True):
+                setattr(control, name, any(values))
+        return control
+
+    def _may_differ(self) -> bool:
+        """Whether anything but the state of the run, which is the same everywhere, can decide about a wish."""
+        if any(getattr(self.args, name) is not None for name in self.ALONE):
+            return True
+        return any(not type(each).__module__.startswith(("loopwright.", "transformers.")) for each in self.callbacks)
+
+
+def agreeing(rows: Callable[[list[float]], list[list[float]]]) -> type[CallbackHandler]:
+    """A handler whose processes tell each other through `rows`."""
+    return type("AgreeingHandler", (AgreeingHandler,), {"rows": staticmethod(rows)})

@@ -1,0 +1,80 @@
+"""Before step 1: one evaluation batch, to see that the metric the run depends on exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+
+from ...core.evaluation import run_evaluation
+from ...core.metrics import full_name
+from ...core.overrides import is_overridden
+from ...errors import LoopwrightError, MetricError
+from ...notices import logger
+from ..rng import untouched_rng
+from .step import EvaluationMethods, to_numpy
+
+ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
+
+
+class RehearsalMethods(EvaluationMethods):
+    """Checks that would otherwise fail hours into a run."""
+
+    def check_metric_name(self) -> None:
+        """Raise now if the metric for the best model is not one that evaluation gives."""
+        args = self.args
+        if args.metric_for_best_model is None or args.eval_strategy == "no" or self.eval_dataset is None:
+            return
+        if is_overridden(self, "evaluate") or is_overridden(self, "evaluation_loop"):
+            return  # only the override knows its names
+        names = self._metric_names()
+        wanted = args.metric_for_best_model
+        full = full_name(wanted)
+        if names is None or full in names:
+            return
+        problem = (
+            f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives: "
+            f"{', '.join(sorted(name for name in names if not name.endswith(ALWAYS)))}"
+        )
+        if not self._names_may_be_added():
+            raise MetricError(problem)
+        logger.warning(f"{problem}. Going on, since an overridden log() or a callback's on_evaluate may add it")
+
+    def _names_may_be_added(self) -> bool:
+        """Whether code of the user's is handed the metrics of an evaluation before the best model is chosen."""
+        listeners = [getattr(callback, "on_evaluate", None) for callback in self.callback_handler.callbacks]
+        homes = [getattr(listener, "__module__", None) or "loopwright." for listener in listeners]
+        theirs = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
+        return is_overridden(self, "log") or bool(theirs)
+
+    def _metric_names(self) -> set[str] | None:
+        """The names of one batch's metrics, of every named set; None when one batch cannot tell."""
+        named = isinstance(self.eval_dataset, Mapping)
+        sets = {f"eval_{name}": name for name in self.eval_dataset} if named else {"eval": None}
+        names: set[str] = set()
+        for prefix, key in sets.items():
+            try:
+                names |= self._names_of_one_batch(key, prefix)
+            except LoopwrightError:
+                raise
+            except Exception as error:  # a metric that needs more than one batch is no reason to stop
+                logger.info(f"one batch is not enough to name the metrics of {prefix}: {error}")
+                return None
+        return names
+
+    def _names_of_one_batch(self, key: str | None, prefix: str) -> set[str]:
+        events, self.callback_handler.callbacks = self.callback_handler.callbacks, []
+        was_training = self.model.training
+        self.strategy.evaluating()
+        try:
+            with untouched_rng():
+                loader = self.get_eval_dataloader(key)  # type: ignore[attr-defined]
+                plan = self._evaluation_plan(loader, self.compute_metrics is None or self.args.prediction_loss_only)
+                steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.ignore_keys_for_eval)
+                plan.expected_rows = None
+                output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)
+        finally:
+            self.callback_handler.callbacks = events
+            if was_training:
+                self.strategy.training()
+        return {*output.metrics, *(f"{prefix}_{name}" for name in ALWAYS)}
+

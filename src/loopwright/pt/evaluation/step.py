@@ -1,0 +1,302 @@
+"""The trainer's methods that evaluate and predict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.assessing import AssessingMethods
+from ...core.evaluation import EvalPlan, EvalStep, run_evaluation
+from ...core.metric_objects import MetricObjects
+from ...core.outputs import EvalLoopOutput, speed_metrics
+from ...core.overrides import adapt, is_overridden
+from ...core.predictions import map_nested
+from ...core.signals import Interrupted
+from ...errors import DataError
+from ..data.columns import LABEL_COLUMNS
+from ..data.loaders import has_length
+from ..data.shard import whole_dataset
+from ..data.static_shapes import Static
+from ..loss.accounting import LossAccounting
+from ..loss.targets import check_loss, count_samples
+from ..memory_metrics import MemoryMeter
+from ..precision import full_eval_dtype
+from ..rng import untouched_rng
+from .metric_inputs import metrics_function
+
+
+class EvaluationMethods(AssessingMethods):
+    """evaluate, predict and what they are made of."""
+
+    args: Any
+    strategy: Any
+    device: Any
+    preprocess_logits_for_metrics: Any
+    label_names: list[str]
+    can_return_loss: bool
+    accounting: LossAccounting
+    memory: MemoryMeter
+    _summed_over: Any = None
+    """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
+
+    def _eval_batches(self, eval_dataset: Any) -> Any:
+        return self.get_eval_dataloader(eval_dataset)  # type: ignore[attr-defined]
+
+    def _test_batches(self, test_dataset: Any) -> Any:
+        return self.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
+
+    def _go_through(
+        self, make_loader: Any, description: str, *, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> EvalLoopOutput:
+        """Run the evaluation loop with every random stream left as it was found, and time it."""
+        started = time.time()
+        if not self.args.skip_memory_metrics:
+            self.memory.start()
+        with self.strategy.alarm, untouched_rng():
+            loader = self.share_loader(make_loader())  # type: ignore[attr-defined]
+            output: EvalLoopOutput = self.evaluation_loop(
+                loader,
+                description=description,
+                prediction_loss_only=loss_only,
+                ignore_keys=ignore_keys,
+                metric_key_prefix=prefix,
+            )
+        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
+        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        if not self.args.skip_memory_metrics:
+            output.metrics.update(self.memory.figures(prefix))
+        return output
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self.compute_metrics = metrics_function(self.compute_metrics, self.device)  # perhaps assigned since the last
+        if isinstance(self.compute_metrics, MetricObjects):
+            self.compute_metrics.restart()
+        plan = self._evaluation_plan(dataloader, loss_only)
+        self.callback_handler.context["eval_dataloader"] = dataloader
+        strategy, was_training = self.strategy, self.strategy.model.training
+        if not self.is_in_train:  # a run has bound them, and may have put graphs in the place of its training step
+            if self.model is not strategy.model:
+                self._adopt_model(self.model)  # type: ignore[attr-defined]
+            self._bind_overrides()  # type: ignore[attr-defined]
+        self.follow_overrides()
+        strategy.evaluating()
+        if self.model is not strategy.model:
+            self.model.eval()
+        casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
+        try:
+            with casts:
+                steps = self._eval_steps(dataloader, loss_only, ignore_keys)
+                output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
+        finally:
+            if was_training:
+                strategy.training()
+        if output.num_samples == 0:
+            raise DataError(f"{description}: the data gave no batch")
+        return output
+
+    def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
+        dataset: Any = whole_dataset(dataloader)
+        return EvalPlan(
+            compute_metrics=self.compute_metrics,
+            loss_only=loss_only,
+            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.compute_metrics, MetricObjects),
+            concat=self.args.eval_do_concat_batches,
+            include=list(self.args.include_for_metrics),
+            weight_by_items=self.args.eval_loss_reduction == "item_mean",
+            host_every=self.args.eval_accumulation_steps or 1,
+            expected_rows=len(dataset) if has_length(dataset) else None,
+            # In host memory a small tensor that is kept splits the room its batch leaves behind.
+            read_every=1 if self.strategy.reads_are_free else 512,
+            keep_always=self._wants_predictions,
+        )
+
+    def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+        predict, model = adapt(self.prediction_step, "ignore_keys"), self._evaluated_model()
+        plain = EvaluationMethods.prediction_step
+        step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
+        for inputs in self._looked_at(loader):
+            self._eval_items(inputs, learn=step)
+            if isinstance(self.compute_metrics, MetricObjects):
+                self.compute_metrics.shifted = self._predicts_next_token()
+            self._summed_over = None
+            loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
+            self.strategy.boundary()
+            if type(inputs) is Static:
+                logits, labels = self._trimmed(inputs, logits, labels)  # type: ignore[attr-defined]
+            if logits is not None and self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            self.callback_handler.fire("on_prediction_step")
+            if self.signals.received and self.is_in_train:
+                raise Interrupted
+            samples, batch = count_samples(inputs), inputs
+            inputs = inputs.real() if type(inputs) is Static else inputs
+            kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
+            if self._summed_over is not None:
+                weight = self._summed_over
+            else:
+                loss, weight = self._weighed(loss, batch, samples)
+            yield EvalStep(loss, logits, labels, kept, weight, samples)
+
+    def _looked_at(self, loader: Any) -> Iterator[Any]:
+        """The batches of a loader; the first two show how batches have to be weighed."""
+        if not self.is_alone or self.args.eval_loss_reduction != "item_mean" or is_overridden(self, "prediction_step"):
+            yield from loader
+            return
+        batches = iter(loader)
+        first = list(islice(batches, 2))
+        if first and self._has_loss(first[0]):
+            self._learn_eval_loss(first)
+        yield from first
+        first.clear()
+        yield from batches
+
+    def _has_loss(self, inputs: Any) -> bool:
+        """Whether evaluation computes a loss for such a batch."""
+        if not isinstance(inputs, Mapping):
+            return False
+        asked = not self.label_names and bool(inputs.get("return_loss", self.can_return_loss))
+        return bool(self._labels_in(inputs)) or asked
+
+    def _learn_eval_loss(self, batches: list[Any]) -> None:
+        """Find out what the mean loss of a batch counts for."""
+        raise NotImplementedError
+
+    def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
+        """A batch's mean loss, and what it counts for."""
+        raise NotImplementedError
+
+    def _evaluated_model(self) -> nn.Module:
+        """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
+        if self.model is not self.strategy.model:
+            return self.model
+        return self.strategy.unwrap(self.model_wrapped)  # type: ignore[no-any-return]
+
+    def _predicts_next_token(self) -> bool:
+        """Whether a prediction belongs to the label after it."""
+        return self.accounting.shifts
+
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        """The targets of an evaluation batch; with a step to learn from, the first shows which ones the loss counts."""
+        raise NotImplementedError
+
+    def _metric_inputs(self, inputs: Any) -> Any:
+        """The model's main input; all inputs of a model that does not say which one is the main one."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if not isinstance(inputs, Mapping) or name in inputs:
+            return inputs[name] if isinstance(inputs, Mapping) else inputs
+        labels = {*LABEL_COLUMNS, *self.label_names}
+        return {name: value for name, value in inputs.items() if name not in labels}
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of one batch."""
+        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        names = self._labels_in(inputs)
+        labels = _detached(tuple(inputs[name] for name in names)) if names else None
+        with torch.no_grad():
+            loss, outputs = self._loss_and_outputs(model, inputs, bool(names))
+        if prediction_loss_only:
+            return loss, None, None
+        logits = _logits_of(outputs, self._ignored_outputs(ignore_keys))
+        return loss, _single(_detached(logits)), _single(labels)
+
+    def _labels_in(self, inputs: Any) -> list[str]:
+        """The labels a batch carries: all that the model names, or what labels are usually called."""
+        if not isinstance(inputs, Mapping):
+            return []
+        wanted = self.label_names or [name for name in LABEL_COLUMNS if name in inputs]
+        present = [name for name in wanted if inputs.get(name) is not None]
+        return present if len(present) == len(wanted) else []
+
+    def _loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], has_labels: bool) -> tuple[Any, Any]:
+        if not has_labels and not (not self.label_names and inputs.get("return_loss", self.can_return_loss)):
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                outputs = model(**self._for_model(inputs))  # type: ignore[attr-defined]
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+            return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
+        items = self._eval_items(inputs)
+        seen: list[Any] = []
+        # An override may return the loss alone: the outputs are then taken as they leave the model.
+        handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+                result = self._compute_loss(  # type: ignore[attr-defined]
+                    model, inputs, return_outputs=True, num_items_in_batch=items
+                )
+        finally:
+            handle.remove()
+        loss, outputs = self._split_result(result, seen)
+        return check_loss(loss).detach(), outputs
+
+    def _split_result(self, result: Any, seen: list[Any]) -> tuple[Any, Any]:
+        """(loss, outputs), whatever the loss computation returned."""
+        last = seen[-1] if seen else None
+        loss, outputs = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, last)
+        if isinstance(outputs, (int, float)) or (isinstance(outputs, Tensor) and not outputs.dim()):
+            loss, outputs = (loss, outputs), last  # a number is no output: this is (sum, count)
+        if isinstance(loss, (tuple, list)):
+            total, self._summed_over = loss
+            loss = total / self._summed_over
+        return loss, outputs
+
+    def _ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
+        if ignore_keys is not None:
+            return ignore_keys
+        config = getattr(self.model, "config", None)
+        return list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
+
+
+def _logits_of(outputs: Any, ignored: list[str]) -> Any:
+    """The outputs without the loss and without what is to be ignored."""
+    if isinstance(outputs, Mapping):
+        return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
+    if hasattr(outputs, "__dataclass_fields__"):
+        return _logits_of({name: getattr(outputs, name) for name in outputs.__dataclass_fields__}, ignored)
+    if isinstance(outputs, (tuple, list)):
+        has_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
+        return tuple(outputs[1:] if has_loss else outputs)
+    return (outputs,)
+
+
+def _single(values: Any) -> Any:
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values
+
+
+def _detached(value: Any) -> Any:
+    return map_nested(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def to_numpy(value: Any) -> Any:
+    """Nested tensors as nested numpy arrays; number formats numpy does not know become float32."""
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach()
+        known = not leaf.is_floating_point() or leaf.dtype in (torch.float16, torch.float32, torch.float64)
+        return (leaf if known else leaf.float()).cpu().numpy()
+
+    return map_nested(convert, value)

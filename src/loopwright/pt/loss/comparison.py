@@ -1,0 +1,269 @@
+"""What a loss is the mean of: the loss of a batch against the losses of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.static_shapes import IGNORED
+from .denominator import NOTHING, Denominator
+from .out_of_memory import is_out_of_memory
+from .probe import ANOTHER_SEED, LossProbe, Measured
+from .splitter import BatchSplitter, CannotSplit, split_all
+from .targets import count_samples, count_targets, find_targets
+
+MANY = 64
+"""Samples that are looked at one by one to find where to cut."""
+ENOUGH_TOKENS = 16_384
+"""Tokens that tell what a loss is; the logits of a very long row would take more memory than training it."""
+JOINED = 3
+"""Batches of one sample that are joined to have something to cut."""
+
+Pieces = list[tuple[Any, list[Any]]]
+"""Batches, each with its parts."""
+
+
+SINGLE = 1e-6
+"""How far a loss in single precision may be off by rounding, relatively."""
+FEW_PLACES = 8192
+"""Places of a batch up to which all of it is looked at; of a larger one some samples are."""
+
+
+@dataclass
+class Equation:
+    """A loss and the losses of the parts."""
+
+    whole: Measured
+    parts: list[Measured]
+    batches: list[Any]
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is anything to compare: a loss of zero without a gradient fits everything."""
+        gradient = self.whole.gradient
+        moves = gradient is not None and bool(gradient.any())
+        return self.whole.is_defined and (self.whole.value != 0 or moves)
+
+    def fits(self, by: Denominator, label_names: list[str], probe: LossProbe) -> bool:
+        """Whether the loss, its count and its gradient are what the parts make them."""
+        predicted = self._predicted(by, label_names)
+        if predicted is None:
+            return not self.whole.is_defined
+        defined = [part for part in self.parts if part.is_defined]
+        if not probe.close(predicted.value, self.whole.value, max(abs(part.value) for part in defined)):
+            return False
+        if predicted.count is not None and not probe.close(predicted.count, self.whole.count or 0.0):
+            return False
+        return probe.alike(predicted.gradient, self.whole.gradient, *(part.gradient for part in defined))
+
+    def has_loss_without_items(self, label_names: list[str]) -> bool:
+        """Whether a part without a single label that counts has a loss all the same."""
+        for batch, part in zip(self.batches, self.parts, strict=True):
+            count = count_targets(batch, label_names, shifted=False)
+            if count is not None and int(count) == 0 and part.is_defined and part.value:
+                return True
+        return False
+
+    def _predicted(self, by: Denominator, label_names: list[str]) -> Measured | None:
+        """The loss of the whole from those of the parts; None if it would not exist."""
+        counts = [by.count(batch, label_names) for batch in self.batches]
+        if any(count is None for count in counts):
+            return None
+        weights = [float(count) for count in counts]
+        total = 1.0 if by.what == NOTHING else sum(weights)
+        terms = [(weight / total, part) for weight, part in zip(weights, self.parts, strict=True) if weight and total]
+        if not terms or not all(part.is_defined for _, part in terms):
+            return None
+        gradient = None
+        if all(part.gradient is not None for _, part in terms):
+            gradient = torch.stack([share * part.gradient for share, part in terms]).sum(0)  # type: ignore[operator]
+        counted = [part.count for _, part in terms if part.count is not None]
+        value = sum(share * part.value for share, part in terms)
+        return Measured(value, sum(counted) if counted else None, gradient)
+
+
+@dataclass
+class Finding:
+    """What a look at a loss has shown."""
+
+    rivals: tuple[Denominator, ...] = ()
+    """Denominators that fit; several where the batch does not tell them apart."""
+    tells: bool = True
+    draws: bool = False
+    """Whether the loss changes with the seed."""
+    counts_empty: bool = False
+    """Whether a part without items had a loss."""
+
+
+def look(
+    probe: LossProbe,
+    pieces: Pieces,
+    wanted: list[Denominator],
+    *,
+    label_names: list[str],
+    told: Callable[[Any], Any],
+    check_seed: bool = True,
+) -> Finding:
+    """Which of the denominators make the losses of the parts that of the whole."""
+    whole = probe.measure(pieces[0][0], told(pieces[0][0]))
+    if check_seed:
+        again = probe.measure(pieces[0][0], told(pieces[0][0]), seed=ANOTHER_SEED)
+        if not probe.close(whole.value, again.value) and (whole.is_defined or again.is_defined):
+            return Finding(draws=True)
+        if not probe.alike(whole.gradient, again.gradient):
+            return Finding(draws=True)
+    equations = []
+    for batch, parts in pieces:
+        first = whole if batch is pieces[0][0] else probe.measure(batch, told(batch))
+        equations.append(Equation(first, [probe.measure(part, told(part)) for part in parts], parts))
+    equations = [equation for equation in equations if equation.tells]
+    if not equations:
+        return Finding(tuple(wanted), tells=False)
+    fitting = [by for by in wanted if all(each.fits(by, label_names, probe) for each in equations)]
+    empty = any(each.has_loss_without_items(label_names) for each in equations)
+    return Finding(tuple(fitting), counts_empty=empty)
+
+
+def pieces_of(
+    batches: list[Any],
+    splitter: BatchSplitter,
+    label_names: list[str],
+    *,
+    rivals: tuple[Denominator, ...],
+    may_ignore: bool,
+    pad_token: int,
+) -> Pieces:
+    """A batch in two parts, cut at two places; batches of one sample are joined first. Raises `CannotSplit`."""
+    first, size = batches[0], count_samples(batches[0])
+    cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
+    if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # alone it tells nothing, or nothing new
+        alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
+        joined = splitter.join([first, *alike[: JOINED - 1]], may_ignore=may_ignore, pad_token=pad_token)
+        if joined is not None and count_samples(joined) > size:
+            first, size = joined, count_samples(joined)
+            cuts = _cuts(first, size, splitter, label_names, rivals)
+        elif size == 1:
+            raise CannotSplit("micro-batches have one sample each, and cannot be joined")
+    pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
+    if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
+        both = splitter.join(batches[:2], may_ignore=may_ignore, pad_token=pad_token)
+        if both is not None and count_samples(both) > size:  # the very cut that is in question
+            pieces.append((both, splitter.split(both, [size, count_samples(both) - size])))
+    return pieces
+
+
+def part_of(inputs: Any, label_names: list[str]) -> Any:
+    """Not many more tokens of a batch than are enough: a few of its rows, or of its only row the end of its targets."""
+    targets = find_targets(inputs, label_names)
+    if targets is None or targets.dim() != 2 or targets.numel() <= ENOUGH_TOKENS:
+        return inputs
+    if len(targets) > 1:
+        try:
+            half = split_all([inputs], 2)[0]
+        except CannotSplit:
+            return inputs
+        fewer = find_targets(half, label_names)
+        is_less = fewer is not None and len(fewer) < len(targets)
+        return part_of(half, label_names) if is_less else inputs
+    width, counted = targets.shape[1], (targets[0] != IGNORED).nonzero()
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    if any(width in value.shape[2:] or len(value) != 1 for value in tensors):
+        return inputs  # a mask of every token with every other, say, or where the documents of a row begin
+    end = max(int(counted.max()) + 1, ENOUGH_TOKENS) if len(counted) else width
+
+    def cut(value: Any) -> Any:
+        is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == width
+        return value[:, end - ENOUGH_TOKENS : end] if is_along else value
+
+    return {name: cut(value) for name, value in inputs.items()}
+
+
+def rows_of(inputs: Any, label_names: list[str]) -> Any:
+    """A few whole rows of a batch: two at least, which is what a comparison takes."""
+    if _places_in(inputs) <= FEW_PLACES or count_samples(inputs) < 8:
+        return inputs
+    try:
+        half = split_all([inputs], 2)[0]
+    except CannotSplit:
+        return inputs
+    return rows_of(half, label_names) if count_samples(half) < count_samples(inputs) else inputs
+
+
+def _places_in(inputs: Any) -> int:
+    """Rows times columns of the largest tensor: what a forward takes time for."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
+    sizes = [value.shape[0] * value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
+    return max(sizes, default=0)
+
+
+def padding_is_neutral(
+    batches: list[Any], joined: Any, probe: LossProbe, *, told: Callable[[Any], Any], pad_token: int
+) -> bool:
+    """Whether the loss of a batch is the same once it is padded as it was to be joined with others."""
+    wide = _widths(joined)
+    narrower = [batch for batch in batches if _widths(batch) != wide and _is_narrower(_widths(batch), wide)]
+    short = narrower[0] if narrower else None
+    if short is None or not isinstance(short, Mapping):
+        return True
+    padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
+    try:
+        found = [probe.measure(each, told(each)).value for each in (dict(short), padded)]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    # Models of double precision may compute attention in single precision, whose rounding changes with the padding.
+    return probe.close(*found) or math.isclose(*found, rel_tol=SINGLE)
+
+
+def _is_narrower(widths: list[int], wide: list[int]) -> bool:
+    """Whether no tensor is wider: sources and targets of pairs have lengths of their own."""
+    return len(widths) == len(wide) and all(a <= b for a, b in zip(widths, wide, strict=True))
+
+
+def width_of(batch: Any) -> int:
+    """The length of the longest rows of a batch."""
+    return max(_widths(batch), default=0)
+
+
+def _widths(batch: Any) -> list[int]:
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    return [value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
+
+
+def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
+    """Whether labels are known to take -100: on a GPU a class that does not exist ends the process."""
+    found = [find_targets(batch, label_names) for batch in batches]
+    targets = [each for each in found if each is not None]
+    return any(each.device.type == "cpu" and bool((each == IGNORED).any()) for each in targets if each.dim() > 1)
+
+
+def _cuts(
+    batch: Any, size: int, splitter: BatchSplitter, label_names: list[str], rivals: tuple[Denominator, ...]
+) -> list[tuple[float, int]]:
+    """Where to cut, and how much that tells: where the rivals share out the batch most differently, unequally."""
+    places = list(range(1, size)) if size <= MANY else [size // 3, size - size // 4]
+    rows = splitter.split(batch, [1] * size) if size <= MANY else []
+    shares = [_shares(rows, by, label_names) for by in rivals]
+    known = [each for each in shares if each is not None]
+
+    def differs(cut: int) -> float:
+        taken = [sum(each[:cut]) for each in known]
+        return round(max(taken) - min(taken), 6) if len(taken) > 1 else 0.0
+
+    found = [(differs(cut), cut) for cut in places]
+    found.sort(key=lambda pair: (-pair[0], 2 * pair[1] == size, abs(pair[1] - size // 3)))
+    return found[:2]
+
+
+def _shares(rows: list[Any], by: Denominator, label_names: list[str]) -> list[float] | None:
+    """The part of a batch that each of its rows is; None if that cannot be counted here."""
+    counts = [by.count(row, label_names) for row in rows]
+    if not counts or not all(isinstance(count, int) for count in counts) or not sum(counts):
+        return None
+    return [count / sum(counts) for count in counts]

@@ -1,0 +1,107 @@
+"""What went wrong in an update whose loss or gradients were not finite, found by running it once more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.predictions import map_nested
+from ..checkpoint.full_tensor import whole_of
+from ..checkpoint.tensors import write_json, write_tensors
+
+FOLDER = "incident-step-{step}"
+
+
+def write_incident(
+    output_dir: str | Path,
+    *,
+    step: int,
+    sample_ids: list[int] | None,
+    batches: list[Any] | None,
+    model: nn.Module,
+    run: Callable[[Any], Any],
+) -> Path:
+    """Write a folder with the step, its samples and batch, gradient norms and the first module that went bad."""
+    folder = Path(output_dir) / FOLDER.format(step=step)
+    folder.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"step": step, "sample_ids": sample_ids, "bad_weights": _bad_weights(model)}
+    if batches is None:
+        report["note"] = "the data owns its order, so the batch could not be loaded again"
+    else:
+        write_tensors(folder / "batch.safetensors", _named_tensors(batches))
+        report |= _examine(model, batches, run)
+    write_json(folder / "incident.json", report)
+    return folder
+
+
+def _examine(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> dict[str, Any]:
+    """Run the micro-batches again, watching every module."""
+    losses: list[Any] = []
+    with first_bad_output(model) as found:
+        for batch in batches:
+            losses.append(_number(run(batch)))
+    norms = {
+        name: _number(whole_of(parameter.grad).norm())
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    bad = [name for name, norm in norms.items() if isinstance(norm, str)]
+    first = found[0] if found else None
+    return {"losses": losses, "first_bad_module": first, "gradient_norms": norms, "bad_gradients": bad}
+
+
+@contextmanager
+def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
+    """Notes, in the order they ran, the modules whose output was not finite."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not _finite(output):
+                found.append(name or "(the model itself)")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finite(value: Any) -> bool:
+    """Whether every floating tensor in nested outputs is finite."""
+    bad: list[bool] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            bad.append(not bool(torch.isfinite(leaf).all()))
+        return leaf
+
+    map_nested(look, dict(value) if isinstance(value, Mapping) else value)
+    return not any(bad)
+
+
+def _bad_weights(model: nn.Module) -> list[str]:
+    return [name for name, value in model.state_dict().items() if not _finite(whole_of(value))]
+
+
+def _number(value: Any) -> float | str:
+    """A number as JSON can hold it: what is not finite becomes its name."""
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _named_tensors(batches: list[Any]) -> dict[str, Tensor]:
+    named = {}
+    for index, batch in enumerate(batches):
+        values = batch.items() if isinstance(batch, Mapping) else enumerate(batch) if isinstance(batch, list) else []
+        named.update({f"{index}/{name}": value for name, value in values if isinstance(value, Tensor)})
+    return named

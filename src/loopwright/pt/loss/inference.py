@@ -1,0 +1,398 @@
+"""Finding out what a loss is: which targets it counts, what it is the mean of, who has divided it already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from . import messages as notices
+from .comparison import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of, width_of
+from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
+from .out_of_memory import is_out_of_memory
+from .probe import LossProbe
+from .splitter import BatchSplitter, CannotSplit
+from .targets import LossKind, count_samples, count_targets
+
+LOOKS = 16
+"""How often a loss is looked at; what is not known then stays as it was first believed to be."""
+
+
+class LossFindings:
+    """Knows what a loss is, or finds out; what is not known is believed, and said."""
+
+    def __init__(
+        self,
+        label_names: list[str],
+        *,
+        guessed_shift: bool,
+        shift: bool | None = None,
+        kind: LossKind | None = None,
+        wants_items: bool = False,
+        tells_items: bool = True,
+        is_trusted: bool = False,
+        padding: int | None = None,
+    ) -> None:
+        self.label_names = label_names
+        self.kind = kind
+        self.wants_items = wants_items
+        """Whether somebody is told the number of items even when an update is one micro-batch."""
+        self.tells_items = tells_items
+        """Whether the loss can be told the number of items at all."""
+        self.is_trusted = is_trusted
+        """Whether a loss that is scaled by the items needs no further look: it is that of a library."""
+        self.is_additive: bool | None = True if kind is LossKind.SCALED and is_trusted else None
+        """Whether the loss of a batch is made of those of its parts in training; None while nobody knows."""
+        self.reason = "nobody has looked at the loss yet"
+        """Why the loss is not known to be additive."""
+        self.trouble: str | None = None
+        """What the user should be told, once."""
+        self.divides: str | None = None
+        """Whether the loss is already divided by the accumulation."""
+        self.rivals: tuple[Denominator, ...] = ()
+        """What the loss may be the mean of; the first is believed."""
+        self.may_pad_labels = False
+        """Whether a label of -100 does no harm where none was seen: on a GPU it may end the run."""
+        self.may_compare = True
+        """Whether parts of batches may be computed: not on a device that compiles for each shape."""
+        self.is_claimed = kind is not None
+        """Whether the kind was said, not found."""
+        self._padding = padding
+        self._guessed_shift = guessed_shift
+        self._shift = shift
+        self._looks = 0
+        self._knows_division = False
+        self._ratios: tuple[float, ...] | None = None
+
+    # ---- what is known ----------------------------------------------------------------------------------------------
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the loss leaves out the first target of each row."""
+        return self._guessed_shift if self._shift is None else self._shift
+
+    @property
+    def undecided_shift(self) -> bool:
+        """Whether it is still a guess which targets the loss counts."""
+        return self._shift is None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any batch may still tell something about the loss."""
+        if self._looks >= LOOKS or self.is_claimed:
+            return False
+        return self.kind is None or self._shift is None or self.is_additive is None
+
+    @property
+    def denominator(self) -> Denominator:
+        """What the loss is believed to be the mean of."""
+        return self.rivals[0] if self.rivals else Denominator(shifted=self.shifts)
+
+    def wants_look(self, batches: list[Any]) -> bool:
+        """Whether these micro-batches should be looked at: something is unknown, or they are shared out differently."""
+        return self.is_open or self.disagrees(batches)
+
+    def disagrees(self, batches: list[Any]) -> bool:
+        """Whether denominators that fitted so far would weigh these micro-batches differently; asks the host only."""
+        if len(self.rivals) < 2:
+            return False
+        if self._looks >= LOOKS:
+            self.trouble = notices.MAY_BE_EITHER.format(*(by.described() for by in self.rivals[:2]))
+            self.rivals = self.rivals[:1]
+            return False
+        for batch in batches:
+            counts = [by.count(batch, self.label_names) for by in self.rivals]
+            if any(not isinstance(count, int) for count in counts):
+                return False
+            ratios = tuple(float(count / counts[0]) if counts[0] else float("nan") for count in counts)
+            if self._ratios is None:
+                self._ratios = ratios
+            if ratios != self._ratios:
+                return True
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was found out about the loss, as JSON values."""
+        return {
+            "kind": None if self.kind is None else self.kind.name,
+            "shift": self._shift,
+            "additive": self.is_additive,
+            "reason": self.reason,
+            "divides": self.divides,
+            "looks": self._looks,
+            "rivals": [each.as_dict() for each in self.rivals],
+            "ratios": self._ratios,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kind = None if state["kind"] is None else LossKind[state["kind"]]
+        self._shift, self.is_additive, self.reason = state["shift"], state["additive"], state["reason"]
+        self.divides, self._looks = state["divides"], state["looks"]
+        self.rivals = tuple(Denominator(**each) for each in state["rivals"])
+        self._ratios = None if state["ratios"] is None else tuple(state["ratios"])
+
+    def items_in(self, batch: Any) -> Any:
+        """The targets of a batch, or None if it has no labels."""
+        return count_targets(batch, self.label_names, shifted=self.shifts)
+
+    def weight_in(self, batch: Any) -> Any:
+        """What the mean loss of a batch counts for."""
+        count = self.denominator.count(batch, self.label_names)
+        return count_samples(batch) if count is None else count
+
+    # ---- finding out ------------------------------------------------------------------------------------------------
+
+    def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
+        """Compute the loss of a batch and of its parts to see which targets it counts and what it is the mean of.
+
+        A batch may be unable to tell; then the next one is asked. Of a very long one a part is. Whatever goes wrong
+        leaves the question open.
+        """
+        batches = batches if _is_several(batches) else [batches]
+        splitter = BatchSplitter(self.label_names) if splitter is None else splitter
+        if self._shift is None and self._knows_all_but_shift() and self._shift_is_no_matter(batches[0]):
+            return  # nothing to see here, and nothing was computed
+        self._looks += 1
+        part = [part_of(batch, self.label_names) for batch in batches[:4]]
+        is_part = any(mine is not theirs for mine, theirs in zip(part, batches, strict=False))
+        error = self._tried(part, probe, splitter, batches)
+        if error is not None and is_part:  # a model may want its samples whole
+            error = self._tried(batches, probe, splitter)
+        if error is not None:
+            text = (str(error).splitlines() or [""])[0][:200]
+            self.reason = f"the loss could not be tried out: {type(error).__name__}: {text}"
+            self.trouble = (
+                f"{self.reason}. It is weighed by {self.denominator.described()}; return (sum, count) to be exact"
+            )
+
+    def _tried(
+        self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter, whole: list[Any] | None = None
+    ) -> Exception | None:
+        while True:
+            whole = batches if whole is None else whole
+            try:
+                with probe.trying():
+                    self._learn(batches, probe)
+                    if self._wants_comparison():
+                        self._look([rows_of(batch, self.label_names) for batch in whole], probe, splitter)
+                return None
+            except Exception as error:
+                if not is_out_of_memory(error) or count_samples(batches[0]) == 1:
+                    return error
+            try:
+                batches = whole = splitter.split_all(batches[:1], 2)[:1]  # half a batch tells as much
+            except CannotSplit as reason:
+                return reason
+
+    def _knows_all_but_shift(self) -> bool:
+        return self.kind is not None and self.is_additive is not None and len(self.rivals) < 2
+
+    def _learn(self, batches: list[Any], probe: LossProbe) -> None:
+        inputs = batches[0]
+        failed = self.learn_shift(inputs, probe)
+        knows_targets = self._shift is not None or not isinstance(inputs, Mapping) or self._shift_is_no_matter(inputs)
+        knows_targets |= failed  # a guess has to do
+        if self.kind is None and knows_targets:
+            self.kind = self._form(inputs, probe)
+        if self.kind is LossKind.SCALED and self.is_trusted:
+            self.is_additive, self.reason = True, ""
+
+    def _wants_comparison(self) -> bool:
+        if self.kind is None or not self.may_compare:
+            return False
+        return self.is_additive is None or len(self.rivals) > 1
+
+    def _form(self, inputs: Any, probe: LossProbe) -> LossKind | None:
+        items = self.items_in(inputs)
+        items = int(items if items is not None else count_samples(inputs)) or 1
+        if self.tells_items:
+            return probe.kind(inputs, items)
+        found = probe.measure(inputs, items)
+        if found.count is not None:
+            return LossKind.SUM
+        return LossKind.MEAN if found.is_defined and (found.value or found.gradient is not None) else None
+
+    def _shift_is_no_matter(self, inputs: Any) -> bool:
+        """Whether the first targets of this batch are ignored anyway, as those of prompts are."""
+        counts = [count_targets(inputs, self.label_names, shifted=shifted) for shifted in (False, True)]
+        return counts[0] is not None and bool(counts[0] == counts[1])
+
+    def learn_shift(self, inputs: Any, probe: LossProbe) -> bool:
+        """See which targets the loss counts, unless that is known; returns whether an error came in between."""
+        if self._shift is not None or not isinstance(inputs, Mapping):
+            return False
+        try:
+            self._shift = probe.shifted(dict(inputs), self.label_names)
+        except Exception as error:  # a loss may not take labels of another sample
+            if is_out_of_memory(error):
+                raise
+            return True
+        return False
+
+    def _look(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
+        """Compare the loss of a batch with those of its parts: in training mode, and where that fails without it."""
+        try:
+            pieces = self._pieces(batches, probe, splitter)
+        except CannotSplit as reason:
+            self.reason = f"the loss could not be compared with that of its parts: {reason}"
+            self._say_what_is_believed(batches)
+            return
+        is_first = self.is_additive is None
+        found, error = self._compared(pieces, probe, training=None)
+        if found is not None and found.rivals:
+            if found.tells:
+                self._take(found)
+                if is_first:
+                    self._look_at_padding(batches, probe)
+            return
+        quiet, _ = self._compared(pieces, probe, training=False)
+        self._take_without_training(quiet, found, error)
+
+    def _pieces(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> Pieces:
+        """Something to compare; what is joined is padded where that changes nothing, and cut to one length else."""
+        rivals = self.rivals if len(self.rivals) > 1 else (Denominator(shifted=self.shifts), Denominator(SAMPLES))
+        make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
+        if self.may_pad_labels or may_be_ignored(batches, self.label_names):
+            pieces = make(may_ignore=True, pad_token=self._padding or 0)
+            if padding_is_neutral(batches, pieces[0][0], probe, told=self.items_in, pad_token=self._padding or 0):
+                return pieces
+        return make(may_ignore=False, pad_token=0)
+
+    def _telling_first(self, batches: list[Any]) -> list[Any]:
+        """Micro-batches with one first that rivals weigh differently from those before, if there is one."""
+        told = next((batch for batch in batches if self.disagrees([batch])), None)
+        return batches if told is None else [told, *(batch for batch in batches if batch is not told)]
+
+    def _compared(
+        self, pieces: Pieces, probe: LossProbe, training: bool | None
+    ) -> tuple[Finding | None, Exception | None]:
+        """What a look showed, or the error it ended with: a part of a batch may be no batch to the model."""
+        try:
+            with probe.trying(training=training):
+                return self._looked(pieces, probe), None
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return None, error
+
+    def _looked(self, pieces: Pieces, probe: LossProbe) -> Finding:
+        whole = pieces[0][0]
+        wanted, told = [Denominator(NOTHING)], self.items_in
+        if self.kind is LossKind.SCALED:
+            all_items = self.items_in(whole)
+            told = lambda batch: all_items if all_items is not None else count_samples(whole)  # noqa: E731
+        elif self.kind is LossKind.MIXED:
+            wanted = [Denominator(shifted=self.shifts)]
+        elif self.kind is not LossKind.SUM:
+            wanted = list(self.rivals) if len(self.rivals) > 1 else self._candidates(whole)
+        return look(probe, pieces, wanted, label_names=self.label_names, told=told, check_seed=len(self.rivals) < 2)
+
+    def _candidates(self, batch: Any) -> list[Denominator]:
+        shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
+        return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
+
+    def _look_at_padding(self, batches: list[Any], probe: LossProbe) -> None:
+        """See whether a loss that fits counts padding, which other micro-batches have more or less of."""
+        if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
+            return
+        like = max(batches, key=width_of)
+        if padding_is_neutral(batches, like, probe, told=self.items_in, pad_token=self._padding or 0):
+            return
+        self.is_additive, self.reason = False, "the loss of a batch changes with its padding"
+        self.trouble = notices.COUNTS_PADDING
+
+    def _take(self, found: Finding) -> None:
+        """The loss is what fitted, the likeliest first."""
+        self.is_additive, self.reason = True, ""
+        if self.kind in (LossKind.SCALED, LossKind.SUM):
+            return
+        if self.is_claimed and not any(by.is_usual for by in found.rivals):
+            self.is_additive, self.reason = False, "the loss is not what loss_is_scaled_for_ga says"
+        if self.is_claimed:
+            return
+        self.rivals = found.rivals
+        if self.kind is not LossKind.MIXED:
+            self.kind = _kind_of(self.rivals[0])
+        shifts = {by.shifted for by in self.rivals if by.what == ITEMS and by.column is None}
+        if self._shift is None and len(shifts) == 1 and self.kind is LossKind.MEAN:
+            self._shift = shifts.pop()
+        if self.kind is LossKind.TOTAL:
+            self.trouble = notices.IS_A_SUM
+
+    def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
+        """In training the loss fits nothing, or cannot be compared: weights follow what fits without training mode."""
+        weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
+        fits = quiet is not None and quiet.tells and bool(quiet.rivals)
+        compared = [each for each in (quiet, found) if each is not None and each.tells and not each.draws]
+        if weighed and not fits and any(each.counts_empty for each in compared):
+            return self.sees_loss_without_items()
+        self.is_additive, self.reason = False, "the loss of a batch is not made of the losses of its samples"
+        if error is not None:
+            text = (str(error).splitlines() or [""])[0][:200]
+            self.reason = f"a part of a batch has no loss of its own: {text}"
+        elif found is not None and found.draws:
+            self.reason = "in training the loss draws random numbers, besides those of dropout"
+        if weighed and quiet is not None and fits:
+            self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
+        elif self.kind is LossKind.MIXED and not self.is_claimed:
+            self.rivals = (Denominator(SAMPLES),)
+        elif weighed:  # as in a loop written by hand: the mean of what the micro-batches give
+            self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.OTHER
+        if (found is None and fits) or (found is not None and not found.draws):
+            self.trouble = notices.COUPLED.format(self.denominator.described())
+        elif not fits:
+            self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
+
+    def _say_what_is_believed(self, batches: list[Any]) -> None:
+        """A guess is worth a word where the other guess would weigh these micro-batches differently."""
+        if self.kind not in (LossKind.MEAN, None) or self.rivals:
+            return
+        counts = [self.items_in(batch) for batch in batches]
+        if all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
+            self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
+
+    def learn_division(self, batch: Any, probe: LossProbe, said: Callable[..., AbstractContextManager[Any]]) -> None:
+        """See whether the loss halves when the accumulation is said to be twice as long.
+
+        `said(arguments=2)` is entered around a loss that finds twice the accumulation in the arguments, and
+        `said(update=2)` around one that finds twice as many micro-batches in the current update.
+        """
+        if self._knows_division:
+            return
+        self._knows_division = True
+        batch, items = part_of(batch, self.label_names), self.items_in(batch)
+        try:
+            self.divides = probe.divided_by(batch, items, said)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return
+        if self.divides is not None:
+            self.trouble = notices.IS_DIVIDED
+
+    def give_up(self, reason: str) -> None:
+        """Nothing more will be found out."""
+        if self._looks < LOOKS:
+            self._looks, self.reason = LOOKS, reason
+            self.trouble = f"the loss is not tried out: {reason}. It is weighed by {self.denominator.described()}"
+
+    def keep_weights_of(self, before: LossFindings) -> None:
+        """Where nothing fits any more, micro-batches keep the weights that fitted before the model was changed."""
+        if self.kind is LossKind.OTHER and before.kind not in (None, LossKind.OTHER):
+            self.kind, self.rivals = before.kind, before.rivals[:1]  # what couples samples tells no rivals apart
+
+    def sees_loss_without_items(self) -> None:
+        """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""
+        self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
+        self.is_additive, self.reason = False, "a batch without label tokens has a loss"
+        self.trouble = notices.WITHOUT_ITEMS
+
+
+def _kind_of(by: Denominator) -> LossKind:
+    return {SAMPLES: LossKind.SAMPLES, NOTHING: LossKind.TOTAL}.get(by.what, LossKind.MEAN)
+
+
+def _is_several(batches: Any) -> bool:
+    """Whether this is a list of micro-batches, not one that is a list of tensors."""
+    return type(batches) is list and bool(batches) and isinstance(batches[0], (Mapping, list, tuple))

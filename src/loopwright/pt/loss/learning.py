@@ -1,0 +1,280 @@
+"""The trainer's methods that find out what its loss is: in training, and in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.overrides import accepts, is_overridden, reaches_ours
+from ..acceleration import SpeedMethods
+from ..data.columns import innermost
+from ..data.pipeline import DataMethods
+from ..devices import is_lazy
+from ..evaluation.step import EvaluationMethods
+from ..precision import Autocast
+from ..sandbox import first_iterator, sandbox
+from .accounting import LossAccounting
+from .find import find_loss
+from .out_of_memory import is_out_of_memory
+from .probe import LossProbe
+from .splitter import BatchSplitter
+from .targets import LabelSmoother, LossKind, predicts_next_token
+
+
+class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
+    """Looks at the loss where an update or an evaluation has parts."""
+
+    args: Any
+    strategy: Any
+    device: torch.device
+    accounting: LossAccounting
+    label_names: list[str]
+    label_smoother: LabelSmoother | None
+    compute_loss_func: Callable[..., Any] | None
+    model_accepts_loss_kwargs: bool
+    loss_is_scaled_for_ga: bool | None
+    splitter: BatchSplitter
+    _micro_batches: int | None = None
+    """How many the current update has; None before the first."""
+    compute_loss: Callable[..., Any]
+    compute_loss_context_manager: Callable[..., Any]
+    _prepare_inputs: Callable[..., Any]
+    _compute_loss: Callable[..., Any]
+    _for_model: Callable[..., Any]
+    _items_are_theirs: bool
+    _forward_takes: list[str] | None
+
+    # ---- accounting -------------------------------------------------------------------------------------------------
+
+    def _make_accounting(self) -> LossAccounting:
+        """Who is told how many items an update has, and what is known about the loss beforehand."""
+        step_is_theirs = is_overridden(self, "training_step")
+        loss_is_theirs = is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+        kind = None
+        if self.loss_is_scaled_for_ga is not None:
+            kind = LossKind.SCALED if self.loss_is_scaled_for_ga else LossKind.MEAN
+        elif step_is_theirs and not reaches_ours(self, "training_step"):
+            kind = LossKind.SCALED  # what they do with a loss is theirs, and so is dividing it
+        elif self.label_smoother is not None and not loss_is_theirs:
+            kind = LossKind.SCALED
+        told = self.compute_loss if is_overridden(self, "compute_loss") else self.compute_loss_func
+        is_of_transformers = not loss_is_theirs and _has_loss_of_transformers(innermost(self.model))
+        # On a lazy device finding out is a graph more; the losses of transformers' own models are known.
+        known = is_lazy(self.device) and not loss_is_theirs and hasattr(innermost(self.model), "loss_function")
+        self._eval_accounting = None
+        accounting = LossAccounting(
+            self.label_names,
+            guessed_shift=predicts_next_token(self.model),
+            shift=predicts_next_token(self.model) if known else None,
+            kind=kind,
+            wants_items=step_is_theirs or (told is not None and accepts(told, "num_items_in_batch")),
+            tells_items=self.model_accepts_loss_kwargs or (told is not None and accepts(told, "num_items_in_batch")),
+            is_trusted=is_of_transformers or (self.label_smoother is not None and not loss_is_theirs),
+            padding=self._padding_token(),
+        )
+        accounting.may_compare = not is_lazy(self.device)
+        accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
+        return accounting
+
+    def _make_splitter(self) -> BatchSplitter:
+        config = getattr(innermost(self.model), "config", None)
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        return BatchSplitter(
+            self.label_names,
+            image_token=token,
+            # Two towers, as CLIP has, take text and image apart; anybody else may look for images in the text.
+            has_images_in_text=token is not None
+            or not (hasattr(config, "text_config") and hasattr(config, "vision_config")),
+            two_samples=self._batches_of_two,
+        )
+
+    def _batches_of_two(self) -> tuple[Any, Any, Any] | None:
+        """Batches of a training sample, of another and of both, to see what goes by samples; None if that fails."""
+        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        if data is None or not hasattr(data, "__getitem__"):
+            return None
+        try:
+            with sandbox(self.model, self):
+                collate, pair = self._get_collator_with_removed_columns(self.data_collator), [data[0], data[1]]
+                return collate(pair[:1]), collate(pair[1:]), collate(pair)
+        except Exception:  # a dataset may have no sample of that name, a collator may want more than one
+            return None
+
+    def _must_know_shift(self) -> bool:
+        accounting = self.accounting
+        wanted = accounting.wants_items or self._items_are_theirs
+        return wanted and accounting.undecided_shift and not accounting.is_claimed and self._why_not_tried() is None
+
+    def _why_not_tried(self) -> str | None:
+        """Why the loss may not be computed just to see what it is."""
+        drawn = first_iterator(self) if self._loss_is_theirs() else None
+        if drawn is None:
+            return None
+        return f"the trainer's {drawn!r} is an iterator, and what would be drawn from it is gone"
+
+    def _look_at_empty(self, batches: list[Any]) -> bool:
+        """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
+        empty = self.accounting.empty_in(batches)
+        for batch in empty if empty and self._why_not_tried() is None else []:
+            try:
+                found = self._probe(with_gradients=False).measure(batch, 1)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                continue  # it has no loss
+            if found.is_defined and found.value:
+                self.accounting.sees_loss_without_items()
+                self._tell_trouble()
+                return True
+        return False
+
+    def _learn_loss(self, batches: Any) -> bool:
+        """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
+        accounting = self.accounting
+        reason = self._why_not_tried()
+        if reason is not None:
+            accounting.give_up(reason)
+        elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
+            accounting.learn(batches, self._probe(), self.splitter)
+            if self.args.gradient_accumulation_steps > 1 and self._loss_is_theirs():
+                first = batches[0] if type(batches) is list else batches
+                accounting.learn_division(first, self._probe(), self._said_to_accumulate)
+            # Only a model whose loss really changes with the item count is told it from now on.
+            told = (LossKind.SCALED, LossKind.MIXED, None)
+            self.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
+        elif accounting.kind is LossKind.SCALED:
+            accounting.learn_shift(batches[0] if type(batches) is list else batches, self._shift_probe())
+        normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
+        if accounting.is_additive is False and normed and "running" not in accounting.reason:
+            accounting.reason += " (the model keeps running statistics of its batches)"
+        self._tell_trouble()
+        return self._loss_is_additive()
+
+    def _loss_is_additive(self) -> bool:
+        return self.accounting.kind is not None and self.accounting.is_additive is True
+
+    def _tell_trouble(self) -> None:
+        trouble, self.accounting.trouble = self.accounting.trouble, None
+        if trouble is not None:
+            self.notices.tell_once(trouble)
+
+    @contextmanager
+    def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
+        """Around a loss that may divide by the accumulation itself: so many times what it is, where it may look."""
+        args, steps, current = self.args, self.args.gradient_accumulation_steps, self._micro_batches
+        object.__setattr__(args, "gradient_accumulation_steps", arguments * steps)
+        self._micro_batches = update * steps
+        try:
+            yield
+        finally:
+            object.__setattr__(args, "gradient_accumulation_steps", steps)
+            self._micro_batches = current
+
+    def _loss_is_theirs(self) -> bool:
+        return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+    _eval_accounting: LossAccounting | None = None
+
+    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        unknown = learn is not None and self.accounting.undecided_shift and self.is_alone
+        if unknown and self._labels_in(inputs) and self._why_not_tried() is None:
+            self.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
+        return self.accounting.items_in(inputs)
+
+    def _accounting_of_evaluation(self) -> LossAccounting:
+        """What is known about the loss of training, where that is enough; otherwise evaluation finds out for itself."""
+        if not self.accounting.may_compare or (self.accounting.is_additive and self.accounting.kind is not None):
+            return self.accounting
+        if self._eval_accounting is None:
+            own = self.accounting
+            self._eval_accounting = LossAccounting(
+                self.label_names,
+                guessed_shift=own.shifts,
+                shift=None if own.undecided_shift else own.shifts,
+                tells_items=own.tells_items,
+                is_trusted=own.is_trusted,
+                padding=self._padding_token(),
+            )
+            self._eval_accounting.may_compare = own.may_compare
+            self._eval_accounting.may_pad_labels = own.may_pad_labels
+        return self._eval_accounting
+
+    def _learn_eval_loss(self, batches: list[Any]) -> None:
+        """Find out what the loss of evaluation is, where its batches have to be weighed."""
+        accounting = self._accounting_of_evaluation()
+        if not accounting.may_compare or not accounting.wants_look(batches):
+            return
+        if self._why_not_tried() is not None:
+            return
+        accounting.learn(batches, self._probe(with_gradients=False), self.splitter)
+        accounting.trouble = None
+        if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
+            self.notices.tell_once(
+                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the sum "
+                f"of the losses of its parts. Batches are weighed by {accounting.denominator.described()}; return "
+                "(sum, count) from compute_loss to be exact"
+            )
+        elif accounting.kind is LossKind.TOTAL:
+            self.notices.tell_once("the loss is a sum over its batch: eval_loss is that of all, divided by samples")
+
+    def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
+        """A batch's mean loss, and what it counts for."""
+        accounting = self._accounting_of_evaluation()
+        if accounting.kind is LossKind.TOTAL:
+            return (None if loss is None else loss / samples), samples
+        if accounting.kind is None or not accounting.rivals or accounting.denominator.is_usual:
+            items = accounting.items_in(inputs)
+            return loss, samples if items is None else items
+        return loss, accounting.weight_in(inputs)
+
+    def _probe(self, step: Callable[[Any], Any] | None = None, *, with_gradients: bool = True) -> LossProbe:
+        """Computes the loss as training does; given a step of evaluation, in that, whose graph is needed anyway."""
+
+        def compute(inputs: dict[str, Any], items: Any) -> Any:
+            self.is_probing = True  # what an override logs here belongs to no update
+            try:
+                if step is not None:
+                    outputs = step(inputs)  # all of them are kept until the graph is made, as in an evaluation
+                    self.strategy.boundary()
+                    return outputs[0].cpu()
+                inputs = self._prepare_inputs(inputs)
+                with self.compute_loss_context_manager(), self._in_full(probe), self._as_written():
+                    model = self.strategy.unwrap(self.model_wrapped)
+                    return self._compute_loss(model, inputs, num_items_in_batch=items)
+            finally:
+                self.is_probing = False
+
+        # Gradients of shards are exchanged while they are computed, which only training does right.
+        with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
+        probe = LossProbe(compute, self.model, trainer=self, with_gradients=with_gradients)
+        probe.may_leave_half = isinstance(self.strategy.precision, Autocast)
+        return probe
+
+    def _in_full(self, probe: LossProbe) -> AbstractContextManager[Any]:
+        """Around what is compared: half precision would hide small differences. Weights in half stay as they are."""
+        return torch.autocast(self.device.type, enabled=False) if probe.may_leave_half else nullcontext()
+
+    def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
+        """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
+        if self.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
+            return self._probe(step)
+
+        def compute(inputs: dict[str, Any], items: Any) -> Any:
+            inputs = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager(), self._as_written():
+                loss = find_loss(self.strategy.unwrap(self.model_wrapped)(**self._for_model(inputs)))
+            return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
+
+        return LossProbe(compute, self.model, trainer=self)
+
+
+def _has_loss_of_transformers(model: nn.Module) -> bool:
+    """Whether a model's loss is computed by a function of transformers, not by one that somebody put in its place."""
+    is_theirs = type(model).__module__.startswith("transformers.")
+    return is_theirs and getattr(model, "_loss_function", None) is None  # the property would warn of some models

@@ -1,0 +1,269 @@
+"""Computing a loss to see what it is: with gradients, without dropout, and without leaving a trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...speed.dropout import without_dropout
+from ..data.static_shapes import IGNORED
+from ..sandbox import Sandbox, sandbox
+from .targets import LossKind, check_loss, count_targets, find_targets
+
+ComputeLoss = Callable[[dict[str, Any], Any], Any]
+"""The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
+
+ARGUMENTS, UPDATE = "arguments", "update"
+"""Where a loss that divides by the accumulation may find it."""
+ANOTHER_SEED = 20_231
+MOST_ENTRIES = 1 << 20
+"""Numbers of a gradient that are compared: some of every parameter, from all over it."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""How far two ways to compute one loss may be apart, relatively; half precision is rounded at each step."""
+IN_HALF = 2e-2
+GRADIENT_TOLERANCE = 200
+"""Gradients are sums of many rounded numbers: they may be so many times further apart."""
+OF_ONE, SMALL = 10, 1e-3
+"""So many times further apart those of one parameter, and what counts as its size if it hardly has any."""
+
+
+@dataclass
+class Measured:
+    """A loss, the count it came with if it is a pair, and some of the gradient of every parameter."""
+
+    value: float
+    count: float | None = None
+    gradient: Tensor | None = None
+
+    @property
+    def is_defined(self) -> bool:
+        return abs(self.value) < float("inf")
+
+
+class LossProbe:
+    """Computes a loss again and again; model, trainer and random streams stay as they are."""
+
+    def __init__(
+        self,
+        compute: ComputeLoss,
+        model: nn.Module,
+        *,
+        trainer: Any = None,
+        with_gradients: bool = True,
+    ) -> None:
+        self._compute, self._model, self._trainer = compute, model, trainer
+        self._with_gradients = with_gradients
+        self.may_leave_half = False
+        """Whether autocast is left out, until something turns out to need it."""
+        self._in_half = False
+        self._box: Sandbox | None = None
+        self._sizes: list[int] = []
+        self.tolerance = TOLERANCE[torch.float32]
+        self.is_exact = True
+        """Whether losses are computed closely enough to tell small differences."""
+
+    # ---- trying -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def trying(self, *, training: bool | None = None) -> Iterator[None]:
+        """Around several losses: the state they all start from is noted once; the mode may be another one."""
+        if self._box is not None and training is None:
+            yield
+            return
+        outer = self._box
+        with sandbox(self._model, self._trainer) as box:
+            self._box = box
+            self._mode = training
+            try:
+                yield
+            finally:
+                self._box, self._mode = outer, None
+
+    _mode: bool | None = None
+
+    def loss(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Any:
+        """The loss of a batch, from the same state each time; another seed shows whether it draws numbers."""
+        with self.trying():
+            assert self._box is not None
+            self._prepare(seed)
+            with torch.enable_grad() if self._with_gradients else torch.no_grad(), without_dropout(channels=True):
+                try:
+                    return self._computed(inputs, items)
+                finally:
+                    self._box.restore()
+
+    def _computed(self, inputs: dict[str, Any], items: Any) -> Any:
+        try:
+            return self._compute(dict(inputs), items)
+        except RuntimeError:  # a kernel may take half precision only
+            if not self.may_leave_half:
+                raise
+        self.may_leave_half, self._in_half = False, True
+        assert self._box is not None
+        self._box.restore()
+        return self._compute(dict(inputs), items)
+
+    def measure(
+        self, inputs: dict[str, Any], items: Any, *, seed: int | None = None, with_gradient: bool = True
+    ) -> Measured:
+        """The loss as a number, with a part of its gradient where there is one."""
+        with self.trying():
+            assert self._box is not None
+            self._prepare(seed)
+            try:
+                with torch.enable_grad() if self._with_gradients else torch.no_grad(), without_dropout(channels=True):
+                    loss = self._computed(inputs, items)
+                count = None
+                if isinstance(loss, (tuple, list)):
+                    count, loss = float(loss[1]), loss[0]
+                loss = check_loss(loss)
+                self._set_tolerance(loss)
+                value = loss.detach().double().item()
+                wanted = with_gradient and abs(value) < float("inf")
+                return Measured(value, count, self._gradient(loss) if wanted else None)
+            finally:
+                self._box.restore()
+
+    def _prepare(self, seed: int | None) -> None:
+        if self._mode is not None:
+            self._model.train(self._mode)
+        if seed is not None:
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+
+    def _set_tolerance(self, loss: Tensor) -> None:
+        weights = next((p.dtype for p in self._model.parameters() if p.is_floating_point()), loss.dtype)
+        precise = loss.dtype in TOLERANCE and weights in TOLERANCE and not self._in_half
+        low = loss.dtype if loss.dtype in TOLERANCE else torch.float32
+        self.tolerance = max(TOLERANCE[low], TOLERANCE[weights]) if precise else IN_HALF
+        self.is_exact = precise
+
+    def _gradient(self, loss: Tensor) -> Tensor | None:
+        """A part of the gradient; None where there is none, or where it cannot be had this way."""
+        if not self._with_gradients or not loss.requires_grad:
+            return None
+        chosen = [p for p in self._model.parameters() if p.requires_grad]
+        try:
+            found = torch.autograd.grad(loss, chosen, allow_unused=True)
+        except RuntimeError:  # checkpoints of the old kind want .backward()
+            self._with_gradients = False
+            return None
+        each = max(1, MOST_ENTRIES // max(len(chosen), 1))
+        parts = [_some_of(p if g is None else g, each) * (g is not None) for p, g in zip(chosen, found, strict=True)]
+        self._sizes = [len(part) for part in parts]
+        return torch.cat([part.to(parts[0].device) for part in parts]).to("cpu", torch.float64) if parts else None
+
+    # ---- asking -----------------------------------------------------------------------------------------------------
+
+    def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
+        """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
+        once = self.measure(inputs, items, with_gradient=False)
+        if once.count is not None:
+            return LossKind.SUM
+        twice = self.measure(inputs, 2 * items, with_gradient=False)
+        if not abs(once.value) > 0 or not once.is_defined or not twice.is_defined:
+            return None
+        if self.close(once.value, twice.value):
+            return LossKind.MEAN
+        return LossKind.SCALED if self.close(once.value, 2 * twice.value) else LossKind.MIXED
+
+    def divided_by(
+        self, inputs: dict[str, Any], items: Any, said: Callable[..., AbstractContextManager[Any]]
+    ) -> str | None:
+        """Where the loss finds the accumulation that it is divided by; None if it is not divided."""
+        with self.trying():
+            with said():
+                once = self.measure(inputs, items, with_gradient=False)
+            for what in (ARGUMENTS, UPDATE) if once.value and once.is_defined else ():
+                with said(**{what: 2}):
+                    twice = self.measure(inputs, items, with_gradient=False)
+                if self.close(once.value, 2 * twice.value):
+                    return what
+        return None
+
+    def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
+        """Whether the loss ignores the first target of each row: computed with other ones there.
+
+        None if this batch cannot tell.
+        """
+        targets = find_targets(inputs, label_names)
+        if targets is None or "shift_labels" in inputs or targets.dim() < 2 or targets.shape[-1] < 2:
+            return False
+        if targets.is_floating_point() or targets.dtype is torch.bool:
+            return False
+        first = torch.zeros_like(targets, dtype=torch.bool)
+        first[..., 0] = True
+        others = _other_classes(targets)
+        if others is None or bool((targets[first] == IGNORED).all()):
+            return None
+        name = next(name for name, value in inputs.items() if value is targets)
+        # The count is the batch's own, and the same each time, for losses that cannot do without one.
+        items = count_targets(inputs, label_names, shifted=False)
+
+        def value(labels: Tensor) -> float:
+            return _number(self.loss({**inputs, name: labels}, items))
+
+        with self.trying():
+            plain = value(targets)
+            if plain == 0 or plain != plain:
+                return None
+            without = value(torch.where(first, others, targets))
+            if without != without:
+                return None
+            # A loss that ignores every target, not just the first ones, is not shifted.
+            return plain == without and plain != value(torch.where(first, targets, others))
+
+    def close(self, a: float, b: float, scale: float = 0.0) -> bool:
+        """Whether two numbers are one but for rounding; `scale` is the size of what they were computed from."""
+        return abs(a - b) <= self.tolerance * max(abs(a), abs(b), scale)
+
+    def alike(self, a: Tensor | None, b: Tensor | None, *of: Tensor | None) -> bool:
+        """Whether two gradients are one but for rounding: all in all, and each parameter's; `of` is what made them."""
+        if a is None or b is None:
+            return True
+        size = max(float(each.norm()) for each in (a, b, *of) if each is not None)
+        allowed = min(GRADIENT_TOLERANCE * self.tolerance, 0.2)
+        if not float((a - b).norm()) <= allowed * size:
+            return False
+        if not self.is_exact:
+            return True
+        sizes = torch.stack([self._norms(each) for each in (a, b, *of) if each is not None]).amax(0)
+        return bool((self._norms(a - b) <= OF_ONE * allowed * sizes.clamp(min=SMALL * size)).all())
+
+    def _norms(self, gradient: Tensor) -> Tensor:
+        """The norm of each parameter's part of a gradient."""
+        return torch.stack([part.norm() for part in gradient.split(self._sizes)])
+
+
+def _some_of(values: Tensor, count: int) -> Tensor:
+    """So many numbers of a tensor, from all over it."""
+    flat = values.detach().reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // count))]
+
+
+def _number(loss: Any) -> float:
+    """A loss, or the sum of a (sum, count) pair, as a host number."""
+    return check_loss(loss[0] if isinstance(loss, (tuple, list)) else loss).detach().double().item()
+
+
+def _other_classes(targets: Tensor) -> Tensor | None:
+    """Another class for every target that counts; None if no target counts.
+
+    Not every loss can take a class that does not exist, or an ignored target: the classes are those of the batch or,
+    where it has only one, 0 and 1, which exist wherever the loss is not 0.
+    """
+    counted = targets[targets != IGNORED]
+    if counted.numel() == 0:
+        return None
+    low, high = counted.min(), counted.max()
+    if bool(low == high):
+        low = (high == 0).to(high.dtype)
+    return torch.where(targets == IGNORED, targets, torch.where(targets == high, low, high))

@@ -1,0 +1,372 @@
+"""The trainer's methods around the loss: forward, backward, and who divides by what."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...args.places import working_folder
+from ...core.batches import Update
+from ...core.overrides import adapt, is_overridden
+from ...core.signals import Interrupted
+from ...speed.plan import AS_MADE
+from ...speed.stamp import AROUND, ModelStamp
+from ..data.columns import LABEL_COLUMNS
+from .accounting import LossAccounting
+from .find import decodes_from_labels, loss_in
+from .identity import stamp_of
+from .incident import write_incident
+from .learning import LossLearningMethods
+from .out_of_memory import run_or_halve
+from .probe import ARGUMENTS
+from .splitter import BatchSplitter, CannotSplit
+from .targets import LabelSmoother, LossKind, check_has_gradient, count_samples
+
+HARMLESS = ("requires_grad", "hooks", "training", AROUND)
+"""Changes of a model that do not change what its loss is the mean of."""
+
+
+class LossMethods(LossLearningMethods):
+    """Forward and backward of micro-batches; every public method may be overridden."""
+
+    args: Any
+    strategy: Any
+    device: torch.device
+    accounting: LossAccounting
+    label_names: list[str]
+    label_smoother: LabelSmoother | None
+    compute_loss_func: Callable[..., Any] | None
+    model_accepts_loss_kwargs: bool
+    loss_is_scaled_for_ga: bool | None
+    micro_split: int
+    _modules: Any
+    _stamp: ModelStamp | None = None
+    """What the model was at the last update; None where nothing depends on that."""
+    work: Any
+    _known: Any
+    has_new_overrides: Callable[[Any], bool]
+    _forward_takes: list[str] | None
+    _forward_takes_any: bool
+    splitter: BatchSplitter
+
+    # ---- loss -------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the update's loss."""
+        self.strategy.training()
+        if not model.training:  # what the model is wrapped in
+            model.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = self.accounting.weigh(loss)
+        try:
+            self.strategy.backward(loss)
+        except RuntimeError:
+            check_has_gradient(loss)
+            raise
+        return loss.detach()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+
+        An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
+        """
+        if self.compute_loss_func is None and self.label_smoother is None:
+            outputs = model(**self._for_model(inputs, num_items_in_batch))
+            loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
+            loss = loss_in(outputs, inputs) if loss is None else loss
+        else:
+            labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
+            outputs = model(**self._for_model(inputs))
+            loss = self._loss_from(outputs, labels, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        if self.compute_loss_func is not None:
+            function = adapt(self.compute_loss_func, "num_items_in_batch")
+            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        if labels is None:
+            return loss_in(outputs, {})
+        assert self.label_smoother is not None
+        return self.label_smoother(
+            outputs, labels, shift_labels=self.accounting.shifts, num_items_in_batch=num_items_in_batch
+        )
+
+    def _for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
+        """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
+        takes = self._forward_takes
+        if takes is not None and not self._forward_takes_any:
+            for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
+                if label in inputs and label not in takes:
+                    inputs = {name: value for name, value in inputs.items() if name != label}
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            return {**inputs, "num_items_in_batch": num_items_in_batch}
+        return inputs
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Around forward and loss: autocast, and whatever a subclass adds."""
+        return self.autocast_smart_context_manager() if self._autocast_is_theirs else self.strategy.forward_context()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        return self.strategy.forward_context()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device, in a container of its own."""
+        return self._prepare_input(inputs) if self._input_is_theirs else self.strategy.put(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return self.strategy.put(data)
+
+    def _bind_overrides(self) -> None:
+        """Look at the user's methods once, so that calling them costs nothing per step."""
+        self._training_step = adapt(self.training_step, "num_items_in_batch")
+        self._compute_loss = self._bound_compute_loss()
+        self._input_is_theirs = is_overridden(self, "_prepare_input")
+        self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
+        self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
+
+    def _follow_loss(self) -> None:
+        """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+        if self._speed is not None:
+            self._speed.finish()
+            self.notices.tell_once(
+                f"a method of the trainer or its loss was replaced after step {self.state.global_step}: what is done "
+                "about speed is decided again"
+            )
+            # Several processes would have to decide together, and only those where it was replaced come here.
+            self._speed = self._start_speed() if self.is_alone else None
+
+    def _bound_compute_loss(self) -> Callable[..., Any]:
+        """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
+        function = adapt(self.compute_loss, "num_items_in_batch", "return_outputs")
+        if self.device.type == "cpu" or not is_overridden(self, "compute_loss"):
+            return function
+
+        def on_device(*args: Any, **kwargs: Any) -> Any:
+            with self.device:  # torch.tensor([...]) of class weights lands where the logits are
+                return function(*args, **kwargs)
+
+        return on_device
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def make_update(self, batches: list[Any]) -> Update:
+        """Count targets and samples on the host, before the batches travel."""
+        update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
+        if self.work.counts:
+            self.work.measure(update)
+        if self.label_smoother is not None and self.is_alone:
+            self.accounting.learn_shift(batches[0], self._shift_probe())
+        if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
+            self._learn_loss(batches)  # as they were made: laid out anew they tell less
+        speed = None if self._speed is None or self._speed.is_idle else self._speed
+        if speed is not None and speed.plan.layout != AS_MADE and self.accounting.is_additive is False:
+            self._leave_layouts()
+            speed = None
+        if speed is not None:
+            speed.arrange(update)
+        if self.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
+            update.batches = self._cut(update.batches, self.micro_split)
+        needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
+        if needs_items or len(update.batches) > 1 or not self.is_alone:
+            self._count(update)
+        self._stamp_model(update)
+        return update
+
+    def _leave_layouts(self) -> None:
+        """The loss turned out to be one whose batches may not be laid out anew."""
+        self.notices.tell_once(f"speed: from here on micro-batches stay as they are made: {self.accounting.reason}")
+        assert self._speed is not None
+        self._speed.finish()
+        self._speed = None
+
+    def _cut(self, batches: list[Any], parts: int) -> list[Any]:
+        """Micro-batches in so many parts each; those that cannot be cut without a doubt stay whole."""
+        pieces = []
+        for batch in batches:
+            try:
+                pieces += self.splitter.split_all([batch], parts)
+            except CannotSplit as reason:
+                self.notices.tell_once(f"a micro-batch is not cut although memory is short: {reason}")
+                pieces.append(batch)
+        return pieces
+
+    def _count(self, update: Update) -> None:
+        # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
+        as_made = self._speed is None or not self._speed.is_active
+        has_parts = len(update.batches) > 1
+        has_parts_or_items = has_parts or self._items_are_theirs  # these count only for a loss that divides by them
+        if self.is_alone and as_made and has_parts_or_items and self.accounting.is_open:
+            self._learn_loss(update.batches)
+        elif self.is_alone and as_made and self._must_know_shift():
+            self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
+        batches = update.batches
+        self._count_items(update)
+        if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
+            update.batches = batches
+            self._count_items(update)
+        self._tell_trouble()
+        if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
+            update.total_items = self._get_num_items_in_batch(update.batches, self.device)
+
+    def _count_items(self, update: Update) -> None:
+        """Count what the loss is divided by, and note what it has been divided by already."""
+        self.accounting.count(update)
+        if self.accounting.divides is not None:
+            from_arguments = self.accounting.divides == ARGUMENTS
+            update.factor = float(self.args.gradient_accumulation_steps if from_arguments else len(update.batches))
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """The targets of an update's micro-batches; None when they have no labels."""
+        return self.accounting.total(batch_samples)
+
+    def micro_step(self, update: Update, index: int) -> Any:
+        if index and self.signals.wants_save and self._may_be_cut_short():
+            raise Interrupted
+        items = self.accounting.begin(update, index)
+        speed = self._speed
+        batch = update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index)
+        loss = self._training_step(self.model_wrapped, batch, num_items_in_batch=items)
+        if index + 1 < len(update.batches):
+            self.callback_handler.fire("on_substep_end")
+        return loss
+
+    def _may_be_cut_short(self) -> bool:
+        """Whether an update can be undone: one that changes plain attributes of modules is finished instead."""
+        return self._modules is None or not self._modules.state_dict(lambda text: None)["values"]
+
+    def _stamp_model(self, update: Update) -> None:
+        """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
+        if len(update.batches) == 1 and (self._speed is None or not self._speed.is_active):
+            self._stamp = None
+        elif self._stamp is None:
+            self.strategy.training()
+            self._stamp = ModelStamp(self.model, self._training_objects)
+
+    def _follow_model(self, update: Update) -> None:
+        """Look at the loss and at the speed plan again, if the model was changed since the last update."""
+        speed = self._speed if self._speed is not None and self._speed.is_active else None
+        changes = self._stamp.changes() if self._stamp is not None else []
+        if not changes:
+            return
+        if self.is_alone and not self.accounting.is_claimed and any(not each.startswith(HARMLESS) for each in changes):
+            before, self.accounting = self.accounting, self._make_accounting()
+            self._learn_loss(update.batches if speed is None else speed.as_made(update))
+            self.accounting.keep_weights_of(before)
+            self._count(update)
+        elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
+            self.notices.tell_once(
+                f"{changes[0]} was changed during training. With several processes, what the loss is the mean of is "
+                "not looked at again; micro-batches keep their weights"
+            )
+        if speed is not None:
+            speed.follow_changes(update, changes)
+
+    def run_micro_batches(self, update: Update) -> Any:
+        if self._known is not None and self.is_alone and self.has_new_overrides(self._known):
+            self._make_again(update)
+        self._follow_model(update)
+        self._micro_batches = len(update.batches)
+        run = self.strategy.run_update
+        if self._speed is not None and self._speed.is_active:
+            run = self._speed.around(run)
+        if self.args.auto_find_batch_size:
+            loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
+        else:
+            loss = run(self.micro_step, update)
+        if self._stamp is not None:
+            self._stamp.settle()
+        return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
+
+    def _make_again(self, update: Update) -> None:
+        """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
+        made = self._speed.as_made(update) if self._speed is not None else update.batches
+        self.follow_overrides()
+        vars(update).update(vars(self.make_update(made)))
+
+    def _halve(self, update: Update) -> bool:
+        """Cut the update's micro-batches in two; returns whether there was anything to cut."""
+        rearranged = self._speed is not None and self._speed.rearrange(update)
+        if not rearranged and self._speed is not None and self._speed.is_laid:
+            return False
+        if not rearranged and not any(self._can_be_cut(batch) for batch in update.batches):
+            return False
+        self.strategy.zero_grad()
+        self.strategy.free_memory()
+        if not rearranged:
+            self.micro_split *= 2
+            update.batches = self._cut(update.batches, 2)
+        self._micro_batches = len(update.batches)
+        self._count(update)
+        if rearranged:
+            return True
+        self.notices.tell_once(
+            f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
+        )
+        return True
+
+    def _can_be_cut(self, batch: Any) -> bool:
+        if count_samples(batch) == 1:
+            return False
+        reason = self.splitter.why_whole(batch)
+        if reason is not None:
+            self.notices.tell_once(f"out of memory, and the micro-batch cannot be cut: {reason}")
+        return reason is None
+
+    def write_incident(self, step: int) -> str:
+        place = self._places.get(step)
+        found = self.samples_at(place) if place is not None else None
+        self.strategy.zero_grad()
+        own = working_folder(self.args.output_dir)
+        folder = write_incident(
+            # All processes look into it, since a forward pass may need all of them; one writes it down.
+            own if self.strategy.rank == 0 else tempfile.mkdtemp(),
+            step=step,
+            sample_ids=found[0] if found else None,
+            batches=found[1] if found else None,
+            model=self.model,
+            run=self._run_again,
+        )
+        self.strategy.zero_grad()
+        return str(folder)
+
+    def _run_again(self, batch: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            model = self.strategy.unwrap(self.model_wrapped)
+            loss = self._compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=None)
+        loss = self.accounting.weigh(loss)
+        loss.backward()
+        return loss.detach()
+
+    def part_states(self) -> dict[str, Any]:
+        speed = None if self._speed is None else self._speed.state_dict()
+        loss = {"stamp": stamp_of(self), **self.accounting.state_dict()}
+        return {**super().part_states(), "micro_split": self.micro_split, "speed": speed, "loss": loss}
+
+    def load_part_states(self, states: dict[str, Any]) -> None:
+        super().load_part_states(states)
+        self.micro_split = states.get("micro_split", 1)
+        loss = states.get("loss")
+        if loss is not None and loss["stamp"] == stamp_of(self) and not self.accounting.is_claimed:
+            self.accounting.load_state_dict(loss)
+            told = (LossKind.SCALED, LossKind.MIXED, None)
+            self.model_accepts_loss_kwargs &= self.accounting.kind in told or self._loss_is_theirs()
+        if self._speed is not None and states.get("speed"):
+            self._speed.load_state_dict(states["speed"])
+            if self._speed.is_decided:
+                self._announce_plan(self._speed.plan)  # the run may go on in another folder
+
+
+def _has_empty(update: Update, batches: list[Any]) -> bool:
+    """Whether some micro-batches were left out, or none of them holds an item."""
+    return len(update.batches) < len(batches) or not any(not isinstance(items, int) or items for items in update.items)

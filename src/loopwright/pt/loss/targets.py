@@ -1,0 +1,128 @@
+"""Who divides the loss by what: counting targets, the kinds of losses, label smoothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ModelError
+from ..data.columns import innermost
+from ..data.static_shapes import IGNORED, Static
+
+
+class LossKind(Enum):
+    """What a loss function returns for a micro-batch."""
+
+    MEAN = "the mean over the micro-batch's own targets"
+    SAMPLES = "the mean over the micro-batch's own samples"
+    TOTAL = "a sum over the micro-batch"
+    SCALED = "a sum already divided by num_items_in_batch"
+    MIXED = "one part divided by num_items_in_batch and another that is not"
+    SUM = "a (sum, count) pair"
+    OTHER = "nothing that the losses of a batch's parts add up to"
+
+
+def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
+    """The tensor of targets the loss will use, if the batch names one."""
+    if not isinstance(batch, Mapping):
+        return None
+    for name in ("shift_labels", "labels", *label_names, "label", "label_ids"):
+        value = batch.get(name)
+        if isinstance(value, Tensor):
+            return value
+    return None
+
+
+def count_targets(batch: Any, label_names: list[str], *, shifted: bool) -> Any:
+    """How many targets the loss of this batch counts; None when the batch has no labels.
+
+    A whole number when the labels are in host memory; a device scalar otherwise, since reading it would wait.
+    """
+    targets = find_targets(batch, label_names)
+    if targets is None:
+        return None
+    if targets.is_floating_point() or targets.dtype in (torch.bool, torch.uint8):
+        return targets.numel()  # no byte is below zero
+    if shifted and targets.dim() > 1 and batch.get("shift_labels") is None:
+        targets = targets[..., 1:]
+    count = (targets != IGNORED).sum()
+    return int(count) if targets.device.type == "cpu" else count
+
+
+def count_samples(batch: Any) -> int:
+    """The size of a batch, without rows that were added: that of its token ids, or of its first tensor."""
+    if isinstance(batch, Static):
+        return batch.rows
+    if isinstance(batch, Mapping) and "input_ids" in batch:  # images may come first, and have rows of their own
+        ids = batch["input_ids"]
+        if isinstance(ids, Tensor) and ids.dim() > 1:
+            return ids.shape[0]
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return value.shape[0]
+    return 1
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether the model's own loss leaves out the first target: causal language models of transformers do."""
+    model = innermost(model)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    name = type(model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        return True
+    return getattr(model, "loss_type", None) == "ForCausalLM"
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss as a scalar, or an error that says what it is instead."""
+    if not isinstance(loss, Tensor):
+        raise ModelError(f"the loss must be a scalar tensor, but it is {type(loss).__name__}: {str(loss)[:80]}")
+    if loss.dim() == 0:
+        return loss
+    if loss.numel() == 1:
+        return loss.reshape(())
+    raise ModelError(
+        f"the loss must be a scalar, but its shape is {tuple(loss.shape)}; reduce it with .mean(), "
+        "or return (loss.sum(), number_of_targets)"
+    )
+
+
+def check_has_gradient(loss: Tensor) -> None:
+    """Raise if nothing trainable took part in the loss."""
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss has no gradient: nothing trainable took part in it, or it was detached on the way (.detach(), "
+            ".item(), torch.no_grad()); compute it from the model's outputs"
+        )
+
+
+class LabelSmoother:
+    """Cross entropy with smoothed labels over the targets that count.
+
+    `(1 - epsilon) * nll + epsilon * mean over classes`; divided by `num_items_in_batch` if given, else by the targets.
+    """
+
+    def __init__(self, epsilon: float = 0.1, ignore_index: int = IGNORED) -> None:
+        self.epsilon, self.ignore_index = epsilon, ignore_index
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
+        if logits.dim() == 0:  # (loss, logits)
+            logits = model_output[1]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+        total = torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=self.ignore_index, label_smoothing=self.epsilon, reduction="sum"
+        )
+        if num_items_in_batch is None:
+            num_items_in_batch = (labels != self.ignore_index).sum()
+        return total / num_items_in_batch

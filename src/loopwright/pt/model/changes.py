@@ -1,0 +1,149 @@
+"""The trainer's methods that follow what callbacks and overrides change while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+from ...core.base import BaseTrainer
+from ...errors import ModelError
+from ..optim.schedulers import steps_on_metric
+
+METHODS = attrgetter(
+    "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
+    "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "get_batch_samples",
+)  # fmt: skip
+"""Methods that are looked at once, so that calling them costs nothing: assigned anew, they are looked at again."""
+TAKEN_ONCE = (
+    "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "weight_decay", "optim",
+    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor", "bf16", "fp16",
+    "gradient_checkpointing", "neftune_noise_alpha", "torch_compile", "packing", "per_device_train_batch_tokens",
+    "dataloader_num_workers", "dataloader_drop_last", "train_sampling_strategy", "speed",
+)  # fmt: skip
+"""Arguments that training reads when it begins, and never again."""
+IN_STATE = ("logging_steps", "eval_steps", "save_steps")
+"""Arguments that the state has taken over, where callbacks may change them."""
+
+
+@dataclass
+class Known:
+    """What training goes by; everything is compared with it by identity."""
+
+    model: Any = None
+    methods: tuple[Any, ...] = ()
+    losses: tuple[Any, ...] = ()
+    data: tuple[Any, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class ChangeMethods(BaseTrainer):
+    """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
+
+    args: Any
+    strategy: Any
+    model: Any
+    compute_loss_func: Any
+    label_smoother: Any
+    train_dataset: Any
+    data_collator: Any
+    _known: Known | None = None
+    """None while nothing is trained."""
+
+    def begin_following(self) -> None:
+        super().begin_following()
+        known = self._known = Known(self.model, METHODS(self), (self.compute_loss_func, self.label_smoother))
+        known.data = (self.train_dataset, self.data_collator)
+        known.arguments = {name: getattr(self.args, name, None) for name in (*TAKEN_ONCE, *IN_STATE)}
+
+    def _adopt_assigned_model(self) -> None:
+        """Take a model that was assigned between two runs; an optimizer of the model before it is let go."""
+        held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
+        if held and held.isdisjoint(map(id, self.model.parameters())):
+            self.optimizer = self.lr_scheduler = None
+            self.notices.tell_once("trainer.model was replaced: its optimizer and schedule are made anew")
+        self._adopt_model(self.model)
+
+    def _adopt_model(self, model: Any) -> None:
+        raise NotImplementedError
+
+    # ---- before each update -----------------------------------------------------------------------------------------
+
+    def follow_overrides(self) -> None:
+        """Before the batches of an update are looked at: go over to a method or a loss that was assigned."""
+        if self._known is not None and self.has_new_overrides(self._known):
+            self._known.methods = METHODS(self)
+            self._known.losses = (self.compute_loss_func, self.label_smoother)
+            self._follow_loss()
+            self.strategy.note_change()
+
+    def has_new_overrides(self, known: Known) -> bool:
+        """Whether a method or a loss was assigned since the last look."""
+        function, smoother = known.losses
+        is_same = self.compute_loss_func is function and self.label_smoother is smoother
+        return not is_same or METHODS(self) != known.methods
+
+    def follow_changes(self) -> None:
+        """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
+        known = self._known
+        if known is None:
+            return  # an update outside of training, as one that compiles ahead
+        if self.model is not known.model:
+            raise ModelError(
+                f"trainer.model was assigned after step {self.state.global_step}, while the model before it is in "
+                "training: its optimizer and its place in memory belong to that one. Change the model in place, put it "
+                "back before the next update (as for an evaluation with averaged weights), or train() again"
+            )
+        if self.strategy.look():
+            self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
+
+    def follow_accumulation(self) -> None:
+        super().follow_accumulation()
+        self.strategy.note_change()
+
+    def follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        if self.lr_scheduler is not self._schedule_then:
+            self._schedule_then = self.lr_scheduler
+            self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
+            self.callback_handler.context["lr_scheduler"] = self.lr_scheduler
+            self.strategy.note_change()
+        # Loss scaling has divided by its scale for the optimizer that was there, so that one steps.
+        is_too_late = is_clipped and self.strategy.precision.scales
+        if self.optimizer is not self._optimizer_then and not is_too_late:
+            self._take_optimizer()
+
+    def _take_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise ModelError("trainer.optimizer was set to None during training; assign another optimizer, or leave it")
+        self._optimizer_then = self.optimizer = self.strategy.change_optimizer(self.optimizer)
+        self.callback_handler.context["optimizer"] = self.optimizer
+        scheduled = getattr(self.lr_scheduler, "optimizer", self.optimizer)
+        if scheduled is not self.optimizer:
+            self.notices.tell_once(
+                f"trainer.optimizer was replaced after step {self.state.global_step}, and the schedule still sets the "
+                "learning rates of the one before: the new one keeps its own. Assign trainer.lr_scheduler too"
+            )
+
+    def _follow_loss(self) -> None:
+        raise NotImplementedError
+
+    # ---- what cannot be followed ------------------------------------------------------------------------------------
+
+    def tell_unfollowed(self) -> None:
+        """Say once what was assigned during training and has no effect on it."""
+        known, args = self._known, self.args
+        if known is None:
+            return
+        changed = [name for name in known.arguments if getattr(args, name, None) != known.arguments[name]]
+        once = [name for name in changed if name in TAKEN_ONCE]
+        if once:
+            self.notices.tell_once(f"changed during training, without effect on this run: {', '.join(once)}")
+        intervals = [name for name in changed if name in IN_STATE]
+        if intervals:
+            self.notices.tell_once(f"changed during training, without effect: {', '.join(intervals)}; set state's")
+        for name, before in zip(("train_dataset", "data_collator"), known.data, strict=True):
+            if getattr(self, name) is not before:
+                self.notices.tell_once(
+                    f"trainer.{name} was replaced during training, which goes on with the loader it began with; change "
+                    "the object itself, or train() again"
+                )

@@ -1,0 +1,134 @@
+"""Switching on what the arguments ask of a model before training: checkpointed activations, compiled blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.overrides import adapt
+from ...errors import ModelError
+from ...notices import Notices
+from ...speed.checkpointing import checkpoint_selectively
+from ...speed.compile_cache import load_compile_cache
+from ...speed.compiling import Compiled, compile_blocks, repeated_blocks
+from ...speed.fp8 import Fp8Layers, measured_on, use_fp8
+from ..device_traits import kind_of
+
+TOKENS_PER_SAMPLE = 512
+"""What a sample is taken to hold when layers are measured and no token budget says it."""
+
+POLICIES = ("full", "selective")
+"""What gradient checkpointing recomputes: everything inside a block, or all but matmuls and attention."""
+
+
+def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Any]:
+    """Recompute activations in the backward pass instead of keeping them: all, or what is cheap to compute.
+
+    Returns what undoes it.
+    """
+    options = dict(options or {})
+    policy = options.pop("policy", "full")
+    if policy not in POLICIES:
+        raise ModelError(
+            f"gradient_checkpointing_kwargs={{'policy': {policy!r}}}: must be one of {', '.join(POLICIES)}"
+        )
+    if policy == "selective":
+        return _checkpoint_selectively(model, options)
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is None:
+        raise ModelError(
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); "
+            "wrap its blocks with torch.utils.checkpoint yourself, or leave the argument out"
+        )
+    extra = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    options.setdefault("use_reentrant", False)
+    adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
+    disable: Callable[[], Any] = getattr(model, "gradient_checkpointing_disable", lambda: None)
+    return disable
+
+
+def recomputing_policies(model: nn.Module) -> tuple[str, ...]:
+    """What can be recomputed of a model's activations without being asked for: nothing, and what it is made for."""
+    knows_how = all(hasattr(model, f"gradient_checkpointing_{word}") for word in ("enable", "disable"))
+    full = ("full",) if knows_how and getattr(model, "supports_gradient_checkpointing", False) else ()
+    selective = ("selective",) if repeated_blocks(model) else ()
+    return ("none", *selective, *full)
+
+
+def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> Callable[[], Any]:
+    blocks = repeated_blocks(model)
+    if others.pop("use_reentrant", False) or others:
+        raise ModelError(
+            "gradient_checkpointing_kwargs: the policy 'selective' takes no other option than use_reentrant=False"
+        )
+    if not blocks:
+        raise ModelError(
+            "gradient_checkpointing_kwargs={'policy': 'selective'} works block by block, and "
+            f"{type(model).__name__} has no list of blocks of one class; leave the policy out"
+        )
+    return checkpoint_selectively(blocks).remove
+
+
+def compile_as_asked(
+    model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None, short_rows: bool = False
+) -> Compiled:
+    """Compile what the arguments ask for, with what an earlier start of this run compiled at hand."""
+    load_compile_cache(args.output_dir, args.device)
+    return compile_blocks(
+        model,
+        backend=_compile_backend(args),
+        mode=args.torch_compile_mode,
+        dynamic=False if kind_of(args.device).static_shapes else dynamic,
+        scope=args.torch_compile_scope,
+        max_recompiles=args.max_recompiles,
+        short_rows=short_rows,
+        notices=notices,
+    )
+
+
+def _compile_backend(args: Any) -> str | None:
+    """The backend asked for; on a device with one of its own, that one unless another was asked for."""
+    own = kind_of(args.device).compile_backend
+    return own if own is not None and args.torch_compile_backend in (None, "inductor") else args.torch_compile_backend
+
+
+def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
+    """Let the linear layers compute in fp8 that are faster in it at about the tokens of a micro-batch."""
+    tokens = args.per_device_train_batch_tokens or args.train_batch_size * TOKENS_PER_SAMPLE
+    weights = Counter(p.dtype for module in model.modules() if isinstance(module, nn.Linear) for p in [module.weight])
+    weight = weights.most_common(1)[0][0] if weights else torch.float32
+    found = use_fp8(
+        model, measured_on(args.device, tokens, weight=weight, compute=torch.bfloat16 if args.bf16 else weight)
+    )
+    if not found.layers:
+        notices.tell_once(f"fp8=True changes nothing here: {found.summary()}, measured with {tokens:,} tokens")
+    return found
+
+
+def set_use_cache(model: nn.Module, wanted: bool) -> None:
+    """Tell each part of a model with a config of its own (a decoder has one) whether to return its key-value cache."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "use_cache"):
+            config.use_cache = wanted
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move the model; where a device makes torch replace parameters, those that were one stay one."""
+    before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    model.to(device)
+    first: dict[int, str] = {}
+    for name, key in before.items():
+        keeper = model.get_parameter(first.setdefault(key, name))
+        if model.get_parameter(name) is not keeper:
+            home, _, own = name.rpartition(".")
+            setattr(model.get_submodule(home), own, keeper)
+
+
+def buffers_and_parameters_on(model: nn.Module) -> set[torch.device]:
+    """Every device the model has tensors on."""
+    return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}

@@ -1,0 +1,55 @@
+"""Which parameters weight decay applies to, and the two groups that follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from ....errors import ModelError
+
+# What transformers leaves out by name, so that runs can be compared: a bias, or a path element that is a norm.
+UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:\.|$)")
+# And norms that go by another name, such as `ln_f` or `bn1`, by what they are.
+NORM_CLASS = re.compile(r"norm(?:\dd)?$", re.IGNORECASE)
+
+
+def decay_parameter_names(model: nn.Module) -> list[str]:
+    """Names of the parameters that weight decay applies to: no bias and nothing that belongs to a norm."""
+    names: list[str] = []
+    inside_layer_norms: tuple[str, ...] = ()
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        if isinstance(module, nn.LayerNorm):
+            inside_layer_norms += (prefix,)
+        if NORM_CLASS.search(type(module).__name__) or (path and prefix.startswith(inside_layer_norms)):
+            continue
+        names += [prefix + own for own in module._parameters if not UNDECAYED_NAME.search((prefix + own).lower())]
+    return names
+
+
+def parameter_groups(model: nn.Module, args: Any, decay_names: Collection[str] | None = None) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters, in the model's order: with weight decay, and without."""
+    decayed = set(decay_parameter_names(model) if decay_names is None else decay_names)
+    with_decay: list[nn.Parameter] = []
+    without: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without).append(parameter)
+    return [
+        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": without, "weight_decay": 0.0},
+    ]
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise unless the model has something to train."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    total = sum(1 for _ in model.parameters())
+    raise ModelError(
+        f"{type(model).__name__} has {total} parameters and none of them requires a gradient, so there is nothing to "
+        "train. Unfreeze some with requires_grad_(True), or add an adapter, before creating the trainer."
+    )

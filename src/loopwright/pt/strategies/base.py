@@ -1,0 +1,132 @@
+"""What all strategies of several processes have in common: agreeing, gathering, and numbers over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core.batches import Update
+from ...core.predictions import map_nested
+from ..distributed.failure import Alarm
+from ..distributed.gather import gather_nested
+from ..distributed.process_group import Host, Processes
+from ..precision import Precision
+from .single import SingleDevice
+
+
+class ManyProcesses(SingleDevice):
+    """One of several processes, each with a device of its own and a part of the data.
+
+    Gradients are averaged over the parts of the data, so every process weighs its losses against the mean number of
+    targets per part (`Update.total_items`): the result is the mean over all targets of the update.
+    """
+
+    def __init__(
+        self, device: torch.device, precision: Precision, processes: Processes, *, non_blocking: bool = False
+    ) -> None:
+        super().__init__(device, precision, non_blocking=non_blocking)
+        self.processes, self.host = processes, processes.host
+        self.rank, self.world_size = processes.rank, processes.world_size
+        self.share_out(copies=1)
+        self.alarm = Alarm(processes)
+        self._idle = False
+        self._plain_backward = self.backward
+        self.backward = self._weighed_backward
+
+    @property
+    def saving(self) -> Host:
+        return self.processes.saving
+
+    def share_out(self, *, copies: int) -> None:
+        """Neighbouring processes, so many at a time, take the same part of the data."""
+        self.copies = copies
+        self.data_rank, self.data_world = self.rank // copies, self.world_size // copies
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, update: Update, index: int) -> None:
+        """Note whether a micro-batch is this process's data, or only keeps the others company."""
+        if index == 0 and self._ahead.runs:
+            self._ahead.begin(update.batches)
+        self._idle = update.real is not None and index >= update.real
+
+    def _weighed_backward(self, loss: Tensor) -> None:
+        self._plain_backward(loss * 0 if self._idle else loss)
+
+    def add(self, total: Any, part: Any) -> Any:
+        """The loss of an update with one more micro-batch."""
+        part = part * 0 if self._idle else part
+        return part if total is None else total + part
+
+    def total(self, count: Any) -> Any:
+        """The mean over all parts of the data of a count."""
+        count = torch.as_tensor(count, dtype=torch.float64).to(self.device)
+        dist.all_reduce(count)
+        return count / self.world_size
+
+    def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
+        flag = super().nonfinite(loss, norm, sticky=False).to(torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        shared = flag.bool()
+        if not sticky:
+            return shared
+        self._broken = shared if self._broken is None else self._broken | shared
+        return self._broken
+
+    # ---- numbers and agreement --------------------------------------------------------------------------------------
+
+    def rows(self, numbers: list[float]) -> list[list[float]]:
+        """Everybody's numbers, one row per part of the data."""
+        return self.host.rows(numbers)[:: self.copies]
+
+    def reduce(self, values: list[float]) -> list[float]:
+        """The mean of each number over the parts of the data."""
+        rows = self.rows(values)
+        return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+    def gather(self, values: Any) -> Any:
+        """Tensors of all processes joined along their first dimension, however they are nested."""
+        found = gather_nested(values, self.host, self.device)[:: self.copies]
+        return joined(found)
+
+    def gather_each(self, value: Any, *, objects: bool = False) -> list[Any]:
+        """Everybody's nested values, one per part of the data; tensors travel as tensors unless told otherwise."""
+        found = self.host.gather(value) if objects else gather_nested(value, self.host, self.device)
+        return found[:: self.copies]
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        return self.host.broadcast(value, source)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        return any(row[0] for row in self.host.rows([float(flag)]))
+
+    def barrier(self) -> None:
+        self.host.barrier()
+
+
+def on_host(value: Any) -> Any:
+    """Nested values with every tensor in host memory, ready to travel to another process."""
+    return map_nested(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, plain_nest(value))
+
+
+def plain_nest(value: Any) -> Any:
+    """A batch as plain dicts: other mappings may not travel well."""
+    if isinstance(value, dict):
+        return value if type(value) is dict else dict(value)
+    return dict(value) if hasattr(value, "keys") and hasattr(value, "__getitem__") else value
+
+
+def joined(found: list[Any]) -> Any:
+    """Everybody's nested tensors as one, along their first dimension."""
+    first = found[0]
+    if isinstance(first, Tensor):
+        return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in found])
+    if isinstance(first, dict):
+        return {name: joined([each[name] for each in found]) for name in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(joined(list(parts)) for parts in zip(*found, strict=True))
+    return found

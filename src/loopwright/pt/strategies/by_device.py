@@ -1,0 +1,33 @@
+"""The strategy of one process on one device: the plain one, or that of the device's kind."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from ..device_traits import kind_of
+from ..precision import Precision
+from .single import SingleDevice
+
+
+def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
+    """Carries out updates on this device."""
+    non_blocking = bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
+    special = kind_of(device).strategy
+    if special is None:
+        return SingleDevice(device, precision, non_blocking=non_blocking)
+    return _made(special, args, device, precision)
+
+
+def processes_on(args: Any, device: torch.device, precision: Precision) -> Any:
+    """Carries out updates on several processes with a device of a kind that has its own way to do that."""
+    special = kind_of(device).processes
+    assert special is not None
+    return _made(special, args, device, precision)
+
+
+def _made(place: str, args: Any, device: torch.device, precision: Precision) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name).of(args, device, precision)

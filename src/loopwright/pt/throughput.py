@@ -1,0 +1,153 @@
+"""The trainer's methods around its own speed: live numbers and the speed report."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from ..core.base import BaseTrainer
+from ..core.batches import Update
+from ..core.pace import Interval, Pace
+from ..notices import logger
+from ..speed.flops import Operations, count_operations
+from ..speed.peaks import device_name, device_peak
+from ..speed.report import SpeedReport, report_of
+from ..speed.split import Split, TimeSplit, next_sample
+from .devices import memory_figures
+from .loss.targets import predicts_next_token
+from .memory_metrics import host_peak
+from .rng import untouched_rng
+
+GIB = 2**30
+
+
+class PacingMethods(BaseTrainer):
+    """How fast a run goes, and where its time goes."""
+
+    args: Any
+    strategy: Any
+    device: torch.device
+    work: Any
+    speed_plan: dict[str, Any] | None = None
+    _speed: Any = None
+    """What was switched on and why: `choices`, rows of (name, on, reason), and `probe`, numbers by name."""
+    operations: Operations | None = None
+    """The model's operations by tokens; counted at the first log point of a device whose peak is known."""
+    _counted: torch.nn.Module | None = None
+    _time_split: TimeSplit | None = None
+
+    def speed_report(self) -> SpeedReport:
+        """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
+        split = self._time_split or TimeSplit()
+        return report_of(
+            self.speed_plan,
+            numbers=self.pace.whole(),
+            checks={} if self._speed is None else self._speed.checks,
+            split=split.shares(),
+            sampled_updates=split.updates,
+            update_seconds=split.seconds() or None,
+            device=device_name(self.device) or self.device.type,
+            number_format=self._number_format(),
+        )
+
+    def make_pace(self) -> Pace:
+        peak = device_peak(self.device, self._number_format())
+        self.work.squares = self.work.keeps_sample = peak is not None
+        if self._counted is not self.model:  # another model than the one that was counted
+            self.operations = None if self._counted is not None else self.operations
+            self._counted = None
+        self._time_split = TimeSplit()
+        self.split, self.split_at = None, next_sample(self.state.global_step)
+        return Pace(
+            peak_operations=peak,
+            operations=self._operations_of,
+            peak_memory=self._peak_memory_gib,
+            recompiles=self.strategy.guard.count if hasattr(self.strategy, "guard") else recompiles,
+        )
+
+    def live_numbers(self) -> dict[str, float]:
+        if self._time_split is not None:
+            self._time_split.read()
+        if self.work.sample is not None:
+            with self.pace.left_out():
+                self._count_operations()
+        return super().live_numbers()
+
+    def turn_split(self, update: Update) -> None:
+        step = self.state.global_step
+        if self.split is None:
+            try:
+                self.split, self.split_at = Split(self.device, self.model_wrapped), step + 1
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                self.split_at = -1
+                logger.info(f"the time of updates is not split into parts: {self.device} has no timed events: {error}")
+            return
+        self.split.end(micro_batches=len(update.batches), waited=self.pace.last_wait)
+        assert self._time_split is not None
+        self._time_split.add(self.split)
+        self.split, self.split_at = None, next_sample(step)
+
+    def finish_with_model(self) -> None:
+        super().finish_with_model()
+        if self.split is not None:
+            self.split.detach()
+            self.split = None
+
+    def _operations_of(self, interval: Interval) -> float | None:
+        if self.operations is None or not math.isfinite(interval.real_tokens):
+            return None
+        squared = interval.squared_lengths
+        if not math.isfinite(squared):  # lengths nobody has said: as if all were alike
+            squared = interval.real_tokens**2 / max(interval.samples, 1)
+        return self.operations.of(interval.real_tokens, squared)
+
+    def _count_operations(self) -> None:
+        """Watch one small forward, once; a model that cannot run one has no MFU, and trains all the same."""
+        sample, self.work.sample = self.work.sample, None
+        self.work.keeps_sample = False
+        if self.operations is not None:
+            return
+        self._counted = self.model
+        try:
+            self.operations = count_operations(
+                self._plain_forward,
+                self.model,
+                sample,
+                self._input_name(),  # type: ignore[attr-defined]
+                causal=predicts_next_token(self.model),
+                untouched=untouched_rng,
+            )
+        except Exception as error:
+            logger.info(f"MFU is not known, since the operations of the model could not be counted: {error}")
+
+    def _plain_forward(self, inputs: dict[str, Any]) -> Any:
+        trainer: Any = self
+        with trainer.compute_loss_context_manager():
+            return self.model(**trainer._for_model(trainer._prepare_inputs(inputs)))
+
+    def _number_format(self) -> str:
+        """What the model's matrix products are computed in, by the names of the table of peaks."""
+        if self.args.bf16 or self.args.fp16:
+            return "bf16" if self.args.bf16 else "fp16"
+        weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        found = next(weights, torch.float32)
+        if found in (torch.bfloat16, torch.float16):
+            return "bf16" if found is torch.bfloat16 else "fp16"
+        return "tf32" if self.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest" else "fp32"
+
+    def _peak_memory_gib(self) -> float | None:
+        """The most memory that was in use: the device's own count, or that of the process."""
+        if self.device.type == "cpu":
+            return host_peak() / GIB
+        peak = memory_figures(self.device).get("peak")
+        return None if peak is None else peak / GIB
+
+
+def recompiles() -> int | None:
+    """How often torch has compiled something again in this process; None while nothing was compiled."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")  # never imported for this: that takes seconds
+    compiled = getattr(frames, "FRAME_COMPILE_COUNTER", None)
+    return sum(count - 1 for count in compiled.values() if count > 1) if compiled else None
