@@ -30,7 +30,7 @@ ALLOWED = {"float32": 1e-4, "bfloat16": 3e-2}
 
 def form(name: str, options: argparse.Namespace) -> Callable[..., Tensor]:
     if name == "ours":
-        from loopwright.speed.linear_loss import linear_cross_entropy
+        from loopwright.speed.fused_loss.cross_entropy import linear_cross_entropy
 
         count = options.counted
         return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, None, targets, count=count)

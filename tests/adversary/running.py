@@ -59,7 +59,7 @@ def doubles_stay(setattr_: Callable[..., None]) -> None:
 
 def everything_pays(setitem: Callable[..., None]) -> None:
     """Also in a tiny run: proving costs nothing, and one micro-batch more costs nothing."""
-    import loopwright.speed.plan as plan
+    import loopwright.speed.planner.decision as plan
 
     setitem(plan.WORTH_SECONDS, "cpu", 0.0)
     setitem(plan.PER_MODULE, "cpu", 1e-9)

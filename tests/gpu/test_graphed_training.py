@@ -22,9 +22,9 @@ from torch import nn
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
-import loopwright.speed.plan as plan
+import loopwright.speed.planner.decision as plan
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.planning import GRAPHS
+from loopwright.speed.planner.planner import GRAPHS
 from tests.gpu.script import needs_gpu, run_tests
 
 pytestmark = needs_gpu()

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
-from loopwright.speed import linear_loss, loss_kernel
-from loopwright.speed.linear_loss import add_product, linear_cross_entropy
-from loopwright.speed.loss_kernel import LogitMap, plain_loss_and_gradient_, softmax_loss_and_gradient_
-from loopwright.speed.pending import PendingHead, PendingLogits
+from loopwright.speed.fused_loss import cross_entropy as linear_loss, loss_kernel
+from loopwright.speed.fused_loss.cross_entropy import add_product, linear_cross_entropy
+from loopwright.speed.fused_loss.lazy_logits import PendingHead, PendingLogits
+from loopwright.speed.fused_loss.loss_kernel import LogitMap, plain_loss_and_gradient_, softmax_loss_and_gradient_
 from tests.gpu.script import HAS_GPU, needs_gpu, run_tests
 
 pytestmark = needs_gpu()

@@ -16,8 +16,8 @@ if __name__ == "__main__":
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.callbacks.metrics_file import read_metrics
-from loopwright.speed.peaks import device_peak
-from loopwright.speed.split import FIRST
+from loopwright.speed.measure.peaks import device_peak
+from loopwright.speed.measure.step_timing import FIRST
 from tests.gpu.script import needs_gpu, run_tests
 
 pytestmark = needs_gpu()

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
-from loopwright.speed import fp8
-from loopwright.speed.clipping import FoldedClip, cannot_fold
-from loopwright.speed.graphs import GraphedStep
-from loopwright.speed.prefetch import Prefetch
+from loopwright.speed.cuda_graphs.recorder import GraphedStep
+from loopwright.speed.device import fp8
+from loopwright.speed.device.clipping import FoldedClip, cannot_fold
+from loopwright.speed.device.prefetch import Prefetch
 from tests.gpu.script import needs_gpu, run_tests
 
 pytestmark = needs_gpu()

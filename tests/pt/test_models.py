@@ -15,7 +15,7 @@ import loopwright
 from loopwright.notices import Notices
 from loopwright.pt.data.pipeline.columns import ColumnFilter, find_labels, forward_parameters, innermost
 from loopwright.pt.model.neftune import add_embedding_noise
-from loopwright.speed.compiling import repeated_blocks
+from loopwright.speed.compile.blocks import repeated_blocks
 from tests.pt import tiny
 from tests.pt.tiny import SilentTokens, Tokens, made, pad, samples, summed, trainer_of, weights
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from loopwright.speed.distance import gradient_distance
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import DECODERS, ENCODERS, PAIRS, build, samples
 from tests.speed.training import Run, gradients_of
 

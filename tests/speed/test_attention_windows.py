@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.attention import AttentionRefused
-from loopwright.speed.attention_switch import AttentionSwitch
-from loopwright.speed.candidates import make_layout
-from loopwright.speed.documents import as_given, borders_of, split_at_chunks
-from loopwright.speed.layouts import Limits
-from loopwright.speed.mask_patterns import Pattern, mask_of_documents, pattern_of
-from loopwright.speed.plan import AS_MADE, FLAT, UNPADDED
-from loopwright.speed.positions import longest_alike
-from loopwright.speed.probe import gradient_distance
-from loopwright.speed.samples import NoSamples, real_tokens, take_apart
+from loopwright.speed.attention.dispatch.dispatch import AttentionRefused
+from loopwright.speed.attention.dispatch.document_mask import as_given, borders_of, split_at_chunks
+from loopwright.speed.attention.dispatch.mask_patterns import Pattern, mask_of_documents, pattern_of
+from loopwright.speed.attention.dispatch.switch import AttentionSwitch
+from loopwright.speed.layouts.rows.candidates import make_layout
+from loopwright.speed.layouts.rows.positions import longest_alike
+from loopwright.speed.layouts.rows.rows import Limits
+from loopwright.speed.layouts.rows.samples import NoSamples, real_tokens, take_apart
+from loopwright.speed.planner.decision import AS_MADE, FLAT, UNPADDED
+from loopwright.speed.proof.prober import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, gradients_of, train
 from tests.speed.windowed import AS_THEY_ARE, FLAT_OF, MODELS, made, rows_of

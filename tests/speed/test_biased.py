@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.candidates import Layout, make_layout
-from loopwright.speed.plan import BIASED
-from loopwright.speed.situation import Situation
+from loopwright.speed.inputs import Situation
+from loopwright.speed.layouts.rows.candidates import Layout, make_layout
+from loopwright.speed.planner.decision import BIASED
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import gradients_of
 

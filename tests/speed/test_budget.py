@@ -11,12 +11,12 @@ from torch import nn
 
 import loopwright.pt.acceleration as speeding
 from loopwright import Trainer
-from loopwright.speed.budget import Demand, at_length, choose_budget, demand_of
-from loopwright.speed.checkpointing import is_recomputing
-from loopwright.speed.compiling import repeated_blocks
-from loopwright.speed.memory_plan import POLICIES, USABLE, Kept, MemoryEstimate, usable_bytes
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNPADDED, SpeedPlan
-from loopwright.speed.samples import take_apart
+from loopwright.speed.compile.blocks import repeated_blocks
+from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.speed.memory.estimate import POLICIES, USABLE, Kept, MemoryEstimate, usable_bytes
+from loopwright.speed.memory.recompute import is_recomputing
+from loopwright.speed.memory.token_budget import Demand, at_length, choose_budget, demand_of
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, collate, config, samples
 from tests.speed.training import Run, gradients_of, train
 
@@ -161,7 +161,7 @@ def deep() -> nn.Module:
 
 def memory_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> int:
     """A device on which exactly this policy is needed, from the estimate of a run with plenty."""
-    import loopwright.speed.budget as budget
+    import loopwright.speed.memory.token_budget as budget
 
     seen: list[Any] = []
     choose = budget.choose_budget
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     assert any(choice.is_on and "recomputing" in choice.name and choice.numbers for choice in run.plan.choices)
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
     assert not recomputing(run), "undone at the end"
-    monkeypatch.setattr("loopwright.speed.planning.plan_memory", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr("loopwright.speed.planner.planner.plan_memory", lambda *a, **k: pytest.fail("measured again"))
     rest = train(deep(), DATA, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
     assert rest.plan == run.plan and rest.shapes == run.shapes[2:] and not recomputing(rest)
     for name, value in run.trainer.model.state_dict().items():
@@ -243,7 +243,7 @@ def test_a_model_that_cannot_be_measured_trains_as_before(tmp_path: Any, monkeyp
         raise RuntimeError("no hooks here")
 
     with_memory(monkeypatch, ENOUGH)
-    monkeypatch.setattr("loopwright.speed.budget.measure_twice", fails)
+    monkeypatch.setattr("loopwright.speed.memory.token_budget.measure_twice", fails)
     run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
     assert run.plan.layout == FLAT and run.plan.budget == 0
     assert any("could not be measured: RuntimeError: no hooks here" in line for line in run.plan.lines())

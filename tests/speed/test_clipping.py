@@ -11,7 +11,7 @@ from torch import nn
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.precision import Autocast, Precision, ScaledAutocast
 from loopwright.pt.strategies.single import SingleDevice
-from loopwright.speed.clipping import FoldedClip, cannot_fold, clip_norm_
+from loopwright.speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from tests.side_by_side.tasks import Regression, regression_data
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.notices import Notices
-from loopwright.speed import compile_cache
-from loopwright.speed.compile_cache import cache_file, key_file, load_compile_cache, save_compile_cache
-from loopwright.speed.compiling import as_written, compile_blocks, have_equal_numbers, repeated_blocks
-from loopwright.speed.recompiles import plain_reason
+from loopwright.speed.compile import cache as compile_cache
+from loopwright.speed.compile.blocks import as_written, compile_blocks, have_equal_numbers, repeated_blocks
+from loopwright.speed.compile.cache import cache_file, key_file, load_compile_cache, save_compile_cache
+from loopwright.speed.compile.recompiles import plain_reason
 from tests.pt import tiny
 from tests.pt.tiny import samples, trainer_of
 

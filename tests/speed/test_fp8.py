@@ -11,8 +11,8 @@ from torch import nn
 
 from loopwright import Trainer, TrainingArguments
 from loopwright.errors import ArgumentsError
-from loopwright.speed import fp8
-from loopwright.speed.fp8 import GRADIENTS, VALUES, Timing, dequantised_product, use_fp8
+from loopwright.speed.device import fp8
+from loopwright.speed.device.fp8 import GRADIENTS, VALUES, Timing, dequantised_product, use_fp8
 from tests.side_by_side.tasks import Regression, llama
 
 FASTER, SLOWER = Timing(plain=2.0, fp8=1.0), Timing(plain=2.0, fp8=1.95)

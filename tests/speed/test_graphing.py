@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.speed.plan as speed_plan
-import loopwright.speed.planning as planning
+import loopwright.speed.planner.decision as speed_plan
+import loopwright.speed.planner.planner as planning
 from loopwright import Trainer, TrainerCallback
 from loopwright.core.batches import Update
-from loopwright.speed.graphing import GraphedTraining, operations_of, share_of
-from loopwright.speed.plan import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
-from loopwright.speed.planning import GRAPHS
+from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of, share_of
+from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
+from loopwright.speed.planner.planner import GRAPHS
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
 
@@ -182,7 +182,7 @@ def test_what_a_replay_would_leave_out_keeps_graphs_off(
 
 
 def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    import loopwright.speed.graphing as graphing
+    import loopwright.speed.cuda_graphs.graphed_step as graphing
 
     monkeypatch.setattr(planning, "LOOKS", 8)
     monkeypatch.setattr(planning, "is_worth_it", lambda *a: False)  # layouts do not pay here
@@ -305,7 +305,7 @@ def test_filling_that_changes_the_model_is_no_graph(
     tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fills rows up is proved to count for nothing."""
-    import loopwright.speed.layouts as layouts
+    import loopwright.speed.layouts.rows.rows as layouts
 
     def spoil(batch: dict[str, Any], samples: Any, width: int) -> None:
         spoiled.append(batch["input_ids"][0, 0].fill_(1))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.graphs import Graph, GraphedStep, cannot_capture, relative_difference, shape_key
+from loopwright.speed.cuda_graphs.recorder import Graph, GraphedStep, cannot_capture, relative_difference, shape_key
 from loopwright.speed.untouched import host_streams, undone
 
 CPU = torch.device("cpu")

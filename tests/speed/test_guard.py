@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from loopwright.speed.guard import Coverage, Seen, image_tokens_of, samples_of
-from loopwright.speed.samples import OddSamples, Samples
+from loopwright.speed.layouts.rows.samples import OddSamples, Samples
+from loopwright.speed.proof.guard import Coverage, Seen, image_tokens_of, samples_of
 
 
 def padded(lengths: list[int], *, side: str = "right", pad: int = 0, **more: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNPADDED, SpeedPlan
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED, SpeedPlan
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, gradients_of, train
 
@@ -37,7 +37,7 @@ def test_the_level_says_what_is_tried(tmp_path: Any) -> None:
 
 
 def test_auto_acts_where_it_pays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import loopwright.speed.plan as plan
+    import loopwright.speed.planner.decision as plan
 
     monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 0.0)
     run = train(fresh(), DATA, tmp_path, speed="auto")
@@ -45,8 +45,8 @@ def test_auto_acts_where_it_pays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import loopwright.speed.plan as plan
-    import loopwright.speed.planning as planning
+    import loopwright.speed.planner.decision as plan
+    import loopwright.speed.planner.planner as planning
 
     monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 0.0)
     monkeypatch.setattr(planning, "LOOKS", 3)
@@ -72,7 +72,7 @@ def test_small_micro_batches_without_padding_are_joined(accumulation: int, tmp_p
 
 
 def test_large_micro_batches_without_padding_stay_as_they_are(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import loopwright.speed.plan as plan
+    import loopwright.speed.planner.decision as plan
 
     monkeypatch.setitem(plan.PER_MODULE, "cpu", 0.0)
     run = train(fresh(), DATA, tmp_path, speed="max", per_device_train_batch_size=1, gradient_accumulation_steps=6)
@@ -210,7 +210,7 @@ def test_what_tokenizers_collate_is_laid_out_too(tmp_path: Any, monkeypatch: pyt
     """Padding collators of transformers return a BatchEncoding, which is no dict."""
     from transformers import BatchEncoding
 
-    import loopwright.speed.plan as plan
+    import loopwright.speed.planner.decision as plan
 
     monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 1e-9)
     run = train(fresh(), DATA, tmp_path, speed="auto", data_collator=lambda rows: BatchEncoding(collate(rows)))

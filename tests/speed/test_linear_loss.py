@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from loopwright.errors import ArgumentsError
-from loopwright.speed import linear_loss, loss_kernel
-from loopwright.speed.linear_loss import add_product, linear_cross_entropy, tokens_per_chunk
-from loopwright.speed.loss_kernel import LogitMap, softmax_loss_and_gradient_
+from loopwright.speed.fused_loss import cross_entropy as linear_loss, loss_kernel
+from loopwright.speed.fused_loss.cross_entropy import add_product, linear_cross_entropy, tokens_per_chunk
+from loopwright.speed.fused_loss.loss_kernel import LogitMap, softmax_loss_and_gradient_
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 

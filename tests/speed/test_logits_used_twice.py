@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from loopwright.speed.pending import PendingHead, PendingLogits
+from loopwright.speed.fused_loss.lazy_logits import PendingHead, PendingLogits
 from tests.speed.architectures import build
 from tests.speed.training import InOrder, train
 

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loopwright
-from loopwright.speed.checkpointing import checkpoint_selectively, is_kept, is_recomputing, keep_matmuls
-from loopwright.speed.compiling import repeated_blocks
-from loopwright.speed.memory_plan import (
+from loopwright.speed.compile.blocks import repeated_blocks
+from loopwright.speed.memory.estimate import (
     POLICIES,
     Kept,
     MemoryEstimate,
@@ -28,6 +27,7 @@ from loopwright.speed.memory_plan import (
     tokens_that_fit,
     usable_bytes,
 )
+from loopwright.speed.memory.recompute import checkpoint_selectively, is_kept, is_recomputing, keep_matmuls
 from tests.pt import tiny
 from tests.pt.tiny import Tokens, made, samples, trainer_of
 
@@ -146,7 +146,7 @@ def test_a_forward_of_the_users_own_is_wrapped_and_put_back() -> None:
 
 def test_compiled_blocks_recompute_too() -> None:
     from loopwright.notices import Notices
-    from loopwright.speed.compiling import compile_blocks
+    from loopwright.speed.compile.blocks import compile_blocks
 
     torch._dynamo.reset()
     model = Model(layers=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopwright.speed.plan import FLAT, GROUPED
+from loopwright.speed.planner.decision import FLAT, GROUPED
 from tests.speed.architectures import WithFeatures, build, collate, on_the_left, samples
 from tests.speed.training import InOrder, Run, train
 
@@ -54,7 +54,7 @@ def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tm
 
 
 def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.speed import planning
+    from loopwright.speed.planner import planner as planning
 
     monkeypatch.setattr(planning, "LOOKS", 3)
 

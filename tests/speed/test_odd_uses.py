@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from loopwright import Trainer
-from loopwright.speed.distance import gradient_distance
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
+from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import SIZES, WithFeatures, build, collate, on_the_left, samples
 from tests.speed.training import InOrder, Run, train
 

@@ -17,7 +17,7 @@ from loopwright.callbacks.text import work_line
 from loopwright.core.batches import Update
 from loopwright.core.pace import Interval, Pace
 from loopwright.pt.token_counter import WorkCounter
-from loopwright.speed.split import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
+from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.pt.tiny import Tokens, samples, trainer_of
 
 

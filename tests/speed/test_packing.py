@@ -23,8 +23,8 @@ from loopwright.core.batches import Place
 from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
 from loopwright.pt.data.pipeline.loaders import torch_permutation
-from loopwright.speed.distance import gradient_distance
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNPADDED
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
+from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, train
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from loopwright.speed.peaks import DTYPES, PEAKS, Peak, device_peak, find_peak, peak_operations
+from loopwright.speed.measure.peaks import DTYPES, PEAKS, Peak, device_peak, find_peak, peak_operations
 
 NAMES = {
     "Tesla V100-SXM2-16GB": ("fp16", 125.0),

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
-from loopwright.speed.prefetch import NoPrefetch, Staging, leaves, prefetch_for
+from loopwright.speed.device.prefetch import NoPrefetch, Staging, leaves, prefetch_for
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "a b")

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.speed.attention as attention
-import loopwright.speed.candidates as candidates
-import loopwright.speed.layouts as layouts
-from loopwright.speed.distance import gradient_distance
-from loopwright.speed.documents import as_mask, borders_in, borders_of
-from loopwright.speed.plan import AS_MADE, FLAT
-from loopwright.speed.probe import whole_precision
+import loopwright.speed.attention.dispatch.dispatch as attention
+import loopwright.speed.layouts.rows.candidates as candidates
+import loopwright.speed.layouts.rows.rows as layouts
+from loopwright.speed.attention.dispatch.document_mask import as_mask, borders_in, borders_of
+from loopwright.speed.planner.decision import AS_MADE, FLAT
+from loopwright.speed.proof.distance import gradient_distance
+from loopwright.speed.proof.prober import whole_precision
 from tests.speed.architectures import build, samples
 from tests.speed.training import gradients_of, train
 

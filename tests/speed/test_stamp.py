@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from loopwright.speed.stamp import ModelStamp, fingerprint, left_differently, state_of
+from loopwright.speed.model_stamp import ModelStamp, fingerprint, left_differently, state_of
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from loopwright import TrainerCallback
-from loopwright.speed.plan import AS_MADE
-from loopwright.speed.verification import EVERY, is_turn
+from loopwright.speed.planner.decision import AS_MADE
+from loopwright.speed.proof.audit import EVERY, is_turn
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, train
 

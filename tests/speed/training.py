@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.speed.plan import SpeedPlan
+from loopwright.speed.planner.decision import SpeedPlan
 from tests.speed.architectures import collate
 
 

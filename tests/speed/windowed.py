@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.candidates import make_layout
-from loopwright.speed.layouts import Limits
-from loopwright.speed.plan import AS_MADE, FLAT, GROUPED, UNMASKED
-from loopwright.speed.samples import take_apart
+from loopwright.speed.layouts.rows.candidates import make_layout
+from loopwright.speed.layouts.rows.rows import Limits
+from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED
 from tests.speed.architectures import GQA, NO_DROPOUT, SIZES, collate
 
 WINDOW = 5

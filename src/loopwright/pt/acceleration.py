@@ -16,15 +16,15 @@ from ..args.places import working_folder
 from ..core.batches import Update
 from ..core.overrides import is_overridden
 from ..notices import logger
-from ..speed.attention import HALF
-from ..speed.compiling import as_written, repeated_blocks
-from ..speed.conductor import Conductor
-from ..speed.graphing import GraphedTraining
-from ..speed.graphs import cannot_capture
-from ..speed.memory_plan import model_bytes
-from ..speed.plan import SpeedPlan
-from ..speed.situation import Situation
-from ..speed.stamp import fingerprint, is_foreign
+from ..speed.attention.dispatch import HALF
+from ..speed.compile.blocks import as_written, repeated_blocks
+from ..speed.cuda_graphs.graphed_step import GraphedTraining
+from ..speed.cuda_graphs.recorder import cannot_capture
+from ..speed.engine import Conductor
+from ..speed.inputs import Situation
+from ..speed.memory.estimate import model_bytes
+from ..speed.model_stamp import fingerprint, is_foreign
+from ..speed.planner.decision import SpeedPlan
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
 from .devices import total_memory

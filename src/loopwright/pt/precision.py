@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentsError, MissingPackage
-from ..speed.fp8 import refuse_without_fp8
+from ..speed.device.fp8 import refuse_without_fp8
 from .devices import supports_bf16
 
 BF16_WEIGHTS = "loopwright.neuron.rounding"

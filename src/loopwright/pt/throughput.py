@@ -12,10 +12,10 @@ from ..core.base import BaseTrainer
 from ..core.batches import Update
 from ..core.pace import Interval, Pace
 from ..notices import logger
-from ..speed.flops import Operations, count_operations
-from ..speed.peaks import device_name, device_peak
+from ..speed.measure.flops import Operations, count_operations
+from ..speed.measure.peaks import device_name, device_peak
+from ..speed.measure.step_timing import Split, TimeSplit, next_sample
 from ..speed.report import SpeedReport, report_of
-from ..speed.split import Split, TimeSplit, next_sample
 from .devices import memory_figures
 from .loss.targets import predicts_next_token
 from .memory_metrics import host_peak

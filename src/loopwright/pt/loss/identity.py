@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from ...speed.stamp import fingerprint
+from ...speed.model_stamp import fingerprint
 from ..data.columns import innermost
 
 

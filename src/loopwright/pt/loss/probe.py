@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...speed.dropout import without_dropout
+from ...speed.proof.dropout import without_dropout
 from ..data.static_shapes import IGNORED
 from ..sandbox import Sandbox, sandbox
 from .targets import LossKind, check_loss, count_targets, find_targets

@@ -14,8 +14,8 @@ from ...args.places import working_folder
 from ...core.batches import Update
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
-from ...speed.plan import AS_MADE
-from ...speed.stamp import AROUND, ModelStamp
+from ...speed.model_stamp import AROUND, ModelStamp
+from ...speed.planner.decision import AS_MADE
 from ..data.columns import LABEL_COLUMNS
 from .accounting import LossAccounting
 from .find import decodes_from_labels, loss_in

@@ -12,10 +12,10 @@ from torch import nn
 from ...core.overrides import adapt
 from ...errors import ModelError
 from ...notices import Notices
-from ...speed.checkpointing import checkpoint_selectively
-from ...speed.compile_cache import load_compile_cache
-from ...speed.compiling import Compiled, compile_blocks, repeated_blocks
-from ...speed.fp8 import Fp8Layers, measured_on, use_fp8
+from ...speed.compile.blocks import Compiled, compile_blocks, repeated_blocks
+from ...speed.compile.cache import load_compile_cache
+from ...speed.device.fp8 import Fp8Layers, measured_on, use_fp8
+from ...speed.memory.recompute import checkpoint_selectively
 from ..device_traits import kind_of
 
 TOKENS_PER_SAMPLE = 512

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...core.batches import Update
 from ...core.strategy import MicroStep
-from ...speed.clipping import FoldedClip, cannot_fold, clip_norm_
-from ...speed.prefetch import NoPrefetch, prefetch_for
+from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
+from ...speed.device.prefetch import NoPrefetch, prefetch_for
 from ..checkpoint.tensors import decode_optimizer, encode_optimizer
 from ..checkpoint.weights import load_weights
 from ..devices import can_pin_memory, empty_cache

@@ -1,0 +1,1 @@
+"""Attention over rows that hold several documents."""

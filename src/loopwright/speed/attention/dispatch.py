@@ -1,0 +1,191 @@
+"""Attention over rows that hold several documents: every token sees its own document and no other.
+
+Registered by name with transformers, so that a model is not changed. On GPUs kernels of our own do the work, or torch's
+flash kernels of variable length; on CPUs each document is a call of scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..proof.dropout import dropout_is_off
+from . import varlen as document_attention
+from .document_mask import borders_in, is_documents, longest_in, pattern_in
+from .mask_patterns import AttentionRefused
+from .per_document import Request, one_by_one
+
+HALF = (torch.float16, torch.bfloat16)
+UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
+"""Arguments that change the result and that we do not compute; a model that uses one is refused."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    twice: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within documents: (1, heads, tokens, size) to (1, tokens, heads, size)."""
+    if not is_documents(attention_mask):
+        raise AttentionRefused("the model made a mask of its own")
+    assert attention_mask is not None
+    surplus = [name for name in UNKNOWN_TO_US if kwargs.get(name) is not None]
+    if surplus:
+        raise AttentionRefused(f"its attention uses {surplus[0]}")
+    if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
+        raise AttentionRefused("its attention is not to its own row")
+    if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
+        dropout = 0.0
+    causal, window = pattern_in(attention_mask)
+    claimed = kwargs.get("is_causal")
+    if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
+        raise AttentionRefused("its attention and its mask do not agree on what is causal")
+    ask = Request(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
+    run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
+    return run(query, key, value, attention_mask, ask), None
+
+
+def attend_twice(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """In place of attention step by step, whose gradients can be differentiated again."""
+    return attend(*args, twice=True, **kwargs)
+
+
+def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """In place of a flash kernel, which is told of windows and sees no mask."""
+    mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
+    if is_documents(mask) and pattern_in(mask)[1] != kwargs.get("sliding_window"):
+        raise AttentionRefused("its mask has a window that its flash attention is not told of")
+    return attend(module, query, key, *args, **kwargs)
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+
+def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Callable[..., Tensor]:
+    if value.dtype not in HALF:
+        return one_by_one
+    if ask.softcap:
+        return by_flex
+    ours = HAS["kernel"] and document_attention.takes(query, value, documents.shape[-1] - 1)
+    return by_kernel if ours else by_flash
+
+
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """Our own kernels."""
+    scale = query.shape[-1] ** -0.5 if ask.scale is None else float(ask.scale)
+    q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
+    output = document_attention.attend(
+        q, k, v, borders_in(documents), causal=ask.causal, window=int(ask.window or 0), scale=scale, drop=ask.dropout
+    )
+    return output.unsqueeze(0)
+
+
+def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """torch's flash kernels of variable length; heads of keys may be fewer than those of queries."""
+    borders, longest = borders_in(documents), longest_in(documents)
+    # Rotary embeddings compute in single precision; the kernel wants one number format.
+    q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
+    left = -1 if ask.window is None else int(ask.window) - 1
+    window = (left, 0 if ask.causal else left)
+    if ask.dropout or (ask.scale is not None and not VARLEN_TAKES["scale"]):
+        output = torch.ops.aten._flash_attention_forward(
+            q, k, v, borders, borders, longest, longest, ask.dropout, ask.causal, False,
+            scale=ask.scale, window_size_left=window[0], window_size_right=window[1],
+        )[0]  # fmt: skip
+    else:
+        output = _varlen(q, k, v, borders, longest, window, ask)
+    return output.unsqueeze(0)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: Request
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": ask.scale} if VARLEN_TAKES["scale"] else {}
+    if VARLEN_TAKES["window_size"]:
+        options["window_size"] = window
+    else:
+        options["is_causal"] = ask.causal
+        if ask.window is not None:
+            raise AttentionRefused("this torch has no sliding windows for rows of documents")
+    if VARLEN_TAKES["enable_gqa"] and q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
+    return varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+
+
+def varlen_options() -> dict[str, bool]:
+    """Which options this torch's varlen_attn takes; its signature has changed from version to version."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return dict.fromkeys(("scale", "window_size", "enable_gqa"), False)
+    names = inspect.signature(varlen_attn).parameters
+    return {name: name in names for name in ("scale", "window_size", "enable_gqa")}
+
+
+VARLEN_TAKES: dict[str, bool] = {}
+HAS = {"kernel": False}
+"""Both looked up when a model is switched over, since compiled blocks cannot look them up."""
+
+
+def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+    """FlexAttention: for what the flash kernels do not have."""
+    if ask.dropout:
+        raise AttentionRefused("FlexAttention has no dropout")
+    softcap = ask.softcap
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap) if softcap else score
+
+    output = _flex()(
+        query.to(value.dtype), key.to(value.dtype), value,
+        score_mod=capped if softcap else None,
+        block_mask=_block_mask(documents, query.shape[2], ask.causal, ask.window),
+        scale=ask.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output.transpose(1, 2)
+
+
+@lru_cache(maxsize=1)
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+_LAST_BLOCKS: list[Any] = []
+
+
+def _block_mask(documents: Tensor, tokens: int, causal: bool, window: int | None) -> Any:
+    """The blocks of the row that need computing; the same for every layer of a forward, so the last one is kept."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    asked = (documents, tokens, causal, window)
+    if _LAST_BLOCKS and _LAST_BLOCKS[0][0] is documents and _LAST_BLOCKS[0][1:] == asked[1:]:
+        return _LAST_BLOCKS[1]
+    places = torch.arange(tokens, device=documents.device)
+    document = torch.searchsorted(borders_in(documents).contiguous(), places, right=True)
+
+    def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = document[q] == document[k]
+        if causal:
+            seen = seen & (q >= k)
+        return seen & (q - k < window) & (k - q < window) if window is not None else seen
+
+    blocks = create_block_mask(sees, None, None, tokens, tokens, device=documents.device)
+    _LAST_BLOCKS[:] = [asked, blocks]
+    return blocks

@@ -1,0 +1,90 @@
+"""What a model puts into its attention masks besides padding: windows, chunks, and what nobody here knows.
+
+transformers describes a mask by a function of two places. Of those it is made of, the ones that can be said in a few
+numbers are known here; any other is refused, since leaving it out would be another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .document_mask import is_given, split_at_chunks, with_pattern
+
+SOURCE = "transformers.masking_utils"
+
+
+class AttentionRefused(Exception):
+    """What a model asks of its attention is not what ours computes."""
+
+
+class Pattern(NamedTuple):
+    """Which places of its document a token sees."""
+
+    causal: bool = False
+    window: int | None = None
+    """How many places back, its own included; the same ahead where it is not causal."""
+    chunk: int | None = None
+    """Documents are cut to this length."""
+    only_back: bool = False
+    """Whether the window is none ahead, so that a mask which is not causal has half a window."""
+
+    def and_also(self, other: Pattern) -> Pattern:
+        """Both at once."""
+        if self.chunk is not None and other.chunk is not None:
+            raise AttentionRefused("its mask has chunks of two lengths")
+        windows = [each for each in (self.window, other.window) if each is not None]
+        chunk = other.chunk if self.chunk is None else self.chunk
+        only_back = self.only_back or other.only_back
+        return Pattern(self.causal or other.causal, min(windows, default=None), chunk, only_back)
+
+
+def pattern_of(function: Any) -> Pattern:
+    """What a mask function of transformers lets through; raises `AttentionRefused` for one that is not known."""
+    found = _parsed(function)
+    if found.only_back and not found.causal:
+        raise AttentionRefused("its mask has a window on one side only")
+    if any(each is not None and each < 1 for each in (found.window, found.chunk)):
+        raise AttentionRefused("its mask has a window of no length")
+    return found
+
+
+def _parsed(function: Any) -> Pattern:
+    made_by, _, inner = getattr(function, "__qualname__", "").partition(".<locals>.")
+    if getattr(function, "__module__", None) != SOURCE:
+        raise AttentionRefused(f"its mask is made by {made_by or function!r}")
+    if not inner and made_by in ("causal_mask_function", "bidirectional_mask_function"):
+        return Pattern(causal=made_by == "causal_mask_function")
+    if inner and made_by == "and_masks":
+        return reduce(Pattern.and_also, map(_parsed, _closure_of(function)["mask_functions"]), Pattern())
+    if inner and made_by in _OVERLAYS:
+        return _OVERLAYS[made_by](_closure_of(function))
+    raise AttentionRefused(f"its mask is made by {made_by}")
+
+
+_OVERLAYS: dict[str, Callable[[dict[str, Any]], Pattern]] = {
+    "sliding_window_overlay": lambda values: Pattern(window=int(values["sliding_window"]), only_back=True),
+    "sliding_window_bidirectional_overlay": lambda values: Pattern(window=int(values["sliding_window"]) + 1),
+    "chunked_overlay": lambda values: Pattern(chunk=int(values["chunk_size"])),
+}
+
+
+def _closure_of(function: Any) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def mask_of_documents(
+    *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """The documents of a row with the pattern a model asks for; None where it was given no documents."""
+    if attention_mask is None or not is_given(attention_mask):
+        return None
+    pattern = pattern_of(mask_function)
+    if pattern.chunk is not None:
+        tokens = kwargs["batch_size"] * kwargs["q_length"]
+        attention_mask = split_at_chunks(attention_mask, pattern.chunk, tokens)
+    return with_pattern(attention_mask, causal=pattern.causal, window=pattern.window)

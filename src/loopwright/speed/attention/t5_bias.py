@@ -1,0 +1,50 @@
+"""Attention with a learned position bias (T5 and its kin), handed to torch in the form its fast kernels take.
+
+Such a bias is looked up with heads as its last dimension. In that order torch has no kernel for it and computes
+attention step by step in single precision; copied into rows, it has one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .switch import AttentionSwitch
+
+NAME = "loopwright_biased"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' own attention by scaled_dot_product_attention, given the bias row by row."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if position_bias is not None:
+        # Autocast would round it too, after it was made as large as the batch.
+        position_bias = position_bias.to(value.dtype, memory_format=torch.contiguous_format)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
+
+
+def switch_for(model: nn.Module) -> AttentionSwitch | str:
+    """What makes a model use this attention, or why it has no use for it."""
+    if not any(hasattr(module, "relative_attention_bias") for module in model.modules()):
+        return "it has no position bias"
+    try:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    except ImportError:
+        return "transformers has no attention interface"
+    if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
+        return "this transformers hands no position bias to its attention"
+    switch = AttentionSwitch(model, {"sdpa": (NAME, attend)}, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return switch if switch.reason is None else switch.reason

@@ -1,0 +1,227 @@
+"""Compiling the blocks a model repeats, in place: names stay, masks stay outside, and a block that fails runs as it is.
+
+Torch keeps compiled code per function, not per module, so the blocks of one class share it: sixteen equal blocks are
+one compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...notices import Notices
+from .cache import save_compile_cache
+from .recompiles import RecompileCounter
+
+SCOPES = ("blocks", "model")
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks a model repeats: members of lists of two or more modules of one class, outermost lists only."""
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or module in inside or len(module) < 2:
+            continue
+        if len({type(child) for child in module}) == 1:
+            blocks.extend(module)
+            inside.update(child for block in module for child in block.modules())
+    return blocks
+
+
+def get_ready() -> None:
+    """Have inductor's processes started, which takes them seconds, while something else is computed."""
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # it starts them when it needs them
+        return
+    maybe_warm_pool()
+
+
+def compile_blocks(
+    model: nn.Module,
+    *,
+    backend: str | Any | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    scope: str = "blocks",
+    max_recompiles: int | None = None,
+    short_rows: bool = False,
+    notices: Notices,
+) -> Compiled:
+    """Compile each repeated block in place; the model as a whole when that is asked for or nothing repeats.
+
+    `dynamic=True` compiles once for all shapes, False once for each, None starts with the first shape it sees and
+    turns to all shapes when another one comes. `short_rows` says that rows are on both sides of a few thousand tokens,
+    where inductor would otherwise choose another fusion, and compile again, by their length.
+    """
+    modules = repeated_blocks(model) if scope == "blocks" else []
+    if not modules and scope == "blocks":
+        notices.tell_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
+    names = {module: name for name, module in model.named_modules()}
+    session = Compiled(notices, max_recompiles=max_recompiles)
+    session.begin(len(modules) or 1, short_rows=short_rows, constant_numbers=have_equal_numbers(modules))
+    for module in modules or [model]:
+        module.compile(backend=backend or "inductor", mode=mode, dynamic=dynamic)
+        call = CompiledCall(module, names[module] or "the model", session)
+        session.calls.append(call)
+        module._compiled_call_impl = call
+    return session
+
+
+@contextmanager
+def as_written(model: nn.Module) -> Iterator[None]:
+    """Without the compiled forms of a model and its parts: a few samples of another shape would each be compiled."""
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def have_equal_numbers(blocks: list[nn.Module]) -> bool:
+    """Whether the blocks of a class have the same scales, rates and the like."""
+    numbers: dict[type, list[float]] = {}
+    for block in blocks:
+        mine = [value for part in block.modules() for value in vars(part).values() if type(value) is float]
+        if numbers.setdefault(type(block), mine) != mine:
+            return False
+    return bool(blocks)
+
+
+class Compiled:
+    """The compiled parts of a model: what compiled again, what fell back, and torch's settings meanwhile."""
+
+    def __init__(self, notices: Notices, *, max_recompiles: int | None = None) -> None:
+        self.calls: list[CompiledCall] = []
+        self.fell_back: dict[str, str] = {}
+        """Reasons by the name of the block."""
+        self.counter = RecompileCounter(notices, allowed=max_recompiles)
+        self._notices = notices
+        self._before: list[tuple[Any, str, Any]] = []
+        self._kept = 0
+
+    def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
+        """Count compilations, under settings that keep them few."""
+        self.counter.start()
+        more = [*(_one_fusion() if short_rows else []), *(_constant_numbers() if constant_numbers else [])]
+        for config, name, value in [*_settings(blocks), *more]:
+            if hasattr(config, name):
+                self._before.append((config, name, getattr(config, name)))
+                setattr(config, name, value)
+
+    def keep(self, output_dir: str | None, device: torch.device) -> None:
+        """Keep what was compiled with the run, when something was compiled since the last time."""
+        if self.counter.compilations != self._kept:
+            self._kept = self.counter.compilations
+            save_compile_cache(output_dir, device)
+
+    def finish(self) -> None:
+        """Stop counting and put torch's settings back; compiled blocks stay compiled."""
+        self.counter.stop()
+        while self._before:
+            setattr(*self._before.pop())
+
+    def figures(self) -> dict[str, Any]:
+        """What a report shows."""
+        return {"blocks": len(self.calls), "fell_back": dict(self.fell_back), **self.counter.figures()}
+
+    def fall_back(self, failed: CompiledCall, error: Exception) -> None:
+        """Leave a block as it is from now on and say so; two failures for one reason speak for the rest of a class."""
+        reason = _first_line(error)
+        self._leave(failed, reason)
+        kind = type(failed.module)
+        alike = [call for call in self.calls if type(call.module) is kind]
+        failures = [call for call in alike if self.fell_back.get(call.name) == reason]
+        rest = [call for call in alike if call.name not in self.fell_back]
+        others = ""
+        if len(failures) > 1 and rest and not any(call.has_run for call in rest):
+            for call in rest:
+                self._leave(call, reason)
+            others = f", and the {len(rest)} others of its class,"
+        self._notices.tell_once(
+            f"torch_compile: {failed.name} ({kind.__name__}){others} could not be compiled and runs without: {reason}"
+        )
+
+    def _leave(self, call: CompiledCall, reason: str) -> None:
+        call.module._compiled_call_impl = None
+        self.fell_back[call.name] = reason
+
+
+class CompiledCall:
+    """Calls a module's compiled form, or the module itself when that cannot be compiled."""
+
+    def __init__(self, module: nn.Module, name: str, session: Compiled) -> None:
+        from torch._dynamo.exc import TorchDynamoException
+
+        self.module, self.name = module, name
+        self.has_run = False
+        self._compiled = module._compiled_call_impl
+        self._session, self._counter = session, session.counter
+        # Failures of dynamo, of a backend and of inductor are all of this kind; a model's own errors are not.
+        self._failure = TorchDynamoException
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = self._compiled(*args, **kwargs)
+        except self._failure as error:
+            # An error of the model itself, found while compiling, comes again here, with the model's own traceback.
+            result = self.module._call_impl(*args, **kwargs)
+            self._session.fall_back(self, error)
+            return result
+        self.has_run = True
+        if self._counter.pending:
+            self._counter.tell()
+        return result
+
+
+def _settings(blocks: int) -> list[tuple[Any, str, Any]]:
+    """Torch's settings while blocks are compiled, where this torch has them."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch.fx.experimental._config
+
+    dynamo, functorch = torch._dynamo.config, torch._functorch.config
+    # Blocks that differ in a number (a scale per layer) are variants of one function: room for each of them, when
+    # training and when evaluating, and for a few shapes.
+    variants = max(dynamo.recompile_limit, 16 + 3 * blocks)
+    return [
+        (dynamo, "recompile_limit", variants),
+        (dynamo, "accumulated_recompile_limit", max(dynamo.accumulated_recompile_limit, 4 * variants)),
+        # A backward pass that cannot be compiled is found in the forward, where its block can still fall back.
+        (functorch, "force_non_lazy_backward_lowering", True),
+        # What only matmuls of the backward pass read (a normed input, a gated product) is computed again: a quarter of
+        # what a Llama's block keeps, for a hundredth of its time.
+        (functorch, "ban_recompute_materialized_backward", False),
+        # Sizes that happen to be equal (64 tokens, 64 per head) are not taken for the same size: it would cost another
+        # compilation when they differ.
+        (torch.fx.experimental._config, "use_duck_shape", False),
+    ]
+
+
+def _one_fusion() -> list[tuple[Any, str, Any]]:
+    """Settings under which the length of a row does not decide what is fused, where this torch has them."""
+    import torch._inductor.config
+
+    return [(torch._inductor.config.triton, "mix_order_reduction", False)]
+
+
+def _constant_numbers() -> list[tuple[Any, str, Any]]:
+    """Settings under which a block's numbers are constants: as unknowns they can make torch trace a block twice."""
+    import torch._dynamo
+
+    return [(torch._dynamo.config, "specialize_float", True)]
+
+
+def _first_line(error: Exception) -> str:
+    """The kind of error and its first line; what a backend raised rather than that it raised."""
+    error = getattr(error, "inner_exception", error)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:300]

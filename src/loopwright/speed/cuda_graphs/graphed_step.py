@@ -1,0 +1,227 @@
+"""Micro-batches of training as CUDA graphs: when that pays, and the training step that replays them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..inputs import Situation
+from ..layouts.rows import MASK
+from ..planner.decision import (
+    IN_GROUPS,
+    IN_ROWS,
+    SpeedPlan,
+    pays_to_record,
+    pays_to_record_rows,
+    seconds,
+    seconds_launching,
+)
+from ..untouched import any_wait_is_fine, undone
+from .recorder import MOST_SHAPES, GraphedStep, Recorder, shape_key
+
+MOST_ROWS = 32
+"""Lengths of rows that are graphs; each is one from the second time on that it occurs."""
+SAME_LOSS = 1e-3
+"""How far the loss that goes into a graph may be off, relatively: half precision, not another loss."""
+
+LossOf = Callable[[dict[str, Any], Any], Tensor]
+"""The loss of inputs on the device, told a number of items or None."""
+
+
+# ---- when it pays ---------------------------------------------------------------------------------------------------
+
+
+class GraphChoice:
+    """Looks at the shapes of micro-batches, and says whether they become graphs."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._here = situation
+        self.shapes: set[str] = set()
+        """The shapes seen so far, as text: they are kept with the run."""
+
+    def look(self, batches: Sequence[Any]) -> None:
+        if self._here.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
+            self.shapes |= {repr(_key(batch)) for batch in batches}
+
+    def why_not(self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0) -> str | None:
+        """Why micro-batches stay as they are, or None when they become graphs; `row` is the tokens of a row."""
+        here, in_rows = self._here, plan.layout in IN_ROWS
+        if here.why_not_graph is not None:
+            return here.why_not_graph
+        for reason, is_so in (
+            ("the layout gives micro-batches of many shapes", plan.layout in IN_GROUPS),
+            ("the loss without logits has another number of targets each time", plan.linear_loss),
+            ("activations are recomputed", plan.activations != "none"),
+            ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
+            (f"micro-batches have more than {MOST_SHAPES} shapes", not in_rows and len(self.shapes) > MOST_SHAPES),
+        ):
+            if is_so:
+                return reason
+        here = self._here
+        if in_rows:
+            return self._why_not_worth_it(row * here.operations_per_token, 1, pays_to_record_rows)
+        return self._why_not_worth_it(operations_of(batches, here.operations_per_token), len(batches), pays_to_record)
+
+    def _why_not_worth_it(
+        self, operations: float | None, micro_batches: int, pays: Callable[[float, str], bool]
+    ) -> str | None:
+        here, kind = self._here, self._here.device.type
+        # Where everything possible is wanted, blocks that can be compiled gain more by that, once they compute enough.
+        wants_all = here.level == "max"
+        if operations is None:
+            return None if wants_all else "what a micro-batch computes cannot be told from its shapes"
+        launching = seconds_launching(here.modules, kind)
+        saved = launching - seconds(operations, kind)
+        if saved <= 0 and not (wants_all and here.why_not_compile is not None):
+            return "computing takes longer than launching"
+        if not wants_all and not pays(saved * micro_batches * here.updates_left(), kind):
+            return "the run is too short to make up for recording"
+        return None
+
+
+def _key(batch: Any) -> Any:
+    return shape_key(dict(batch)) if isinstance(batch, Mapping) else None
+
+
+def operations_of(batches: Sequence[Any], per_token: float) -> float | None:
+    """Operations of the largest micro-batch, forward and backward; None where its shapes do not say."""
+    units = [_units(batch) for batch in batches]
+    known = [each for each in units if each is not None]
+    return max(known) * per_token if known and len(known) == len(units) else None
+
+
+def _units(batch: Any) -> int | None:
+    """Tokens, or rows of numbers; an image or a sound could be anything."""
+    if not isinstance(batch, Mapping):
+        return None
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    if "input_ids" in tensors:
+        return tensors["input_ids"].numel()
+    sizes = [value.shape[0] for value in tensors.values() if value.dim()]
+    return max(sizes) if sizes and all(value.dim() <= 2 for value in tensors.values()) else None
+
+
+# ---- the training step ----------------------------------------------------------------------------------------------
+
+
+class GraphedTraining:
+    """A training step that replays graphs, in the place of the trainer's own.
+
+    The loss that is recorded is told no number of items: it is the mean over its own targets, times the micro-batch's
+    share, so that the graph is right for every update. The first micro-batch shows whether that is the same loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        loss_of: LossOf,
+        weigh: Callable[[Any], Tensor],
+        backward: Callable[[Tensor], Any],
+        put: Callable[[Any], Any],
+        plain: Callable[..., Tensor],
+        give_up: Callable[[str], None],
+        tell: Callable[[str], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model, self._given_loss_of, self._weigh = model, loss_of, weigh
+        self._backward, self._put, self._given_plain, self._give_up = backward, put, plain, give_up
+        self._prepare: Callable[[Any], Any] = lambda inputs: inputs
+        self.share: float | None = None
+        """Set before each micro-batch: its part of the update's targets; None where it has to run as it is."""
+        self._is_proved = False
+        self._drops_mask = True
+        self._told = False
+        self.step = GraphedStep(self._run, model, tell=tell, recorder=recorder)
+
+    def __call__(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its share of the update's loss."""
+        if self.share is None or not self._is_possible():
+            return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
+        given = self._put(inputs)
+        if not self._is_proved:
+            self._prove(given, inputs, num_items_in_batch)
+            if not self._is_proved or not self._is_possible():
+                return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
+        loss = self.step.step(self._without_mask(given, inputs), self.share)
+        self._is_possible()  # a checkpoint of this update is to say so
+        return loss
+
+    def take_rows(self, prepare: Callable[[Any], Any]) -> None:
+        """Micro-batches come laid out in rows; `prepare` makes what the model takes of one on the device."""
+        self._prepare = prepare
+        self.step.most, self.step.from_time = MOST_ROWS, 2
+
+    def _loss_of(self, inputs: dict[str, Any], items: Any) -> Tensor:
+        return self._given_loss_of(self._prepare(inputs), items)
+
+    def _plain(self, model: nn.Module, inputs: Any, **more: Any) -> Tensor:
+        return self._given_plain(model, self._prepare(inputs), **more)
+
+    def look_again(self) -> None:
+        """Let go of all graphs, and prove the loss again: a number that was recorded has changed."""
+        self._is_proved, self._drops_mask = False, True
+        self.step.forget()
+
+    def give_up(self, reason: str) -> None:
+        """Replay nothing from here on."""
+        self.step.reason = self.step.reason or reason
+        self._is_possible()
+
+    def close(self) -> None:
+        """Let go of all graphs; steps are the trainer's own from here on."""
+        self._told = True
+        self.step.close()
+
+    def _is_possible(self) -> bool:
+        if self.step.reason is None:
+            return True
+        if not self._told:
+            self._told = True
+            self._give_up(self.step.reason)
+        return False
+
+    def _run(self, inputs: dict[str, Any], weight: Any) -> Tensor:
+        loss = self._loss_of(dict(inputs), None) * weight
+        self._backward(loss)
+        return loss.detach()
+
+    def _without_mask(self, given: dict[str, Any], inputs: Any) -> dict[str, Any]:
+        """Inputs without a mask that masks nothing: models look into it on the device, and a graph cannot wait."""
+        mask = inputs[MASK] if self._drops_mask and MASK in inputs else None
+        if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not mask.all():
+            return given
+        return {name: value for name, value in given.items() if name != MASK}
+
+    def _prove(self, given: dict[str, Any], inputs: Any, items: Any) -> None:
+        """See on one micro-batch that the loss that would be recorded is the loss of training."""
+        expected = self._looked_at(lambda: self._weigh(self._loss_of(dict(given), items)))
+        if not math.isfinite(expected):
+            return  # the next micro-batch is asked
+        self._is_proved = True
+        try:
+            if self._is_alike(self._without_mask(given, inputs), expected):
+                return
+        except TypeError:  # it cannot do without its mask
+            pass
+        self._drops_mask = False
+        if not self._is_alike(given, expected):
+            self.step.reason = "the loss is another one when it is not told the number of items"
+
+    def _is_alike(self, inputs: dict[str, Any], expected: float) -> bool:
+        found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * self.share)
+        return abs(found - expected) <= SAME_LOSS * max(abs(expected), 1e-6)
+
+    def _looked_at(self, compute: Callable[[], Tensor]) -> float:
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        with any_wait_is_fine(), undone(self._model, parameters, self.step.device):
+            return float(compute().detach())
+
+
+def share_of(update: Any, index: int) -> float | None:
+    """The part of an update's targets that is in a micro-batch; None where there are none, or nobody has counted."""
+    items = update.items[index] if update.items else None
+    return float(update.share(index)) if isinstance(items, int) and items > 0 else None

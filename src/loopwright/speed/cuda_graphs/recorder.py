@@ -1,0 +1,398 @@
+"""Forward and backward of a micro-batch as one recorded CUDA graph, for small models whose launches cost more than
+their arithmetic.
+
+The optimizer stays outside the graph: a fused step is a few launches, which the host issues while the device still
+replays, so that recording it too would gain nothing and would forbid every change of its settings.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..untouched import (
+    any_wait_is_fine,
+    as_if_recording,
+    autocast_without_cache,
+    buffers_of,
+    host_streams,
+    no_wait,
+    side_stream,
+    undone,
+)
+
+MOST_SHAPES = 8
+CHECKS, LATER_CHECKS = 2, 1
+"""Replays that are compared with an eager run: of the first shape on the recorded batch and on another one."""
+
+TOLERANCE = 1e-2
+"""Relative difference of loss and gradients: kernels that add in any order, in bf16, not another computation."""
+
+Inputs = dict[str, Any]
+Run = Callable[[Inputs, Any], Tensor]
+"""Forward, loss times weight, backward; returns the weighted loss, detached."""
+
+Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
+"""Records a function without executing it; returns what replays it and the tensor its result is in after a replay."""
+
+BROKEN: list[Any] = []
+"""Graphs whose recording broke off: torch's allocators may still ask them whether memory is theirs."""
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Uncapturable(Exception):
+    """The micro-batch cannot be a graph; says why."""
+
+
+@dataclass(eq=False)
+class Graph:
+    """One recorded micro-batch: where its inputs go, where its loss and gradients come out."""
+
+    inputs: Inputs
+    weight: Tensor
+    loss: Tensor
+    replay: Callable[[], Any]
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    """Parameters the backward reaches, each with the tensor the graph adds its gradient to."""
+    checks: int = CHECKS
+
+    def load(self, inputs: Inputs, weight: Any) -> None:
+        """Copy a batch of the same shapes to where the graph reads it."""
+        for name, place in self.inputs.items():
+            if isinstance(place, Tensor):
+                place.copy_(inputs[name], non_blocking=True)
+        if isinstance(weight, Tensor) and weight.device == self.weight.device:
+            self.weight.copy_(weight)
+        else:
+            self.weight.fill_(float(weight))
+
+    def place_gradients(self) -> None:
+        """Make the recorded tensors the parameters' gradients; what was accumulated so far is kept, None is zero."""
+        empty = []
+        for parameter, place in self.gradients:
+            if parameter.grad is place:
+                continue
+            if parameter.grad is None:
+                empty.append(place)
+            else:
+                place.copy_(parameter.grad)
+            parameter.grad = place
+        if empty:
+            torch._foreach_zero_(empty)
+
+
+class GraphedStep:
+    """Runs micro-batches as graphs, one for each of a few shapes, and eagerly whatever cannot be one.
+
+    Each graph is compared with an eager run on the same batch, random numbers included, before it is believed.
+    Gradients may be None between updates, as after `zero_grad`: they are zeroed where the graph expects them.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        *,
+        tell: Callable[[str], None],
+        key_of_batch: Callable[[Inputs], Hashable | None] | None = None,
+        recorder: Recorder | None = None,
+        most_shapes: int = MOST_SHAPES,
+    ) -> None:
+        self._run, self._model, self._tell = run, model, tell
+        self._key_of_batch = key_of_batch or shape_key
+        self.most = most_shapes
+        self.from_time = 1
+        """Which time a shape is seen it is recorded: a shape that never comes again is not worth it."""
+        self._all = list(model.parameters())
+        self.device = self._all[0].device
+        self._recorder = recorder
+        self._graphs: dict[Hashable, Graph] = {}
+        self.times: Counter[str] = Counter()
+        """How often each shape has come before it was a graph, by its description: a run that is resumed goes on."""
+        self._look_at_parameters()
+        self.reason = cannot_capture(model, self.device) if recorder is None else None
+        if self.reason is not None:
+            tell(f"no CUDA graph: {self.reason}")
+        elif recorder is None:
+            self._recorder = CudaRecorder(self.device)
+
+    def step(self, inputs: Inputs, weight: Any = 1.0) -> Tensor:
+        """Forward and backward of a micro-batch; returns its weighted loss, in a tensor of its own."""
+        graph = self._graph_for(inputs) if self.reason is None else None
+        if graph is not None and graph.checks:
+            graph = self._checked(graph, inputs, weight)
+        if graph is None:
+            return self._run(inputs, weight)
+        graph.load(inputs, weight)
+        graph.place_gradients()
+        graph.replay()
+        return graph.loss.clone()
+
+    def forget(self) -> None:
+        """Let go of all graphs: their shapes do not come again."""
+        self._graphs.clear()
+        self.times.clear()
+        if isinstance(self._recorder, CudaRecorder):
+            self._recorder.take_new_memory()  # torch lets go of a pool with its last graph
+
+    def close(self) -> None:
+        """Let go of all graphs and their memory; steps are eager from here on."""
+        self.reason = self.reason or "closed"
+        self.forget()
+        self._places.clear()
+        self._recorder = None
+
+    def _look_at_parameters(self) -> None:
+        """Start anew with the parameters as they are now: a graph knows addresses, and who wants a gradient."""
+        self._stamp = [(p.data_ptr(), p.requires_grad) for p in self._all]
+        self._parameters = [p for p in self._all if p.requires_grad]
+        self.forget()
+        self._places: dict[int, Tensor] = {}
+
+    # ---- recording --------------------------------------------------------------------------------------------------
+
+    def _graph_for(self, inputs: Inputs) -> Graph | None:
+        if self._stamp != [(p.data_ptr(), p.requires_grad) for p in self._all]:
+            self._look_at_parameters()
+        shapes = self._key_of_batch(inputs)
+        if shapes is None:
+            return None
+        key = (shapes, self._model.training)
+        if key in self._graphs:
+            return self._graphs[key]
+        try:
+            if self._is_due(repr(key)):
+                self._graphs[key] = self._record(inputs)
+        except Exception as error:  # whatever a model does that a graph cannot: eager training still can
+            self._give_up(error)
+        return self._graphs.get(key)
+
+    def _is_due(self, shape: str) -> bool:
+        """Whether a shape has come often enough to be recorded, and not too many did before: told by times alone."""
+        due = sum(times >= self.from_time for times in self.times.values())
+        if self.times[shape] < self.from_time and due == self.most:
+            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run without")
+            return False
+        self.times[shape] += 1
+        if len(self.times) > 2 * self.most:
+            raise Uncapturable(f"micro-batches have more than {2 * self.most} shapes")
+        return self.times[shape] >= self.from_time
+
+    def _record(self, inputs: Inputs) -> Graph:
+        static = {
+            name: value.to(self.device, copy=True) if isinstance(value, Tensor) else value
+            for name, value in inputs.items()
+        }
+        weight = torch.ones((), device=self.device)
+        with undone(self._model, self._parameters, self.device), autocast_without_cache(), any_wait_is_fine():
+            reached = self._warm_up(static, weight)
+            gradients = [(p, self._place_of(p)) for p in reached]
+            for parameter, place in gradients:
+                parameter.grad = place
+            assert self._recorder is not None
+            replay, loss = self._recorder(lambda: self._run(static, weight))
+            if any(parameter.grad is not place for parameter, place in gradients):
+                raise Uncapturable("the backward pass replaces gradients instead of adding to them")
+        return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS)
+
+    def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
+        """Run eagerly until nothing is set up for the first time any more; returns the parameters reached."""
+        before = host_streams(self.device)
+        with side_stream(self.device), as_if_recording(self.device):
+            self._run_alone(inputs, weight)
+            with no_wait(self.device):  # found here it does no harm; a wait breaks a recording, and torch with it
+                self._run_alone(inputs, weight)
+            if not self._graphs:
+                self._run_alone(inputs, weight)
+        if host_streams(self.device) != before:
+            raise Uncapturable("the forward pass draws random numbers on the host")
+        reached = [p for p in self._parameters if p.grad is not None]
+        if any(p.grad.layout is not torch.strided for p in reached if p.grad is not None):
+            raise Uncapturable("a gradient is sparse")
+        return reached
+
+    def _run_alone(self, inputs: Inputs, weight: Any) -> Tensor:
+        for parameter in self._parameters:
+            parameter.grad = None
+        return self._run(inputs, weight)
+
+    def _place_of(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor that holds this parameter's gradient in every graph."""
+        if id(parameter) not in self._places:
+            self._places[id(parameter)] = torch.zeros_like(parameter, requires_grad=False)
+        return self._places[id(parameter)]
+
+    # ---- proving ----------------------------------------------------------------------------------------------------
+
+    def _checked(self, graph: Graph, inputs: Inputs, weight: Any) -> Graph | None:
+        """The graph, if a replay on this batch does what an eager run does; None and no more graphs otherwise."""
+        graph.checks -= 1
+        try:
+            with any_wait_is_fine():
+                error = self._difference(graph, inputs, weight)
+            if not error <= TOLERANCE:
+                raise Uncapturable(f"a replay differs from the eager run by {error:.1e}")
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return graph
+
+    def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
+        """The largest relative difference between replay and eager run: loss, gradients, buffers."""
+        # Models that go another way while they are recorded (other kernels, so other dropout) must go it here too.
+        with undone(self._model, self._parameters, self.device), as_if_recording(self.device):
+            loss = self._run_alone(dict(inputs), weight)
+            eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
+            buffers = [place[name].clone() for place, name in buffers_of(self._model)]
+        with undone(self._model, self._parameters, self.device):
+            graph.load(inputs, weight)
+            for parameter, _ in graph.gradients:
+                parameter.grad = None
+            graph.place_gradients()
+            graph.replay()
+            replayed = [graph.loss.clone(), *[place.clone() for _, place in graph.gradients]]
+            after = [place[name].clone() for place, name in buffers_of(self._model)]
+        parts = [([replayed[0]], [eager[0]]), (replayed[1:], eager[1:]), (after, buffers)]
+        return max(relative_difference(mine, theirs) for mine, theirs in parts)
+
+    def _give_up(self, error: Exception) -> None:
+        """Eager from here on, and tell why."""
+        text = str(error).strip().splitlines()
+        self.reason = text[0] if text else type(error).__name__
+        self.close()
+        self._tell(f"no CUDA graph: {self.reason}")
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one pool of memory: replays follow one another, never overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self.take_new_memory()
+
+    def take_new_memory(self) -> None:
+        """Record into another pool from here on."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._is_first = True
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        generator = self._generator().clone_state()
+        try:
+            # The stream is entered once more: a recording that breaks off does not leave its own.
+            with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+                loss = self._capture(graph, function)
+        except BaseException:
+            self._repair(graph, generator)
+            raise
+        return graph.replay, loss
+
+    def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
+        if self._is_first:  # what nobody needs any more is room for the pool; later it would only cost time
+            gc.collect()
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize(self._device)
+        collects, cause = gc.isenabled(), None
+        gc.disable()  # garbage that owns graphs or events must not be found in the middle of a recording
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads (loaders that pin memory, checkpoints being written) may call CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    loss = function()
+                except Exception as error:
+                    cause = error
+                    raise
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            raise cause or error from None  # ending a broken recording fails too, and says nothing
+        finally:
+            if collects:
+                gc.enable()
+        self._is_first = False
+        return loss
+
+    def _repair(self, graph: Any, generator: Any) -> None:
+        """Bring torch back to order after a recording that broke off: it leaves generator and pool half way."""
+        BROKEN.append(graph)
+        self._generator().graphsafe_set_state(generator)
+        try:
+            torch._C._cuda_endAllocateToPool(self._index(), self._pool)
+            torch._C._cuda_releasePool(self._index(), self._pool)
+        except RuntimeError:
+            pass  # the recording had ended in order
+
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self._device.index is None else self._device.index
+
+    def _generator(self) -> Any:
+        return torch.cuda.default_generators[self._index()]
+
+
+# ---- what may be recorded -------------------------------------------------------------------------------------------
+
+
+def shape_key(inputs: Inputs) -> Hashable | None:
+    """Shapes and dtypes of the tensors, plain values as they are; None when a batch holds anything else."""
+    parts: list[Hashable] = []
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            parts.append((name, tuple(value.shape), value.dtype))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            parts.append((name, value))
+        else:
+            return None
+    return tuple(parts)
+
+
+def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
+    """Why micro-batches of this model cannot be graphs, as far as looking tells; None when nothing speaks against it.
+
+    Overrides of `training_step` and `compute_loss` are for the caller to look at.
+    """
+    if device.type != "cuda":
+        return f"{device.type} has none"
+    if {tensor.device for tensor in [*model.parameters(), *model.buffers()]} != {device}:
+        return "the model is spread over several devices"
+    for name, module in model.named_modules():
+        if any(getattr(module, hooks, None) for hooks in HOOKS):
+            return f"{name or 'the model'} has hooks, which a replay would not call"
+        if getattr(module, "gradient_checkpointing", False):
+            return "activations are checkpointed"
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return f"{name} has hooks, which a replay would not call"
+    return None
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def relative_difference(mine: list[Tensor], theirs: list[Tensor]) -> float:
+    """|mine - theirs| / |theirs| over all tensors together, as one vector; infinite when one is not finite."""
+    if not mine:
+        return 0.0
+    sums = torch.stack([_squares(a.float(), b.float()) for a, b in zip(mine, theirs, strict=True)]).sum(0)
+    off, size = sums.sqrt().tolist()
+    found = off / max(size, 1e-12)
+    return float(found) if np.isfinite(found) else float("inf")
+
+
+def _squares(mine: Tensor, theirs: Tensor) -> Tensor:
+    """Squared sizes of the difference and of theirs; what is not finite in both is not a difference."""
+    off = torch.where(mine.isfinite() | theirs.isfinite(), mine - theirs, 0.0)
+    return torch.stack([off.square().sum(), theirs.nan_to_num(0.0, 0.0, 0.0).square().sum()])
+
+
+def _or_zero(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

@@ -1,0 +1,398 @@
+"""Applying the plan: has it made from the first updates, lays out the samples of every update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..core.batches import Update
+from .cuda_graphs.graphed_step import GraphedTraining, share_of
+from .fused_loss.lazy_logits import PendingHead
+from .inputs import Situation
+from .layouts.candidates import Layout, make_layout
+from .layouts.positions import check_lengths, longest_alike
+from .layouts.rows import Laid, Limits
+from .layouts.samples import SOURCE, NoSamples, OddSamples, Samples
+from .memory.token_budget import limits_for
+from .planner.choice import HEAD, output_head
+from .planner.decision import AS_MADE, UNPADDED, SpeedPlan
+from .planner.planner import GRAPHS, Planner
+from .proof.audit import Verification
+from .proof.guard import image_tokens_of, samples_of
+from .proof.prover import knows_count
+
+MOST_CHANGES = 8
+"""Times a model may change between two updates before nothing about it is believed any more."""
+
+
+class Conductor:
+    """Lays out updates, and brings the model's attention and head in and out around each of them."""
+
+    def __init__(
+        self,
+        situation: Callable[[], Situation],
+        *,
+        announce: Callable[[SpeedPlan], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._make_situation, self._announce, self._tell = situation, announce, tell
+        self._reset()
+        self._changes = 0
+        self._whole: set[str] = set()
+        """Entries of batches that were seen to run along no tokens."""
+        self._undo: list[Callable[[], None]] = []
+
+    def _reset(self) -> None:
+        """Nothing decided; what the plan depends on is looked at when it is first needed."""
+        self._situation: Situation | None = None
+        self._knows_loss = False
+        self.is_decided = False
+        self.is_active = False
+        """Whether anything is done to updates."""
+        self.is_idle = False
+        """Whether nothing is done to updates, nor will be."""
+        self.plan = SpeedPlan()
+        self._layout: Layout | None = None
+        self._head: PendingHead | None = None
+        self._last: tuple[list[Any], Samples] | None = None
+        """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
+        self._widest = 0
+        """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
+        self._graphed: GraphedTraining | None = None
+        self._verification: Verification | None = None
+        self._must_prove = False
+        """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
+
+    @property
+    def _here(self) -> Situation:
+        if self._situation is None:
+            self._situation = self._make_situation()
+            self._planner = Planner(self._situation)
+            self._image_tokens = image_tokens_of(getattr(self._situation.model, "config", None))
+            self._longest_alike = longest_alike(self._situation.model)
+        return self._situation
+
+    # ---- every update -----------------------------------------------------------------------------------------------
+
+    def arrange(self, update: Update) -> None:
+        """Lay the update's samples out as planned; batches that cannot be taken apart stay as they are."""
+        here = self._here
+        if not self.is_decided and not here.is_shared:
+            self.consider(update.batches)
+        self._last = None
+        if not self.is_active:
+            return
+        self._learn(update.batches)
+        samples = self._taken_apart_or_none(update.batches) if self._layout is not None else None
+        if self._layout is None or samples is None:
+            if self._layout is None and self._head is not None:
+                self._verify(update.batches, None, None)
+            return
+        laid, limits = self._laid(update.batches, samples)
+        assert self._verification is not None
+        if self._must_prove or not self._verification.coverage.forms:
+            if not self._holds(update.batches, samples, limits):
+                return
+        elif not self._verification.allows(update.batches, samples, laid, limits):
+            return
+        if self._verify(update.batches, samples, limits):
+            self._last = (update.batches, samples)
+            self._put_into(update, samples, laid)
+
+    def _learn(self, batches: list[Any]) -> None:
+        """Ask the loss what it is while that is open: a later batch may show more than the first."""
+        here = self._here
+        if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
+            here.learn(batches)
+            self._knows_loss = True  # or as much as can be known
+
+    def _taken_apart_or_none(self, batches: list[Any]) -> Samples | None:
+        try:
+            samples = self._taken_apart(batches)
+            if self._here.shifts() and samples.first_targets_are_counted():
+                raise OddSamples("a sample that is padded on the left has a target on its first token")
+        except NoSamples as reason:
+            self._tell(f"speed: batches like these stay as they were made: {reason}")
+            return None
+        return samples
+
+    def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
+        assert self._layout is not None
+        if self.plan.few_shapes:
+            self._look_at_widths(samples)
+        limits = self._limits(batches, samples)
+        return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits
+
+    @staticmethod
+    def _put_into(update: Update, samples: Samples, laid: Laid) -> None:
+        update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
+        update.real_tokens, update.squared_lengths = samples.real_tokens, samples.squared_lengths
+
+    # ---- is it still true -------------------------------------------------------------------------------------------
+
+    def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+        """Whether a plan of a checkpoint holds for this update; if not, it is made again from the next one on."""
+        assert self._verification is not None
+        proof = self._verification.prove(batches, samples, limits, covers=not self._verification.coverage.forms)
+        self._must_prove = False
+        if not proof.accepted:
+            self._start_again(f"the plan of the checkpoint does not hold any more: {proof.reason}")
+        return proof.accepted
+
+    def _verify(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
+        """Compare some updates both ways; a difference switches everything off."""
+        assert self._verification is not None
+        watch = self._verification
+        proof = watch.count(batches, samples, limits)
+        if proof is None:
+            return True
+        self._tell(
+            f"speed: update {watch.updates} since the plan was made differs from the path as it is: {proof.reason}. "
+            f"The last one that agreed came {watch.since} updates before; those in between may be wrong. "
+            "Batches stay as they were made from here on."
+        )
+        self._switch_off(f"an update differed later on: {proof.reason}")
+        return False
+
+    def _switch_off(self, reason: str) -> None:
+        name = self.plan.layout if self._layout is not None else HEAD
+        self.finish()
+        plan = SpeedPlan(choices=self.plan.choices)
+        for choice in plan.choices:
+            choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
+        self.plan, self._graphed, self._last = plan, None, None
+        self._carry_out(None, None)
+        self._announce(plan)
+
+    def _start_again(self, reason: str) -> None:
+        """Take everything off; the next update decides anew, from what model and training are now."""
+        self._tell(f"speed: accelerations are looked at again: {reason}")
+        self._changes += 1
+        if self._changes > MOST_CHANGES or self._here.is_shared:
+            self._switch_off(reason)
+        else:
+            self.finish()
+            self._reset()
+
+    def follow_changes(self, update: Update, changes: list[str]) -> None:
+        """Model or training were changed since the last update, by a callback say: does the plan still hold?"""
+        if self._graphed is not None:
+            self._refresh_graphs(changes[0])
+        if "hooks" in changes and self._here.user_hook() is not None:
+            self._put_back(update)
+            self._start_again("a hook was registered")
+        elif self._layout is not None or self._head is not None:
+            self._prove_changed(update, changes[0])
+
+    def _prove_changed(self, update: Update, change: str) -> None:
+        assert self._verification is not None
+        batches, samples = self._last or (update.batches, None)
+        if samples is None and self._layout is not None:
+            self._must_prove = True  # this update is as made; the next one that is not shows whether the plan holds
+            return
+        limits = None if samples is None else self._limits(batches, samples)
+        self._changes += 1
+        if self._changes <= MOST_CHANGES and self._verification.prove(batches, samples, limits, covers=False).accepted:
+            return
+        self._put_back(update)
+        self._start_again(f"{change} has changed")
+
+    def _refresh_graphs(self, change: str) -> None:
+        assert self._graphed is not None
+        self._changes += 1
+        if self._changes > MOST_CHANGES:
+            self._graphed.give_up(f"{change} changes while training runs")
+        else:
+            self._graphed.look_again()
+
+    def _put_back(self, update: Update) -> None:
+        if self._last is not None:
+            update.batches, self._last = self._last[0], None
+            self._here.recount(update)
+
+    def _look_at_widths(self, samples: Samples) -> None:
+        longest = int(samples.axes[SOURCE].ends.max())
+        if longest > self._widest:
+            self._widest = longest
+            if self._graphed is not None and self.plan.layout == UNPADDED:
+                self._graphed.step.forget()
+
+    @property
+    def is_laid(self) -> bool:
+        """Whether the current update is laid out anew, and not as the collator made it."""
+        return self._last is not None
+
+    def as_made(self, update: Update) -> list[Any]:
+        """The micro-batches of the current update as the collator made them."""
+        return update.batches if self._last is None else self._last[0]
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """What was compared after the plan was made, for the report."""
+        return {} if self._verification is None or not self.is_active else self._verification.checks
+
+    def leave_as_made(self) -> None:
+        """Take the current update as it is: its micro-batches were exchanged for others."""
+        self._last = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the forward and backward of all micro-batches of an update."""
+        reason = None if self._head is None else self._head.try_install()
+        if reason is not None:
+            self._tell(f"speed: the loss is computed from logits again: the output layer changed, {reason}")
+        try:
+            if self.is_laid:
+                assert self._layout is not None
+                with self._layout.active():
+                    yield
+            else:
+                yield
+        finally:
+            if self._head is not None:
+                self._head.remove()
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that runs an update, with what the plan needs in place."""
+
+        def running(*args: Any) -> Any:
+            with self.active():
+                return run(*args)
+
+        return running
+
+    def batch(self, update: Update, index: int) -> Any:
+        """A micro-batch as the model takes it, on the device."""
+        if self._head is not None:
+            items = update.items[index] if update.items and update.counted else None
+            self._head.count = items if isinstance(items, int) and knows_count(self._here) else None
+        if self._graphed is not None:
+            self._graphed.share = share_of(update, index)
+        batch = update.batches[index]
+        if self._layout is None or not self.is_laid:
+            return batch
+        batch = self._here.put(batch)
+        return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph does that inside
+
+    def rearrange(self, update: Update) -> bool:
+        """Lay an update out in micro-batches half as large, after memory ran out; returns whether that is possible."""
+        if self._layout is None or self._last is None:
+            return False
+        batches, samples = self._last
+        budget = self._limits(batches, samples).budget
+        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        if budget <= longest:
+            return False
+        self.plan.budget = max(longest, budget // 2)
+        self._tell(f"out of memory: micro-batches have at most {self.plan.budget:,} tokens from here on")
+        if self._graphed is not None:
+            self._graphed.step.forget()
+        self._put_into(update, samples, self._laid(batches, samples)[0])
+        return True
+
+    # ---- the plan ---------------------------------------------------------------------------------------------------
+
+    def consider(self, batches: list[Any]) -> None:
+        """Have the plan made as soon as an update shows that it pays, and carry it out."""
+        here = self._here  # which makes the planner, too
+        made = self._planner.consider(batches, self._taken_apart)
+        if made is None:
+            return
+        self.plan, self._knows_loss = made.plan, made.layout is not None
+        self._carry_out(made.layout, made.head)
+        if self._verification is not None and made.coverage is not None:
+            self._verification.coverage = made.coverage
+        self._announce(self.plan)
+        if here.token_budget and self._layout is None and made.padding > 0:
+            self._tell(
+                f"per_device_train_batch_tokens={here.token_budget:,}: micro-batches are padded and may take "
+                "more, since no layout is proved here; speed_report() says why"
+            )
+
+    def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
+        self._layout, self._head = layout, head
+        if self.plan.activations != "none":
+            self._undo.append(self._here.recompute(self.plan.activations))
+        if self.plan.compiled:
+            self._here.compile(self.plan.short_rows)
+        if self.plan.graphed and self._here.graph is not None:
+            self._graphed = self._here.graph()
+            self._undo.append(self._graphed.close)
+            if layout is not None:
+                self._graphed.take_rows(layout.for_model)
+        self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
+        self.is_idle = not self.is_active
+        self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
+
+    def give_up_graphs(self, reason: str) -> None:
+        """Micro-batches turned out to be no graphs: the run goes on without, and so does whoever resumes it."""
+        self.plan.graphed = False
+        self.plan.take_back(GRAPHS, reason)
+        self._planner.choose_compiling(self.plan)
+        if self.plan.compiled:
+            self._here.compile(self.plan.short_rows)
+        self._announce(self.plan)
+
+    def _taken_apart(self, batches: list[Any]) -> Samples:
+        here = self._here
+        samples = samples_of(
+            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+        )
+        self._whole.update(samples.per_sample())
+        check_lengths(samples, self._longest_alike)
+        return samples
+
+    def _limits(self, batches: list[Any], samples: Samples) -> Limits:
+        return limits_for(self.plan, self._here, batches, samples, widest=self._widest)
+
+    def finish(self) -> None:
+        """Leave the model as it was found."""
+        while self._undo:
+            self._undo.pop()()
+
+    # ---- going on ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._here is not None  # with its planner, if nothing has needed them so far
+        plan = self.plan.as_dict() if self.is_decided else None
+        seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
+        if self._verification is not None:
+            seen["verification"] = self._verification.state_dict()
+        if self._graphed is not None:
+            seen["times"] = dict(self._graphed.step.times)
+        return {**seen, "plan": plan}
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Do what another process of this run has decided, or nothing where that is impossible here."""
+        self.load_state_dict(state)
+        if state.get("plan") and not self.is_decided:
+            self.plan.note("layouts", False, "what another process decided is not possible on this one")
+            self._carry_out(None, None)
+        if self.is_decided:
+            self._announce(self.plan)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
+        here = self._here
+        self._planner.load_state_dict(state)
+        self._whole, self._widest = set(state.get("whole", ())), state.get("widest", 0)
+        plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
+        if plan is None or (plan.changes_anything and plan.made_for != here.described()):
+            return
+        model = self._here.model
+        layout = None if plan.layout == AS_MADE else make_layout(plan.layout, model)
+        head = output_head(model) if plan.linear_loss else None
+        missing = (plan.linear_loss and head is None) or plan.activations not in self._here.policies
+        missing |= plan.graphed and self._here.why_not_graph is not None
+        if isinstance(layout, str) or missing:
+            return
+        self.plan = plan
+        self._carry_out(layout, None if head is None else PendingHead(head))
+        self._must_prove = self.is_active
+        if self._verification is not None:
+            self._verification.load_state_dict(state.get("verification", {}))
+        if self._graphed is not None:
+            self._graphed.step.times.update(state.get("times", {}))

@@ -1,0 +1,1 @@
+"""Cross-entropy from hidden states, without the full logits."""

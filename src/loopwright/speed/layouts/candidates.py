@@ -1,0 +1,126 @@
+"""The layouts as things that can be tried on a model, switched on for an update, and switched off again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..attention.dispatch import HALF
+from ..attention.document_mask import as_given
+from ..attention.switch import AttentionSwitch
+from ..attention.t5_bias import switch_for
+from ..planner.decision import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
+from .positions import counts_by_row
+from .rows import BORDERS, LONGEST, MASK, PLACES, Laid, Limits, lay_flat, lay_grouped, lay_unpadded
+from .samples import Samples
+from .unpadded_encoder import UnpaddedEncoder, find_encoder
+
+
+class Layout:
+    """A way to lay samples out; `grouped`, with or without its mask, needs nothing from the model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+        return lay_grouped(samples, limits, drop_mask=self.name == UNMASKED)
+
+    def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A micro-batch on the device as the model takes it."""
+        return batch
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around the forward and backward of an update."""
+        yield
+
+
+class Biased(Layout):
+    """Groups, with an attention that has fast kernels for the model's position bias."""
+
+    def __init__(self, switch: AttentionSwitch) -> None:
+        super().__init__(BIASED)
+        self._switch = switch
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._switch.active():
+            yield
+
+
+class Flat(Layout):
+    """Rows of documents."""
+
+    def __init__(self, switch: AttentionSwitch) -> None:
+        super().__init__(FLAT)
+        self._switch = switch
+
+    def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+        return lay_flat(samples, limits, shifts=shifts, fill=fill)
+
+    def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if BORDERS not in batch:
+            return batch
+        return {
+            **{name: value for name, value in batch.items() if name not in (BORDERS, LONGEST)},
+            MASK: as_given(batch[BORDERS], batch[LONGEST]),
+        }
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._switch.active():
+            yield
+
+
+class Unpadded(Flat):
+    """Padded batches with an encoder that computes real tokens only."""
+
+    def __init__(self, switch: AttentionSwitch, encoder: UnpaddedEncoder) -> None:
+        super().__init__(switch)
+        self.name = UNPADDED
+        self._encoder = encoder
+
+    def lay(self, samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
+        return lay_unpadded(samples, limits, fill=fill)
+
+    def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self._encoder.places = batch.get(PLACES)
+        return {name: value for name, value in super().for_model(batch).items() if name != PLACES}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._encoder.install()
+        try:
+            with super().active():
+                yield
+        finally:
+            self._encoder.places = None
+            self._encoder.remove()
+
+
+def make_layout(name: str, model: nn.Module) -> Layout | str:
+    """A layout for this model, or the reason why there is none."""
+    if name in (GROUPED, UNMASKED):
+        return Layout(name)
+    assert name in LAYOUTS and name != AS_MADE
+    if name == BIASED:
+        biased = switch_for(model)
+        return biased if isinstance(biased, str) else Biased(biased)
+    switch = AttentionSwitch(model)
+    reason = switch.reason or counts_by_row(model)
+    if reason is not None:
+        return reason
+    if name == FLAT:
+        return Flat(switch)
+    encoder = find_encoder(model)
+    return "it has no encoder of its own" if encoder is None else Unpadded(switch, UnpaddedEncoder(encoder))
+
+
+def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:
+    """Whether a layout is of no use because its kernels on this device know half precision only."""
+    if name not in (FLAT, UNPADDED) or device_type == "cpu":
+        return False
+    return not computes_half and (weights is None or weights.dtype not in HALF)

@@ -1,0 +1,1 @@
+"""Counting operations, device peaks, and where the time of an update goes."""

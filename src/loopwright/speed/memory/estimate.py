@@ -1,0 +1,235 @@
+"""How much memory training takes, from one or two small forwards; and what follows: what to recompute, how many tokens.
+
+The measure is the model's own: what autograd keeps is seen by hooks, block by block, at two sizes, so that what grows
+with the tokens is told from what does not (half-precision copies of weights, tables).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .recompute import is_kept
+
+POLICIES = ("none", "selective", "full")
+"""What of the activations inside blocks is computed again, from nothing to everything."""
+USABLE = 0.92
+"""Share of a device's memory that is planned with; the rest is for the framework, kernels and fragments."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes one forward keeps for the backward pass."""
+
+    tokens: int
+    outside: int = 0
+    """Outside the blocks: embeddings, head, loss."""
+    blocks: int = 0
+    """Inside all blocks, when nothing is recomputed."""
+    matmuls: int = 0
+    """Inside all blocks: results of matmuls and attention, which selective checkpointing keeps."""
+    inputs: int = 0
+    """What enters the blocks, which full checkpointing keeps."""
+    largest_block: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes a training step takes: a part that is always there and a part for each token of a micro-batch."""
+
+    fixed: int
+    per_token: dict[str, float]
+    """By what is recomputed: none, selective, full."""
+
+    def at(self, tokens: int, policy: str = "none") -> int:
+        """Bytes of a step whose micro-batches have so many tokens."""
+        return int(self.fixed + tokens * self.per_token[policy])
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """What the planner decided, with the numbers it decided from."""
+
+    policy: str
+    needed: int
+    usable: int
+    tokens_that_fit: int
+    """The largest token budget of a micro-batch under this policy."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the micro-batch fits with this policy."""
+        return self.needed <= self.usable
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def measure_activations(forward: Callable[[], int], *, model: nn.Module, blocks: Sequence[nn.Module]) -> Kept:
+    """Bytes that one forward keeps, seen by hooks; it returns how many tokens it computed. No gradient is computed."""
+    watch = _Watch(model)
+    with watch.over(blocks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
+        tokens = forward()
+    return Kept(
+        tokens=tokens,
+        outside=watch.saved.get(None, 0),
+        blocks=sum(size for block, size in watch.saved.items() if block is not None),
+        matmuls=watch.matmuls,
+        inputs=watch.inputs,
+        largest_block=max((size for block, size in watch.saved.items() if block is not None), default=0),
+    )
+
+
+def measure_twice(
+    forward: Callable[[int], int],
+    *,
+    sizes: tuple[int, int],
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    undisturbed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[Kept, Kept]:
+    """Measure a forward at two sizes; `forward(size)` returns how many tokens it computed.
+
+    `undisturbed` is entered around both: it has to put random states and buffers back.
+    """
+    with undisturbed():
+        small, large = (measure_activations(partial(forward, size), model=model, blocks=blocks) for size in sizes)
+    return small, large
+
+
+class _Watch(TorchDispatchMode):
+    """Sees what autograd keeps, in which block, and what matmuls and attention return there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.saved: dict[nn.Module | None, int] = {}
+        self.matmuls = self.inputs = 0
+        self._block: nn.Module | None = None
+        # Weights and buffers are there anyway.
+        self._seen = {_place(each) for each in [*model.parameters(), *model.buffers()]}
+        self._entered: set[int] = set()
+        self._alive: list[Tensor] = []  # a place is only known by its address while nobody else can be given it
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._block is not None and is_kept(function):
+            self.matmuls += sum(_size(each) for each in _tensors(result))
+        return result
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()  # kept by its own graph it would never be let go
+        place = _place(tensor)
+        if place not in self._seen:
+            self._seen.add(place)
+            self._alive.append(tensor)
+            self.saved[self._block] = self.saved.get(self._block, 0) + tensor.untyped_storage().nbytes()
+        return tensor
+
+    @staticmethod
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    @contextmanager
+    def over(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Know which block runs."""
+        handles = []
+        for block in blocks:
+            handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._alive.clear()
+
+    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._block = block
+        for tensor in _tensors([args, kwargs]):
+            if _place(tensor) not in self._entered:
+                self._entered.add(_place(tensor))
+                self._alive.append(tensor)
+                self.inputs += tensor.untyped_storage().nbytes()
+
+    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._block = None
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+# ---- estimating -----------------------------------------------------------------------------------------------------
+
+
+def model_bytes(parameters: Iterable[Tensor], *, states: float = 2.0) -> int:
+    """Bytes of weights, gradients and optimizer states; `states` is how many tensors the optimizer keeps per weight."""
+    total = 0.0
+    for parameter in parameters:
+        total += _size(parameter) * (2 + states if parameter.requires_grad else 1)
+    return int(total)
+
+
+def estimate_memory(small: Kept, large: Kept | None = None, *, model: int) -> MemoryEstimate:
+    """What a step takes, from what one or two forwards kept; `model` is what weights and optimizer take."""
+    slopes = {policy: _line(small, large, policy)[1] for policy in POLICIES}
+    # What does not grow with the tokens is there under each policy.
+    constant = max(0.0, _line(small, large, "none")[0])
+    return MemoryEstimate(fixed=int(model + constant), per_token=slopes)
+
+
+def _line(small: Kept, large: Kept | None, policy: str) -> tuple[float, float]:
+    """Bytes at no tokens, and bytes for each token."""
+    first = _bytes_with(small, policy)
+    if large is None or large.tokens == small.tokens:
+        return 0.0, first / small.tokens
+    slope = (_bytes_with(large, policy) - first) / (large.tokens - small.tokens)
+    return first - slope * small.tokens, slope
+
+
+def _bytes_with(kept: Kept, policy: str) -> int:
+    # The backward pass begins outside the blocks, where logits are largest: beside what was kept of them there are the
+    # logits themselves, which the output holds, and their gradient. Later one block at a time has what it recomputes.
+    if policy == "none":
+        return kept.blocks + 3 * kept.outside
+    inside = kept.inputs + (kept.matmuls if policy == "selective" else 0)
+    return min(kept.blocks, inside) + max(3 * kept.outside, kept.outside + kept.largest_block)
+
+
+# ---- deciding -------------------------------------------------------------------------------------------------------
+
+
+def usable_bytes(total: int) -> int:
+    """What is planned with of a device's memory: all of it, not what is free now, so that runs repeat."""
+    return int(total * USABLE)
+
+
+def tokens_that_fit(estimate: MemoryEstimate, usable: int, policy: str = "none") -> int:
+    """The largest token budget of a micro-batch: a power of two, 0 when not even one token fits."""
+    room = usable - estimate.fixed
+    per_token = estimate.per_token[policy]
+    tokens = int(room / per_token) if per_token > 0 else 0
+    return 1 << (tokens.bit_length() - 1) if room > 0 and tokens > 0 else 0
+
+
+def choose_activation_memory(estimate: MemoryEstimate, usable: int, *, tokens: int) -> MemoryChoice:
+    """The first of none, selective and full with which micro-batches of so many tokens fit; full when none does."""
+    fitting = [policy for policy in POLICIES if estimate.at(tokens, policy) <= usable]
+    policy = fitting[0] if fitting else POLICIES[-1]
+    return MemoryChoice(policy, estimate.at(tokens, policy), usable, tokens_that_fit(estimate, usable, policy))

@@ -1,0 +1,1 @@
+"""Which accelerations a run gets, and why."""

@@ -1,0 +1,215 @@
+"""Making the plan of a run: which candidates there are, which of them are proved, why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..fused_loss.lazy_logits import PendingHead
+from ..inputs import Situation
+from ..layouts.candidates import Layout, make_layout, needs_half_precision
+from ..layouts.rows import Limits
+from ..layouts.samples import Samples
+from ..memory.token_budget import limits_for
+from ..proof.guard import Coverage
+from ..proof.prober import Candidate, Proof, Reference, Refused
+from ..proof.prover import Prover
+from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
+
+LARGE_VOCABULARY = 8192
+"""Classes from which on logits are worth leaving out."""
+HEAD = "loss without logits"
+
+
+class Decision:
+    """Tries candidates on an update and notes in the plan what came of each."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        samples: Samples,
+        batches: Sequence[Any],
+        refused: Mapping[str, Proof],
+    ) -> None:
+        self._here, self._samples, self._batches = situation, samples, batches
+        self._refused = refused
+        """What a whole update has already shown to be different, by name."""
+        self.plan = SpeedPlan(made_for=situation.described())
+        self.layout: Layout | None = None
+        self.head: PendingHead | None = None
+        self.prover = Prover(situation)
+        self.references: list[Reference] = []
+        """Nothing when the path as it is could not be compared with anything."""
+
+    def make(self, *, padding: float, micro_batches: int = 1, as_made: str | None = None) -> SpeedPlan:
+        """The plan; `padding` is the part of the tokens that is padding, `as_made` why batches stay as they are."""
+        here, plan = self._here, self.plan
+        plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
+        plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
+        try:
+            self.references = [self.prover.few(self._samples, train=train) for train in (False, True)]
+            if as_made is None:
+                self._choose_layout(padding, micro_batches)
+            else:
+                plan.note("layouts", False, as_made)
+            self._choose_head()
+        except Refused as reason:
+            self.references = []
+            plan.note("layouts", False, str(reason))
+        return plan
+
+    # ---- layouts ----------------------------------------------------------------------------------------------------
+
+    def _choose_layout(self, padding: float, micro_batches: int) -> None:
+        tokens = self._samples.real_tokens // micro_batches
+        if padding > 0:
+            gain = f"{padding:.0%} of the tokens were padding"
+        elif self._samples.share_rows():
+            gain = "the rows hold several samples already"
+        elif micro_batches > 1 and tokens < self.plan.overhead:
+            gain = f"{micro_batches} micro-batches of {tokens:,} tokens take longer to launch than to compute"
+        else:
+            self.plan.note("layouts", False, "there is too little padding to leave out")
+            return
+        for name in LAYOUTS if padding > 0 else (FLAT,):
+            layout = self._offered(name)
+            proof = Proof(name).refuse(layout) if isinstance(layout, str) else self._prove_layout(name, layout)
+            if not proof.accepted or isinstance(layout, str):
+                self.plan.note(name, False, proof.reason, proof.numbers)
+                continue
+            self.layout, self.plan.layout = layout, name
+            self.plan.note(name, True, f"{gain}; {_same(proof)}", proof.numbers)
+            return
+
+    def _prove_layout(self, name: str, layout: Layout) -> Proof:
+        if name in self._refused:
+            return self._refused[name]
+        return self.prover.prove_few(self.prover.candidate(name, self.plan, layout, None), self.references)
+
+    def _offered(self, name: str) -> Layout | str:
+        """The layout, or why it is not even tried."""
+        here = self._here
+        if name not in IN_GROUPS and here.only_grouped is not None:
+            return here.only_grouped
+        if name not in (GROUPED, BIASED) and here.is_pair:
+            return "samples are pairs of a source and a target"
+        if name == BIASED and not here.on_gpu:
+            return "it is of use on GPUs only"
+        if name == UNMASKED and not here.shifts():
+            return "the model is not known to predict next tokens"
+        values = self._samples.per_sample()
+        if name == FLAT and values:
+            return f"{values[0]!r} has one value per sample, and a row holds many samples"
+        if name == UNPADDED and "attention_mask" not in self._samples.tensors:
+            return "there is no attention_mask"
+        weights = next((p for p in here.model.parameters() if p.is_floating_point()), None)
+        if needs_half_precision(name, here.device.type, weights, here.computes_half):
+            return "its kernels compute in half precision only; bf16=True makes it possible"
+        return make_layout(name, here.model)
+
+    # ---- the loss without logits ------------------------------------------------------------------------------------
+
+    def _choose_head(self) -> None:
+        head = output_head(self._here.model)
+        if head is None:
+            found = named_head(self._here.model)
+            if found is not None:
+                kind = f"{type(found).__module__.partition('.')[0]}'s {type(found).__name__}"
+                self.plan.note(HEAD, False, f"its output layer is {kind}, not a plain nn.Linear")
+            return
+        if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
+            self.plan.note(HEAD, False, f"{head.weight.shape[0]:,} classes are few")
+            return
+        pending = PendingHead(head)
+        proof = self._refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
+        if proof.accepted and pending.logits_were_used:
+            proof.refuse("its logits are used besides the loss")
+        if proof.accepted:
+            self.head, self.plan.linear_loss = pending, True
+        reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
+        self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
+
+    # ---- graphs and recomputing -------------------------------------------------------------------------------------
+
+    def prove_few_shapes(self) -> Proof:
+        """Whether the model is the same when its rows are filled up to a few lengths, as the plan says now."""
+        return self._prove(self._candidate("rows of a few lengths", self.head))
+
+    def prove_recomputing(self, policy: str) -> Proof:
+        """Whether the model is the same when activations are recomputed, with all else that was chosen in place."""
+        more = lambda stack: stack.callback(self._here.recompute(policy))  # noqa: E731
+        return self._prove(self._candidate(policy, self.head, more=more))
+
+    def _prove(self, candidate: Candidate) -> Proof:
+        return self.prover.prove_few(candidate, self.references)
+
+    # ---- the whole update -------------------------------------------------------------------------------------------
+
+    def prove_update(self) -> tuple[str, Proof] | Coverage:
+        """What the proofs cover if the whole update agrees; else what is to be left out, and why."""
+        plan, layout = self.plan, self.layout
+        try:
+            reference = self.prover.update(self._samples, self._batches)
+            proof, limits = self._proved_where_it_fits(reference)
+        except Refused as reason:
+            return "layouts", Proof("layouts").refuse(str(reason))
+        if not proof.accepted:
+            return self._blamed(proof, limits, reference)
+        plan.add_numbers(HEAD if layout is None else plan.layout, proof.numbers)
+        return self._covered(reference, limits)
+
+    def _proved_where_it_fits(self, reference: Reference) -> tuple[Proof, Limits]:
+        """The proof of the update as it will be cut: into smaller micro-batches, where memory runs out otherwise."""
+        plan = self.plan
+        while True:
+            limits = limits_for(plan, self._here, self._batches, self._samples)
+            proof = self.prover.prove_update(self._candidate(plan.layout, self.head, limits=limits), reference)
+            longest = int(np.sum([axis.lengths for axis in self._samples.axes.values()], axis=0).max())
+            if not proof.ran_out or self.layout is None or limits.budget <= longest:
+                return proof, limits
+            plan.budget = max(longest, limits.budget // 2)
+            self._here.free_memory()
+
+    def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
+        """What is to be left out: the loss without logits, if all else agrees."""
+        if self.head is None or self.layout is None:
+            return self.plan.layout if self.head is None else HEAD, proof
+        without = self.prover.prove_update(self._candidate(self.plan.layout, None, limits=limits), reference)
+        return (HEAD, proof) if without.accepted else (self.plan.layout, without)
+
+    def _covered(self, reference: Reference, limits: Limits) -> Coverage:
+        coverage = Coverage()
+        if self.layout is not None:
+            coverage.add(self.prover.covered(self.plan, self.layout, self.head, reference, limits))
+        return coverage
+
+    def _candidate(
+        self,
+        name: str,
+        head: PendingHead | None,
+        *,
+        limits: Limits | None = None,
+        more: Callable[[ExitStack], Any] = lambda stack: None,
+    ) -> Candidate:
+        """A candidate on top of the chosen layout."""
+        return self.prover.candidate(name, self.plan, self.layout, head, limits=limits, more=more)
+
+
+def named_head(model: nn.Module) -> Any:
+    """The layer that turns hidden states into logits over a vocabulary, if the model names it."""
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if callable(find) else None
+
+
+def output_head(model: nn.Module) -> nn.Linear | None:
+    """The same, if it is a plain linear layer."""
+    head = named_head(model)
+    return head if type(head) is nn.Linear else None
+
+
+def _same(proof: Proof) -> str:
+    return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"

@@ -1,0 +1,218 @@
+"""Making the plan: looks at updates until one shows that something pays, and has that proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..compile.blocks import get_ready
+from ..cuda_graphs.graphed_step import GraphChoice
+from ..fused_loss.lazy_logits import PendingHead
+from ..inputs import Situation
+from ..layouts.candidates import Layout
+from ..layouts.rows import padded_tokens
+from ..layouts.samples import NoSamples, OddSamples, Samples
+from ..memory.token_budget import limits_for, plan_memory
+from ..proof.guard import Coverage
+from ..proof.prober import Proof
+from .choice import HEAD, Decision
+from .decision import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it, pays_to_compile
+
+LOOKS = 20
+"""Updates looked at before it is settled that their padding is not worth anything."""
+PACKED_LOOKS = 5
+"""Updates that may come without padding before packed samples are believed to have none."""
+GRAPHS, COMPILED = "micro-batches as CUDA graphs", "compiled blocks"
+
+
+class Made(NamedTuple):
+    """A plan and what carries it out."""
+
+    plan: SpeedPlan
+    layout: Layout | None = None
+    head: PendingHead | None = None
+    padding: float = 0.0
+    """The part of the tokens that is padding and worth leaving out."""
+    coverage: Coverage | None = None
+    """What updates the proofs have covered."""
+
+
+def _nothing(reason: str) -> SpeedPlan:
+    plan = SpeedPlan()
+    plan.note("layouts", False, reason)
+    return plan
+
+
+class Planner:
+    """Sees when an update has shown enough, and makes the plan then."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._here = situation
+        self._looks = 0
+        self._tokens = 0
+        """The real tokens of the update that decided."""
+        self._graphs = GraphChoice(situation)
+
+    def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
+        """The plan, as soon as an update shows that it pays, or that nothing does."""
+        here = self._here
+        self._looks += 1
+        self._graphs.look(batches)
+        if (hooked := here.user_hook()) is not None:
+            plan = _nothing(f"a hook on {hooked} may look at batches")
+            self._note_graphs(plan, f"a hook on {hooked} would not be called")
+            return Made(plan)
+        if not here.insists and not self._is_large(batches):
+            return self._settle("the run is too small to gain anything", batches)
+        try:
+            samples = take_apart(batches)
+        except NoSamples as reason:
+            if isinstance(reason, OddSamples) and self._looks < LOOKS:
+                return None  # the samples of the next update may be others
+            return self._settle(str(reason), batches, padding=1.0)
+        padding = self._padding_to_leave_out(batches, samples)
+        if isinstance(padding, str):
+            return self._settle(padding, batches)
+        if padding is None:
+            return None
+        if here.learn(batches):
+            return self._decide(batches, samples, padding)
+        coupled = here.why_not_additive()
+        if coupled is not None:  # batches stay as they are; the loss of each may still be had without logits
+            return self._decide(batches, samples, 0.0, coupled)
+        return self._settle("the loss does not show what it is divided by", batches) if self._looks == LOOKS else None
+
+    # ---- when -------------------------------------------------------------------------------------------------------
+
+    def _is_large(self, batches: list[Any]) -> bool:
+        """Whether anything could be gained even if every token were padding; asks for shapes only."""
+        here, tokens = self._here, 0
+        for batch in batches:
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            tokens += ids.numel() if isinstance(ids, Tensor) else 0
+        return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
+
+    def _padding_to_leave_out(self, batches: list[Any], samples: Samples) -> float | str | None:
+        """The part of the tokens that is padding and worth leaving out, or why none is; None while that is open."""
+        here, real, padded = self._here, samples.real_tokens, padded_tokens(batches, samples)
+        padding = 1 - real / padded
+        if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
+            return None  # one sample, or some that happen to be equally long, show nothing
+        saved = (padded - real) * here.operations_per_token * here.updates_left()
+        if here.insists or is_worth_it(padding, saved, here.device.type):
+            return padding
+        if self._waits_for_shapes(batches):
+            return None
+        if here.on_gpu:  # where there is more to gain than padding, and in every update: it is not waited for
+            return 0.0
+        few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
+        return few if self._looks == LOOKS else None
+
+    def _waits_for_shapes(self, batches: list[Any]) -> bool:
+        """Whether some more updates have to show that shapes repeat, before micro-batches become graphs."""
+        if self._looks >= LOOKS or self._here.insists:
+            return False
+        return self._graphs.why_not(SpeedPlan(), batches) is None
+
+    # ---- what -------------------------------------------------------------------------------------------------------
+
+    def _settle(self, reason: str, batches: list[Any], *, padding: float = 0.0) -> Made | None:
+        """The plan that changes nothing, but that micro-batches may become graphs."""
+        if self._waits_for_shapes(batches):
+            return None
+        plan = _nothing(reason)
+        self._note_graphs(plan, self._graphs.why_not(plan, batches))
+        return Made(plan, padding=padding)
+
+    def _decide(self, batches: list[Any], samples: Samples, padding: float, as_made: str | None = None) -> Made:
+        here, self._tokens = self._here, samples.real_tokens
+        if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
+            get_ready()
+        refused: dict[str, Proof] = {}
+        while True:
+            decision = self._drafted(batches, samples, padding, refused, as_made)
+            plan, found = decision.plan, None
+            if plan.layout != AS_MADE or plan.linear_loss:
+                found = decision.prove_update()
+            if not isinstance(found, tuple):
+                break
+            what, proof = found
+            if what not in (plan.layout, HEAD):
+                return self._settle(proof.reason, batches, padding=padding) or Made(SpeedPlan(), padding=padding)
+            refused[what] = proof
+        self.choose_compiling(plan)
+        return Made(plan, decision.layout, decision.head, padding, found)
+
+    def _drafted(
+        self,
+        batches: list[Any],
+        samples: Samples,
+        padding: float,
+        refused: dict[str, Proof],
+        as_made: str | None,
+    ) -> Decision:
+        """A plan that a few samples agree with, without what a whole update has refused."""
+        here = self._here
+        decision = Decision(here, samples, batches, refused)
+        plan = decision.make(padding=padding, micro_batches=len(batches), as_made=as_made)
+        if decision.references:
+            plan_memory(
+                plan,
+                here,
+                samples=samples,
+                batches=batches,
+                layout=decision.layout,
+                head=decision.head,
+                prove=decision.prove_recomputing,
+            )
+        self._choose_graphs(plan, decision, batches, samples)
+        return decision
+
+    def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
+        row = min(samples.real_tokens, limits_for(plan, self._here, batches, samples).budget)
+        reason = self._graphs.why_not(plan, batches, row=row)
+        if reason is None and plan.layout in IN_ROWS:
+            plan.graphed = True
+            proof = decision.prove_few_shapes()
+            reason = None if proof.accepted else f"with rows of a few lengths {proof.reason}"
+        self._note_graphs(plan, reason)
+
+    def _note_graphs(self, plan: SpeedPlan, reason: str | None) -> None:
+        plan.graphed = reason is None
+        if reason is None:
+            plan.made_for = self._here.described()
+        if reason is None or self._here.on_gpu:
+            repeat = "rows are filled up to a few lengths" if plan.few_shapes else "shapes repeat"
+            plan.note(GRAPHS, plan.graphed, reason or f"launching takes longer than computing, and {repeat}")
+
+    def choose_compiling(self, plan: SpeedPlan) -> None:
+        """Compile where a GPU has enough left to compute; nothing where the plan was never weighed."""
+        here = self._here
+        if not here.on_gpu or not self._tokens:
+            return
+        reason = "micro-batches are graphs" if plan.graphed else here.why_not_compile
+        if reason is None and plan.layout in IN_GROUPS:
+            reason = "groups change in number and length, which takes many compilations"
+        if reason is None and plan.activations == "full":
+            reason = "whole blocks are recomputed"
+        if reason is None and not self._wants_compiling():
+            reason = "the run is too short to make up for compiling"
+        plan.compiled, plan.short_rows = reason is None, self._tokens < SHORT_ROW
+        plan.forget(COMPILED)
+        plan.note(COMPILED, reason is None, reason or "one compilation for all lengths")
+
+    def _wants_compiling(self) -> bool:
+        here = self._here
+        operations = self._tokens * here.operations_per_token * here.updates_left()
+        return here.on_gpu and (here.level == "max" or pays_to_compile(operations, here.device.type))
+
+    # ---- going on ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "tokens": self._tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._looks, self._tokens = state.get("looks", 0), state.get("tokens", 0)
+        self._graphs.shapes = set(state.get("shapes", ()))

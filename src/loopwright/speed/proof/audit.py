@@ -1,0 +1,144 @@
+"""Keeping a plan true to the last update: what is new is proved again, some of the rest is compared both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..fused_loss.lazy_logits import PendingHead
+from ..inputs import Situation
+from ..layouts.candidates import Layout
+from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
+from ..layouts.samples import Samples
+from ..planner.decision import FLAT, SpeedPlan
+from .guard import Coverage, Seen
+from .prober import Proof, Refused
+from .prover import WHOLE_TOKENS, Prover
+
+MOST_FAILURES = 3
+"""Kinds of updates that may turn out different before others that are new are left as made without being compared."""
+MOST_PROOFS = 32
+"""Updates that are proved again because something about them is new."""
+EVERY = 4096
+"""Updates after which one is compared as a whole, however large it is."""
+
+
+class Verification:
+    """Allows an update to be laid out if a proof covers it, and counts what was compared."""
+
+    def __init__(
+        self,
+        situation: Situation,
+        plan: SpeedPlan,
+        layout: Layout | None,
+        head: PendingHead | None,
+        *,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._here, self._plan, self._layout, self._head, self._tell = situation, plan, layout, head, tell
+        self.coverage = Coverage()
+        self.updates = self.audits = self.proofs = self.failures = self.left = 0
+        """Updates since the plan; compared both ways; proved again; proved different; left as made."""
+        self._last_audit = 0
+        self._refused = 0
+        """Audits in a row that could not be made: a loss that is not finite, say."""
+
+    # ---- something new ----------------------------------------------------------------------------------------------
+
+    def allows(self, batches: Sequence[Any], samples: Samples, laid: Laid, limits: Limits) -> bool:
+        """Whether an update may be laid out: it is like those that were compared, or agrees when it is compared."""
+        assert self._layout is not None
+        row = longest_row(laid.batches) if self._plan.layout == FLAT else 0
+        news = self.coverage.news_in(Seen.of(samples, row=row))
+        if news is None or self._agrees(batches, samples, limits, news):
+            return True
+        self.left += 1
+        return False
+
+    def _agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits, news: str) -> bool:
+        if self.failures >= MOST_FAILURES or self.proofs >= MOST_PROOFS:
+            self._tell(f"speed: updates with something new stay as they were made: {news}")
+            return False
+        self.proofs += 1
+        proof = self.prove(batches, samples, limits, covers=True)
+        if not proof.accepted:
+            self.failures += 1
+            self._tell(f"speed: updates like this one stay as they were made: {news}, and then {proof.reason}")
+        return proof.accepted
+
+    def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
+        """Compare a whole update with the path as it is; what agrees is covered from here on."""
+        prover, plan = Prover(self._here), self._plan
+        try:
+            reference = prover.update(samples, batches, repeats=covers)
+        except Refused as reason:
+            return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
+        proof = prover.prove_update(candidate, reference)
+        if proof.accepted and covers and self._layout is not None and samples is not None:
+            assert limits is not None
+            self.coverage.add(prover.covered(plan, self._layout, self._head, reference, limits))
+        return proof
+
+    # ---- audits -----------------------------------------------------------------------------------------------------
+
+    def count(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
+        """Count an update, and compare it both ways when it is its turn: what came of that."""
+        self.updates += 1
+        tokens = 0 if samples is None else padded_tokens(batches, samples)
+        if not self._refused and not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
+            return None
+        if samples is None or tokens <= WHOLE_TOKENS or self.updates % EVERY == 0:
+            proof = self.prove(batches, samples, limits, covers=False)
+        else:
+            proof = self._prove_part(samples)
+        if proof.has_no_reference and self._refused < MOST_FAILURES:
+            self._refused += 1  # the next update is asked
+            return None
+        self.audits += 1
+        self._refused = 0
+        if not proof.accepted:
+            return proof
+        self._last_audit = self.updates
+        return None
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """The counts of a run, by what a report calls them."""
+        return {"laid out": self.updates, "computed both ways": self.audits, "proved again": self.proofs,
+                "with something new left as made": self.left}  # fmt: skip
+
+    @property
+    def since(self) -> int:
+        """Updates since the last one that agreed."""
+        return self.updates - self._last_audit
+
+    def _prove_part(self, samples: Samples) -> Proof:
+        prover, plan = Prover(self._here), self._plan
+        try:
+            reference = prover.part(samples, self.updates)
+        except Refused as reason:
+            return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
+        return prover.prove_part(candidate, reference)
+
+    # ---- going on ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("updates", "audits", "proofs", "failures", "left")}
+        return {**numbers, "last_audit": self._last_audit, "coverage": self.coverage.as_list()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("updates", "audits", "proofs", "failures", "left"):
+            setattr(self, name, state.get(name, 0))
+        self._last_audit = state.get("last_audit", 0)
+        self.coverage.load(state.get("coverage", []))
+
+
+def is_turn(update: int, *, is_small: bool) -> bool:
+    """Whether an update is compared both ways: often at first, then one in a few thousand."""
+    if update % EVERY == 0:
+        return True
+    if update > EVERY or update < 2:
+        return False
+    return update & (update - 1) == 0 if is_small else update in (8, 1024)

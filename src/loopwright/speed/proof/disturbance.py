@@ -1,0 +1,48 @@
+"""Samples that are changed on purpose where a loss must not look: in the other samples, and in the padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layouts.samples import IGNORED, SOURCE, Samples
+
+MOVED = {
+    "leak": "a sample sees the others of its row: its loss moves by {:.0e} with them",
+    "poison": "what stands in the padding moves the loss by {:.0e}",
+}
+
+
+def other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]:
+    """One sample's targets alone, before and after all other samples' tokens are changed."""
+    labels, ids = samples.tensors.get("labels"), samples.tensors.get("input_ids")
+    if labels is None or ids is None or labels.is_floating_point() or len(samples) < 2 or set(samples.axes) != {SOURCE}:
+        return None, None
+    counted = (labels != IGNORED).flatten(1).sum(1) if labels.dim() > 1 else (labels != IGNORED).long()
+    one = int(counted.argmax())
+    if not counted[one] or labels.dim() < 2:
+        return None, None
+    others = torch.arange(len(labels)) != one
+    alone, changed = labels.clone(), ids.clone()
+    alone[others] = IGNORED
+    changed[others] = torch.flip(ids, (0, 1))[others]
+    before = Samples({**samples.tensors, "labels": alone}, samples.axes, samples.constants)
+    after = Samples({**samples.tensors, "labels": alone, "input_ids": changed}, samples.axes, samples.constants)
+    return before, after
+
+
+def other_padding(samples: Samples) -> tuple[Samples | None, Samples | None]:
+    """All samples, before and after the token that fills them up is another."""
+    poisoned = poisoned_tensors(samples.tensors)
+    if poisoned is samples.tensors:
+        return None, None
+    return samples, Samples(poisoned, samples.axes, samples.constants)
+
+
+def poisoned_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The same with another token in the padding, if there is any."""
+    mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
+    if mask is None or ids is None or ids.is_floating_point() or bool(mask.all()):
+        return tensors
+    return {**tensors, "input_ids": torch.where(mask == 0, ids.max(), ids)}

@@ -1,0 +1,253 @@
+"""The guard of every update: nothing is cut away but padding, and nothing is laid out that no proof has seen.
+
+All of it looks at host tensors before they travel to the device, so that no update waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layouts.samples import IGNORED, SOURCE, Axis, OddSamples, Samples, take_apart
+
+PER_SAMPLE = "sample"
+POSITIONS = "position_ids"
+TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
+"""Names that certainly run along tokens."""
+IMAGE_WORDS = ("pixel", "image", "video", "audio", "patch", "grid", "frame")
+"""Names of what may come several times per sample, or not at all."""
+
+
+class UnevenPadding(OddSamples):
+    """A tensor holds more than one value where there should be padding: it may not run along the tokens at all."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name!r} holds more than one value in the padding")
+        self.name = name
+
+
+def samples_of(
+    batches: Sequence[Any], *, is_pair: bool, shifts: bool, whole: Collection[str], image_tokens: tuple[int, ...]
+) -> Samples:
+    """The samples of an update, with nothing but padding outside of them; raises `NoSamples` where that is not so.
+
+    `whole` are names known to run along no tokens, even where there happen to be as many.
+    """
+    uneven, counts_trailing = set(whole), not shifts
+    while True:
+        samples = take_apart(batches, is_pair=is_pair, counts_trailing=counts_trailing, whole=uneven)
+        try:
+            samples.paddings = check_padding(samples)
+            break
+        except UnevenPadding as reason:
+            if reason.name not in TEXT:
+                uneven.add(reason.name)  # as wide as the text by chance: it is left whole
+            elif not counts_trailing and "attention_mask" not in samples.tensors:
+                counts_trailing = True  # what comes after the last target is no padding
+            else:
+                raise
+    check_images(samples, image_tokens)
+    return samples
+
+
+def check_padding(samples: Samples) -> dict[str, float]:
+    """The value each tensor is padded with; raises `OddSamples` where what would be cut away is anything else."""
+    found: dict[str, float] = {}
+    for axis in samples.axes.values():
+        padding = padding_of(axis)
+        if not padding.any():
+            continue
+        first = np.unravel_index(int(padding.argmax()), padding.shape)
+        for name in axis.names:
+            if name == POSITIONS:
+                continue  # positions of padding may count on, and nothing looks at them
+            values = samples.tensors[name]
+            array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
+            value = array[first].flat[0]
+            # Not by torch: this is done for every update, and its calls cost more than the comparison.
+            unequal = array != value if array.ndim == 2 else (array != value).reshape(*array.shape[:2], -1).any(-1)
+            if (unequal & padding).any():
+                raise UnevenPadding(name)
+            number = float(value)
+            if "label" in name and not values.is_floating_point() and number != IGNORED:
+                raise OddSamples(f"{name!r} has targets in the padding")
+            found[name] = number
+    return found
+
+
+def padding_of(axis: Axis) -> np.ndarray:
+    """Which places of an axis hold no real token, (samples, width)."""
+    along = np.arange(axis.width)
+    return (along < axis.starts[:, None]) | (along >= axis.ends[:, None])
+
+
+def check_images(samples: Samples, image_tokens: tuple[int, ...]) -> None:
+    """Raise where a tensor may hold several images per sample, or none: its rows then belong to no one sample."""
+    doubtful = [name for name in samples.per_sample() if _may_be_images(name, samples.tensors[name])]
+    if not doubtful:
+        return
+    ids = samples.tensors.get("input_ids")
+    if ids is not None and image_tokens and not ids.is_floating_point():
+        counts = torch.isin(ids, torch.tensor(image_tokens)).sum(1)
+        if bool((counts > 0).all()) and bool((counts == counts[0]).all()):
+            return
+    raise OddSamples(f"which sample the rows of {doubtful[0]!r} belong to is not known")
+
+
+def _may_be_images(name: str, values: Tensor) -> bool:
+    return values.dim() > 2 or any(word in name for word in IMAGE_WORDS)
+
+
+def image_tokens_of(config: Any) -> tuple[int, ...]:
+    """The tokens of a configuration that stand for images, videos or sounds."""
+    found = [
+        value
+        for name, value in (vars(config) if hasattr(config, "__dict__") else {}).items()
+        if name.endswith(("_token_id", "_token_index")) and any(word in name for word in IMAGE_WORDS)
+    ]
+    return tuple(value for value in found if isinstance(value, int))
+
+
+@dataclass
+class Seen:
+    """What updates a proof has covered, in values that a checkpoint can hold."""
+
+    entries: dict[str, list[Any]] = field(default_factory=dict)
+    """For every tensor: what it runs along, its dtype, its shape behind that."""
+    constants: dict[str, Any] = field(default_factory=dict)
+    paddings: dict[str, list[float]] = field(default_factory=dict)
+    sides: list[str] = field(default_factory=list)
+    shortest: dict[str, int] = field(default_factory=dict)
+    longest: dict[str, int] = field(default_factory=dict)
+    ragged: bool = False
+    counts_first: bool = False
+    """Whether first tokens of samples were targets."""
+    row: int = 0
+    """Tokens of the longest row."""
+
+    @classmethod
+    def of(cls, samples: Samples, *, row: int) -> Seen:
+        """What there is to see in one update."""
+        axes = samples.axes
+        kinds = {name: key for key, axis in axes.items() for name in axis.names}
+        entries = {name: _described(kinds.get(name, PER_SAMPLE), value) for name, value in samples.tensors.items()}
+        return cls(
+            entries,
+            dict(samples.constants),
+            {name: [value] for name, value in samples.paddings.items()},
+            sorted({side_of(axis) for axis in axes.values()} - {""}),
+            {key: int(axis.lengths.min()) for key, axis in axes.items()},
+            {key: int(axis.lengths.max()) for key, axis in axes.items()},
+            any(bool((axis.lengths != axis.lengths[0]).any()) for axis in axes.values()),
+            _counts_first(samples),
+            row,
+        )
+
+    def form_differs(self, other: Seen) -> str | None:
+        """The first entry of an update that is another one than here."""
+        if set(other.entries) != set(self.entries):
+            name = min(set(other.entries) ^ set(self.entries))
+            return f"{name!r} {'is new' if name in other.entries else 'is missing'}"
+        for name, entry in other.entries.items():
+            if entry != self.entries[name]:
+                return f"{name!r} has another form"
+        if other.constants != self.constants:
+            return "a value that is the same for all samples has changed"
+        return None
+
+    def news_in(self, other: Seen) -> str | None:
+        """The first thing about an update of the same form that no proof has seen."""
+        for name, values in other.paddings.items():
+            known = self.paddings.get(name, values)
+            if not set(values) <= set(known):
+                return f"{name!r} is padded with {values[0]:g}, not {known[0]:g}"
+        if new := set(other.sides) - set(self.sides):
+            return f"samples are padded on the {min(new)}"
+        return self._news_of_lengths(other)
+
+    def _news_of_lengths(self, other: Seen) -> str | None:
+        for key, longest in other.longest.items():
+            if longest > self.longest[key]:
+                return f"a sample has {longest:,} tokens, more than the {self.longest[key]:,} compared so far"
+            if other.shortest[key] < self.shortest[key]:
+                return f"a sample has {other.shortest[key]:,} tokens, fewer than the {self.shortest[key]:,} so far"
+        if other.ragged and not self.ragged:
+            return "samples differ in length"
+        if other.counts_first and not self.counts_first:
+            return "the first token of a sample is a target"
+        if other.row > self.row:
+            return f"a row has {other.row:,} tokens, more than the {self.row:,} compared so far"
+        return None
+
+    def cover(self, shortest: Mapping[str, int], longest: Mapping[str, int]) -> None:
+        """Take in lengths that were compared besides."""
+        for key in longest:
+            self.longest[key] = max(self.longest[key], longest[key])
+            self.shortest[key] = min(self.shortest[key], shortest[key])
+
+    def add(self, other: Seen) -> None:
+        """Take in what another proof has covered."""
+        for name, values in other.paddings.items():
+            self.paddings[name] = sorted({*self.paddings.get(name, ()), *values})
+        self.sides = sorted({*self.sides, *other.sides})
+        for key, longest in other.longest.items():
+            self.longest[key] = max(self.longest.get(key, 0), longest)
+            self.shortest[key] = min(self.shortest.get(key, longest), other.shortest[key])
+        self.ragged |= other.ragged
+        self.counts_first |= other.counts_first
+        self.row = max(self.row, other.row)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Seen:
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+
+
+class Coverage:
+    """All that proofs of a run have covered: one `Seen` for every form of update."""
+
+    def __init__(self) -> None:
+        self.forms: list[Seen] = []
+
+    def news_in(self, update: Seen) -> str | None:
+        """What is new about an update, in words; None if it is like those that were compared."""
+        if not self.forms:
+            return "no update like it was compared"
+        for form in self.forms:
+            if form.form_differs(update) is None:
+                return form.news_in(update)
+        return self.forms[0].form_differs(update)
+
+    def add(self, update: Seen) -> None:
+        for form in self.forms:
+            if form.form_differs(update) is None:
+                form.add(update)
+                return
+        self.forms.append(update)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return [asdict(form) for form in self.forms]
+
+    def load(self, forms: list[dict[str, Any]]) -> None:
+        self.forms = [Seen.from_dict(form) for form in forms]
+
+
+def side_of(axis: Axis) -> str:
+    if int(axis.lengths.min()) == axis.width:
+        return ""
+    return "right" if axis.is_right_padded else "left"
+
+
+def _described(kind: str, value: Tensor) -> list[Any]:
+    return [kind, str(value.dtype), list(value.shape[1 if kind == PER_SAMPLE else 2 :])]
+
+
+def _counts_first(samples: Samples) -> bool:
+    axis, labels = samples.axes[SOURCE], samples.tensors.get("labels")
+    if labels is None or "labels" not in axis.names or labels.is_floating_point() or labels.dim() != 2:
+        return False
+    return bool((labels[torch.arange(len(samples)), torch.from_numpy(axis.starts)] != IGNORED).any())

@@ -1,0 +1,383 @@
+"""The proof: before anything is switched on it must give the loss and the gradients of the path it replaces.
+
+Twice, each time in single precision (or whatever finer format the weights have):
+
+    a few samples      in eval mode, divided into small micro-batches, so that dividing shows
+    the whole update   in train mode without dropout, cut as it will be cut
+
+    again      the path as it is gives the same loss twice, whatever the random streams hold
+    loss       the same loss
+    gradient   the same gradient, all trainable parameters together and each of them, relative L2
+    state      buffers and plain values on modules come out the same
+    dropout    no dropout takes a row of many samples for one sample
+    leak       changing the other samples leaves one sample's loss as it is      (a few samples)
+    poison     changing what stands in the padding leaves the loss as it is      (a few samples)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..layouts.samples import Samples
+from ..model_stamp import counted_by, left_differently, state_of
+from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
+from .disturbance import MOVED, other_neighbours, other_padding, poisoned_tensors
+from .dropout import Shapes, per_sample, without_dropout
+from .random_draws import drops_no_layers, random_streams, seed_all
+
+Prepare = Callable[[Any], Any]
+"""A micro-batch on the device to what the model takes."""
+LossOf = Callable[..., Tensor]
+"""`loss_of(batches, prepare, backward=None)`: the loss of an update made of these micro-batches.
+
+With its graph; or, given `backward(loss, factor)`, that is called for each micro-batch as soon as its loss is known,
+and once more with None and what all gradients are still to be multiplied by."""
+Lay = Callable[[Samples], list[Any]]
+"""The micro-batches a layout makes of samples, on the device."""
+
+
+class Setting(NamedTuple):
+    """How two paths are compared."""
+
+    tolerance: Tolerance
+    train: bool
+    """In train mode, or in eval mode."""
+    whole: bool = True
+    """Half-precision weights in single precision."""
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around every forward: autocast, where the precision of training is compared."""
+
+
+HALF_AS_GOOD = 1.5
+"""How much larger than that of the path as it is the rounding error of a half-precision kernel may be."""
+MOST_COMPARED = 2_000_000_000
+"""Weights whose gradients are compared; of larger models every second, third ... parameter is."""
+SEEDS = (11, 29, 47)
+
+
+@dataclass
+class Proof:
+    """What was found out about one candidate."""
+
+    name: str
+    accepted: bool = False
+    reason: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    ran_out: bool = False
+    """Whether memory was too short to compare."""
+    has_no_reference: bool = False
+    """Whether the path as it is could not be computed for comparison."""
+
+    def refuse(self, reason: str) -> Proof:
+        self.accepted, self.reason = False, reason
+        return self
+
+
+@dataclass
+class Outcome:
+    """What came of running an update once."""
+
+    loss: float
+    gradient: list[Tensor | None]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    """What the model holds besides its weights, before and after."""
+    dropouts: Shapes
+
+
+@dataclass
+class Reference:
+    """Samples, the micro-batches of the path as it is, and what came of them."""
+
+    samples: Samples | None
+    """None where the update cannot be taken apart, and stays as it was made."""
+    batches: list[Any]
+    outcome: Outcome
+    setting: Setting
+    minds_padding: bool = False
+    """Whether another token in the padding gives another loss."""
+
+
+class Refused(Exception):
+    """The path as it is cannot be compared with anything; says why."""
+
+
+@dataclass
+class Candidate:
+    """A path to be compared with the one as it is."""
+
+    name: str
+    lay: Lay
+    """A few samples, divided."""
+    lay_together: Lay | None
+    """All in one micro-batch; None where samples stay together as the collator has them."""
+    lay_update: Lay | None
+    """The samples of a whole update, as training has them; None where they stay as the collator made them."""
+    prepare: Prepare
+    install: Callable[[], AbstractContextManager[Any]]
+    row_tokens: Callable[[Any], int] | None = None
+    """How many tokens the row of a micro-batch has; None where samples share no row."""
+
+
+class Prober:
+    """Runs paths side by side, leaving random states, buffers, modes, gradients and optimizer as they were."""
+
+    def __init__(
+        self, model: nn.Module, loss_of: LossOf, *, untouched: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._model, self._loss_of, self._untouched = model, loss_of, untouched
+        self._parameters = _compared([p for p in model.parameters() if p.requires_grad])
+
+    @contextmanager
+    def quiet(self, setting: Setting) -> Iterator[Shapes]:
+        """Without dropout, nothing left behind, half-precision weights as single precision; yields dropout's shapes."""
+        modes = [(module, module.training) for module in self._model.modules()]
+        with ExitStack() as stack:
+            stack.enter_context(self._untouched())
+            stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
+            stack.enter_context(setting.around())
+            shapes = stack.enter_context(without_dropout())
+            self._model.train(setting.train)
+            try:
+                yield shapes
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+
+    # ---- the path as it is ------------------------------------------------------------------------------------------
+
+    def reference(
+        self, samples: Samples | None, batches: list[Any], setting: Setting, *, repeats: bool = True
+    ) -> Reference:
+        """The path as it is: as the collator made it, or a few samples as it would have them.
+
+        `repeats` asks whether the loss is the same the second time; once that is known, a difference shows it too.
+        """
+        try:
+            setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
+            outcome = self._run(batches, _as_is, setting)
+            if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
+                raise Refused("the loss is not finite")
+            if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
+                raise Refused(f"{counter} changes with every forward")
+            if repeats:
+                self._check_repeats(batches[:1], setting)
+        except Refused:
+            raise
+        except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
+            raise Refused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+        found = Reference(samples, batches, outcome, setting)
+        if not setting.train:
+            plain = self._loss(batches, _as_is, setting)
+            poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
+            found.minds_padding = not relative(plain, poisoned) <= setting.tolerance.still
+        return found
+
+    def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
+        """A model of double precision is compared in single precision if it computes a part of its loss in that."""
+        if setting.tolerance is not DOUBLE:
+            return setting.tolerance
+        with self.quiet(setting), _Formats() as formats:
+            self._loss_of(batches, _as_is)
+        return SINGLE if formats.coarse else DOUBLE
+
+    def _check_repeats(self, batches: list[Any], setting: Setting) -> None:
+        """Refuse a loss that is another one the second time: what it draws besides dropout cannot be compared."""
+        with self.quiet(setting):
+            streams = random_streams(self._model)
+            first = float(self._loss_of(batches, _as_is).detach())
+            draws = streams != random_streams(self._model)
+        for seed in SEEDS if draws else SEEDS[:1]:
+            with self.quiet(setting):
+                seed_all(seed)
+                again = float(self._loss_of(batches, _as_is).detach())
+            if not is_close(first, again, setting.tolerance.still):
+                what = "training draws random numbers besides dropout" if draws else "computing it twice differs"
+                raise Refused(f"the loss of the same samples is another one the second time: {what}")
+        if draws and not drops_no_layers(self._model):
+            raise Refused("training draws random numbers besides dropout")
+
+    # ---- candidates -------------------------------------------------------------------------------------------------
+
+    def prove(self, candidate: Candidate, reference: Reference, *, divided: bool) -> Proof:
+        """Whether a candidate gives what the path as it is gives; `divided` as a few samples are, or as in training."""
+        compare = self._compare_few if divided else self._compare_update
+        return self._tried(candidate, lambda proof: compare(proof, candidate, reference))
+
+    def prove_in_half(self, candidate: Candidate, reference: Reference, around: Any) -> Proof:
+        """Whether the kernels a candidate uses in training round about as well as those it replaces."""
+        expected, setting = reference.outcome.gradient, Setting(HALF, train=False, whole=False, around=around)
+        stock = gradient_distance(expected, self._run(reference.batches, _as_is, setting).gradient)
+
+        def compare(proof: Proof) -> Proof:
+            assert reference.samples is not None
+            batches = candidate.lay(reference.samples)
+            found = gradient_distance(expected, self._run(batches, candidate.prepare, setting).gradient)
+            proof.numbers = {"half_gradient": found, "half_gradient_before": stock}
+            proof.accepted = found <= HALF_AS_GOOD * stock + 1e-3
+            return proof if proof.accepted else proof.refuse(f"in half precision its gradient is off by {found:.0e}")
+
+        return self._tried(candidate, compare)
+
+    def _tried(self, candidate: Candidate, compare: Callable[[Proof], Proof]) -> Proof:
+        proof = Proof(candidate.name)
+        try:
+            with candidate.install():
+                return compare(proof)
+        except Exception as error:  # whatever a model says to inputs it was not written for, the answer is no
+            proof.ran_out = _is_out_of_memory(error)
+            return proof.refuse(_text_of(error))
+
+    def _compare_few(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
+        assert reference.samples is not None
+        batches = candidate.lay(reference.samples)
+        self._compare(proof, batches, candidate, reference)
+        tests = (("leak", other_neighbours), ("poison", other_padding))
+        asked = proof.accepted and candidate.lay_together is not None and not reference.setting.train
+        for test, change in tests if asked else ():
+            if test == "poison" and reference.minds_padding:
+                continue  # the model knows padding by its token, which layouts leave as it is
+            moved = self._moved(candidate, reference.setting, *change(reference.samples))
+            if moved is not None:
+                proof.numbers[test] = moved
+                if not moved <= reference.setting.tolerance.still:
+                    return proof.refuse(MOVED[test].format(moved))
+        return proof
+
+    def _compare_update(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
+        samples, lay = reference.samples, candidate.lay_update
+        batches = reference.batches if samples is None or lay is None else lay(samples)
+        outcome = self._compare(proof, batches, candidate, reference)
+        if proof.accepted and candidate.row_tokens is not None and samples is not None and len(samples) > 1:
+            shape = per_sample(outcome.dropouts, {candidate.row_tokens(batch) for batch in batches})
+            if shape is not None:
+                proof.refuse(f"a dropout of shape {shape} would take a row of many samples for one sample")
+        return proof
+
+    def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
+        """Loss, gradient and state; what differs is the reason of the proof."""
+        expected, setting = reference.outcome, reference.setting
+        outcome = self._run(batches, candidate.prepare, setting)
+        tolerance, numbers = setting.tolerance, proof.numbers
+        numbers["loss"] = relative(expected.loss, outcome.loss)
+        numbers["gradient"] = gradient_distance(expected.gradient, outcome.gradient)
+        worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
+        if not numbers["loss"] <= tolerance.loss:
+            proof.refuse(f"its loss differs by {numbers['loss']:.0e}")
+        elif not numbers["gradient"] <= tolerance.gradient:
+            proof.refuse(f"its gradient differs by {numbers['gradient']:.0e}")
+        elif worst is not None:
+            proof.refuse(f"the gradient of {self._name_of(worst[0])} differs by {worst[1]:.0e}")
+        else:
+            left = left_differently(
+                (expected.before, expected.after), (outcome.before, outcome.after), tolerance.gradient
+            )
+            proof.accepted = left is None
+            proof.reason = "" if left is None else f"{left}, which the model changes as it runs, comes out differently"
+        return outcome
+
+    def _name_of(self, index: int) -> str:
+        wanted = self._parameters[index]
+        return next((name for name, parameter in self._model.named_parameters() if parameter is wanted), "a parameter")
+
+    def _moved(
+        self, candidate: Candidate, setting: Setting, before: Samples | None, after: Samples | None
+    ) -> float | None:
+        lay = candidate.lay_together
+        if lay is None or before is None or after is None:
+            return None
+        return relative(*(self._loss(lay(samples), candidate.prepare, setting) for samples in (before, after)))
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    def _run(self, batches: list[Any], prepare: Prepare, setting: Setting) -> Outcome:
+        """An update, one micro-batch after the other, so that no more is kept than in training."""
+        gradient: list[Tensor | None] = [None] * len(self._parameters)
+
+        def backward(loss: Tensor | None, factor: Any = None) -> None:
+            if loss is None:
+                gradient[:] = [None if each is None else each * factor for each in gradient]
+                return
+            found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            gradient[:] = [_sum(a, b) for a, b in zip(gradient, found, strict=True)]
+
+        with self.quiet(setting) as shapes, torch.enable_grad():
+            before = state_of(self._model)
+            loss = self._loss_of(batches, prepare, backward)
+            return Outcome(float(loss), gradient, before, state_of(self._model), list(shapes))
+
+    def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
+        with self.quiet(setting), torch.enable_grad():  # a loss may differentiate on its own
+            return float(self._loss_of(batches, prepare).detach())
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _text_of(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples")
+    return f"{'' if kind in ours else f'{kind}: '}{text[0][:120] if text else ''}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    is_known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return is_known or (isinstance(error, RuntimeError) and "out of memory" in str(error).lower())
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------
+
+
+class _Formats(TorchDispatchMode):
+    """Notes whether anything is computed more coarsely than in double precision."""
+
+    coarse = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        self.coarse |= any(isinstance(each, Tensor) and each.dtype in _COARSE_FORMATS for each in outputs)
+        return result
+
+
+_COARSE_FORMATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# ---- precision ------------------------------------------------------------------------------------------------------
+
+
+def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    every = 1 + sum(p.numel() for p in parameters) // MOST_COMPARED
+    return parameters[::every]
+
+
+def tolerance_of(model: nn.Module) -> Tolerance:
+    """How exactly a model can be compared: by the format of its weights."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return DOUBLE if kinds == {torch.float64} else SINGLE
+
+
+@contextmanager
+def whole_precision(model: nn.Module) -> Iterator[None]:
+    """Half-precision weights as single precision for a while; the weights themselves stay where they are."""
+    half = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in (torch.float16, torch.bfloat16)]
+    kept = [tensor.data for tensor in half]
+    try:
+        for tensor in half:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(half, kept, strict=True):
+            tensor.data = data

@@ -1,0 +1,233 @@
+"""What is proved and when: candidates made from a plan, on a few samples, on a whole update, on longer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..fused_loss.lazy_logits import PendingHead
+from ..inputs import Situation
+from ..layouts.candidates import Layout
+from ..layouts.rows import PLACES, Limits, longest_row
+from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
+from ..memory.token_budget import limits_for
+from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
+from .distance import HALF
+from .guard import Seen
+from .prober import Candidate, Prober, Proof, Reference, Setting, tolerance_of
+from .sample_lengths import joined, longest_possible, shortened_to, stretched
+
+PROBE_SAMPLES, PROBE_TOKENS = 4, 256
+SHORT, STRETCH = 2, 2
+"""Tokens of the shortest sample that is compared, and how many times as long as the longest one the longest is."""
+WHOLE_TOKENS = 2048
+"""Padded tokens up to which a later update is compared as a whole; of a larger one a few samples are."""
+
+
+class Lengths(NamedTuple):
+    """The shortest and the longest sample, by axis."""
+
+    shortest: dict[str, int]
+    longest: dict[str, int]
+
+
+class Prover:
+    """Compares what a plan does with the path as it is."""
+
+    def __init__(self, situation: Situation) -> None:
+        self._here = situation
+        self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
+        self._exact = tolerance_of(situation.model)
+
+    # ---- references -------------------------------------------------------------------------------------------------
+
+    def few(self, samples: Samples, *, train: bool) -> Reference:
+        """The path as it is on a few samples; raises `Refused` where it cannot be compared with anything."""
+        chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
+        return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
+
+    def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
+        """The path as it is on a whole update, as the collator made it, in train mode."""
+        on_device = [self._here.put(batch) for batch in batches]
+        return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
+
+    def part(self, samples: Samples, count: int) -> Reference:
+        """The path as it is on some samples of an update, others each time."""
+        places = (np.arange(PROBE_SAMPLES) * len(samples) // PROBE_SAMPLES + count) % len(samples)
+        chosen = samples.select(np.unique(places))
+        return self._prober.reference(chosen, [self._here.put(chosen.padded())], self._setting(), repeats=False)
+
+    def _setting(self) -> Setting:
+        """In train mode; on GPUs in the precision of training, in which an update is sure to fit."""
+        here = self._here
+        if here.on_gpu and here.computes_half:
+            return Setting(HALF, train=True, whole=False, around=here.as_trained)
+        return Setting(self._exact, train=True)
+
+    # ---- proofs -----------------------------------------------------------------------------------------------------
+
+    def prove_few(self, candidate: Candidate, references: Sequence[Reference]) -> Proof:
+        """On a few samples, in every mode, and on GPUs with the kernels of half precision."""
+        here = self._here
+        numbers: dict[str, float] = {}
+        for reference in references:
+            proof = self._prober.prove(candidate, reference, divided=True)
+            numbers = _worst(numbers, proof.numbers)
+            if not proof.accepted:
+                return replace(proof, numbers=numbers)
+        if here.on_gpu and here.computes_half:
+            proof = self._prober.prove_in_half(candidate, references[0], here.as_trained)
+        return replace(proof, numbers={**proof.numbers, **numbers})
+
+    def prove_part(self, candidate: Candidate, reference: Reference) -> Proof:
+        """On a few samples of an update, divided."""
+        return self._prober.prove(candidate, reference, divided=True)
+
+    def prove_update(self, candidate: Candidate, reference: Reference) -> Proof:
+        """On a whole update, cut as training cuts it."""
+        return self._prober.prove(candidate, reference, divided=False)
+
+    def covered(
+        self, plan: SpeedPlan, layout: Layout, head: PendingHead | None, reference: Reference, limits: Limits
+    ) -> Seen:
+        """What an update that agrees covers, with lengths that no sample has had yet, if these agree too."""
+        samples = reference.samples
+        assert samples is not None
+        laid = layout.lay(samples, limits, shifts=self._here.shifts(), fill=plan.fill)
+        row = longest_row(laid.batches) if plan.layout == FLAT else 0
+        seen = Seen.of(samples, row=row)
+        lengths = self.prove_lengths(self.candidate(plan.layout, plan, layout, head), samples)
+        if lengths is not None:
+            seen.cover(lengths.shortest, lengths.longest)
+        most = min(2 * row, limits.budget) if self._here.on_gpu else 2 * row
+        longer = replace(limits, budget=max(limits.budget, 2 * most))
+        together = self.candidate(plan.layout, plan, layout, head, limits=longer)
+        if row and (most <= row or self.prove_longer_rows(together, reference, most)):
+            seen.row = max(row, most)
+        return seen
+
+    def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
+        """How short and how long samples may be, beyond those of the update; None where no others can be compared."""
+        lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+        order = np.argsort(lengths, kind="stable")
+        most = longest_possible(self._here.model)
+        if most is None and self._here.on_gpu:
+            return None  # a position the model does not have would end the run there, not raise an error
+        try:
+            long = stretched(samples.select(order[-1:]), STRETCH, most)
+            short = shortened_to(samples.select(order[:1]), SHORT)
+            usual = samples.select(order[len(order) // 2 : len(order) // 2 + 1])
+            on_left = not all(axis.is_right_padded for axis in samples.axes.values())
+            chosen = joined([long, usual, short], samples.paddings, on_left=on_left)
+            batches = [self._here.put(chosen.padded())]
+            reference = self._prober.reference(chosen, batches, self._setting())
+            proof = self._prober.prove(candidate, reference, divided=True)
+        except Exception:  # no such samples can be made or run: those that come will be compared themselves
+            return None
+        if not proof.accepted:
+            return None
+        axes = chosen.axes.items()
+        return Lengths(*({key: int(pick(axis.lengths)) for key, axis in axes} for pick in (np.min, np.max)))
+
+    def prove_longer_rows(self, candidate: Candidate, reference: Reference, tokens: int) -> bool:
+        """Whether a row of so many tokens gives the same: some samples once more, without targets."""
+        samples = reference.samples
+        labels = None if samples is None else samples.tensors.get("labels")
+        if samples is None or labels is None or "labels" not in samples.axes[SOURCE].names:
+            return False
+        missing = tokens - int(samples.axes[SOURCE].lengths.sum())
+        again = np.flatnonzero(np.cumsum(samples.axes[SOURCE].lengths) <= missing)
+        if not len(again):
+            return False
+        silent = replace(samples, tensors={**samples.tensors, "labels": torch.full_like(labels, IGNORED)})
+        more = joined([samples, silent.select(again)], samples.paddings, on_left=False)
+        return self._prober.prove(candidate, replace(reference, samples=more), divided=False).accepted
+
+    # ---- candidates -------------------------------------------------------------------------------------------------
+
+    def candidate(
+        self,
+        name: str,
+        plan: SpeedPlan,
+        layout: Layout | None,
+        head: PendingHead | None,
+        *,
+        limits: Limits | None = None,
+        more: Callable[[ExitStack], Any] = lambda stack: None,
+    ) -> Candidate:
+        """What a plan does to an update, as something that can be compared."""
+
+        def install() -> Any:
+            with ExitStack() as stack:
+                if head is not None:
+                    head.install(always=True)
+                    stack.callback(head.remove)
+                if layout is not None:
+                    stack.enter_context(layout.active())
+                more(stack)
+                return stack.pop_all()
+
+        def prepare(batch: Any) -> Any:
+            if head is not None:
+                targets = self._here.targets_in(batch)
+                known = targets is not None and knows_count(self._here)
+                head.count = int(targets) if known else None  # as training tells it
+            return batch if layout is None else layout.for_model(batch)
+
+        def lay_update(samples: Samples) -> list[Any]:
+            return self._laid(plan, layout, samples, limits or self.limits(plan, samples))
+
+        return Candidate(
+            name,
+            lambda samples: self._laid(plan, layout, samples, _halves(samples)),
+            None if layout is None else lambda samples: self._laid(plan, layout, samples, _TOGETHER),
+            None if layout is None else lay_update,
+            prepare,
+            install,
+            _row_tokens if layout is not None and layout.name in IN_ROWS else None,
+        )
+
+    def limits(self, plan: SpeedPlan, samples: Samples) -> Limits:
+        """How an update is cut, where only its samples are at hand."""
+        return limits_for(plan, self._here, [samples.tensors], samples)
+
+    def _laid(self, plan: SpeedPlan, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
+        here = self._here
+        if layout is None:
+            return [here.put(samples.padded())]
+        widest = max(limits.width, int(samples.axes[SOURCE].width) if SOURCE in samples.axes else 0)
+        limits = replace(limits, round_to=plan.round_to, few_shapes=plan.few_shapes, width=widest)
+        laid = layout.lay(samples, limits, shifts=here.shifts(), fill=plan.fill)
+        return [here.put(batch) for batch in laid.batches]
+
+
+def knows_count(here: Situation) -> bool:
+    """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
+    model = here.model
+    if type(model).__module__.startswith("peft."):
+        model = model.get_base_model()  # type: ignore[operator]
+    own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
+    return here.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
+
+
+_TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
+
+
+def _halves(samples: Samples) -> Limits:
+    """Two micro-batches or more, so that dividing samples is part of what is proved."""
+    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    return Limits(budget=max(int(lengths.max()), -(-int(lengths.sum()) // 2)), overhead=0)
+
+
+def _row_tokens(batch: Any) -> int:
+    places = batch.get(PLACES)
+    return int(batch["input_ids"].shape[-1] if places is None else places.numel())
+
+
+def _worst(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in {**a, **b}}
