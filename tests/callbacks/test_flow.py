@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from loopwright.callbacks.flow import DefaultFlowCallback
-from loopwright.callbacks.watches import seconds_in
+from loopwright.callbacks.triggers import seconds_in
 from loopwright.core.state import TrainerControl, TrainerState
 from loopwright.errors import ArgumentsError
 

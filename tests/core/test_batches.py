@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core.batches import Update
+from loopwright.core.update import Update
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8))

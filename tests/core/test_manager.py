@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.checkpoint.layout import MANIFEST, STATE
+from loopwright.core.checkpoint.folder import MANIFEST, STATE
 from loopwright.core.checkpoint.manager import CheckpointManager, get_last_checkpoint
 from loopwright.errors import CheckpointError
 from loopwright.notices import Notices

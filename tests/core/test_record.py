@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from loopwright.core.record import FILE, read_record, write_record
+from loopwright.core.run_record import FILE, read_record, write_record
 
 
 def test_machines_that_share_a_folder_do_not_take_each_others_files(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from loopwright.args.places import is_url, plain_path, working_folder
-from loopwright.core.checkpoint.layout import MANIFEST, STATE
+from loopwright.args.paths import is_url, plain_path, working_folder
+from loopwright.core.checkpoint.folder import MANIFEST, STATE
 from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.storage import FsspecStorage, LocalStorage, folder_for, open_storage, split_place
 from loopwright.errors import CheckpointError, MissingPackage, OutputError

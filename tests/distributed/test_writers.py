@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loopwright.core.checkpoint.layout import is_staging
+from loopwright.core.checkpoint.folder import is_staging
 from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.manifest import damage, read_manifest
 from loopwright.notices import Notices

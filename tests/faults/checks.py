@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loopwright.callbacks.metrics_file import read_metrics
-from loopwright.core.checkpoint.layout import is_staging
+from loopwright.core.checkpoint.folder import is_staging
 from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.manifest import damage, read_manifest
 from loopwright.notices import Notices

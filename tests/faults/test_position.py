@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
-from loopwright.core.checkpoint.layout import PROGRESS, SCHEDULER, STATE, folder_name
+from loopwright.core.checkpoint.folder import PROGRESS, SCHEDULER, STATE, folder_name
 from loopwright.core.checkpoint.manifest import describe
 from tests.side_by_side.tasks import Regression
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loopwright.core.checkpoint.layout import folder_name
+from loopwright.core.checkpoint.folder import folder_name
 from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.manifest import describe
 from loopwright.core.checkpoint.rotation import to_delete

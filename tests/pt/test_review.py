@@ -117,7 +117,7 @@ def test_what_compute_loss_logs_is_logged_once_per_micro_batch(tmp_path: Path) -
 
 
 def test_tokens_do_not_reach_run_json(tmp_path: Path) -> None:
-    code = f"from loopwright.core.record import write_record; write_record({str(tmp_path)!r})"
+    code = f"from loopwright.core.run_record import write_record; write_record({str(tmp_path)!r})"
     words = ["--hub_token", "hf_SECRET", "--api-key=SECRET", "--steps", "3"]
     subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=60)
     text = (tmp_path / "run.json").read_text()

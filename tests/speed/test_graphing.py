@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import loopwright.speed.planner.decision as speed_plan
 import loopwright.speed.planner.planner as planning
 from loopwright import Trainer, TrainerCallback
-from loopwright.core.batches import Update
+from loopwright.core.update import Update
 from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of, share_of
 from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
 from loopwright.speed.planner.planner import GRAPHS

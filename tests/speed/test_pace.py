@@ -14,8 +14,8 @@ from torch import nn
 import loopwright
 from loopwright.callbacks.metrics_file import kind_of, read_metrics
 from loopwright.callbacks.text import work_line
-from loopwright.core.batches import Update
-from loopwright.core.pace import Interval, Pace
+from loopwright.core.throughput import Interval, Pace
+from loopwright.core.update import Update
 from loopwright.pt.token_counter import WorkCounter
 from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.pt.tiny import Tokens, samples, trainer_of

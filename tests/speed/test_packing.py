@@ -19,9 +19,9 @@ from loopwright import (
     TrainerCallback,
     TrainingArguments,
 )
-from loopwright.core.batches import Place
 from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
+from loopwright.core.update import Place
 from loopwright.pt.data.pipeline.loaders import torch_permutation
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance

@@ -9,7 +9,7 @@ from typing import Any
 
 from .distributed import read_accelerator_config
 from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
-from .places import plain_path
+from .paths import plain_path
 from .problems import Problems
 from .tracking import named_trackers
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from .field import Group, arg
-from .places import working_folder
+from .paths import working_folder
 
 SERVED = ("tensorboard",)
 """Trackers loopwright sends numbers to."""

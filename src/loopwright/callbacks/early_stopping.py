@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..core.evaluation.metrics import full_name
 from ..core.events import TrainerCallback
-from ..core.metrics import full_name
 from ..core.state import ExportableState
 from ..errors import ArgumentsError, MetricError
 from ..notices import logger

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.events import TrainerCallback
-from .watches import Watch, watches_for
+from .triggers import Watch, watches_for
 
 
 class DefaultFlowCallback(TrainerCallback):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..args.places import working_folder
+from ..args.paths import working_folder
 from ..core.events import TrainerCallback
 from ..errors import OutputError
 from ..notices import logger

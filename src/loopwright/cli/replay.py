@@ -18,7 +18,7 @@ from typing import Any
 
 from ..callbacks.metrics_file import FILE_NAME, read_metrics
 from ..core.events import TrainerCallback
-from ..core.record import read_record
+from ..core.run_record import read_record
 from ..errors import ArgumentsError, CheckpointError
 from ..notices import Notices
 from .script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
@@ -119,7 +119,7 @@ class Replay:
 
 def _resumable(manager: Any, path: str) -> str:
     """The path of a checkpoint that is intact and holds more than weights."""
-    from ..core.checkpoint.layout import PROGRESS
+    from ..core.checkpoint.folder import PROGRESS
 
     found = manager.find(path)
     if not os.path.isfile(os.path.join(path, PROGRESS)):

@@ -12,11 +12,10 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from ..args.base import BaseArguments
-from ..args.places import working_folder
+from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .acting import Acting
-from .batches import Place, Update
+from .actions import Acting
 from .changes import ChangingMethods
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
@@ -24,13 +23,14 @@ from .loop import run_training
 from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
-from .pace import Pace
 from .plan import Plan
-from .record import is_restart, read_record, write_record
+from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
+from .throughput import Pace
+from .update import Place, Update
 
 
 class BaseTrainer(Acting, ChangingMethods):

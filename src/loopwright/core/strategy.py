@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from .batches import Update
+from .update import Update
 
 MicroStep = Callable[[Update, int], Any]
 """Forward and backward of one micro-batch; returns its share of the update's loss, on the device."""

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from ..core.batches import Update
-from ..tf.batches import HostBatch, mapped, pad_rows, row_weights
+from ..core.update import Update
+from ..tf.host_batch import HostBatch, mapped, pad_rows, row_weights
 from ..tf.strategy import TFStrategy, UpdateRules
 
 

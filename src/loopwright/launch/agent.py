@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
-from ..core.record import RESUME, STOPPED
+from ..core.run_record import RESUME, STOPPED
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..notices import logger
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..core.record import RESUME
+from ..core.run_record import RESUME
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger

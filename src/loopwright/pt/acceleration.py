@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..args.places import working_folder
-from ..core.batches import Update
+from ..args.paths import working_folder
 from ..core.overrides import is_overridden
+from ..core.update import Update
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks

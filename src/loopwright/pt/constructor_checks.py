@@ -10,7 +10,7 @@ from torch import nn
 
 from ..args.base import BaseArguments
 from ..args.field import nearest
-from ..core.evaluation import needs_compute_result
+from ..core.evaluation.loop import needs_compute_result
 from ..errors import ArgumentsError, UnknownArgument
 from ..notices import logger
 from .data.collators import DataCollatorWithPadding, default_data_collator

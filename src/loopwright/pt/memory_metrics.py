@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core.memory import free_memory as free_memory, host_memory, host_peak
+from ..core.host_memory import free_memory as free_memory, host_memory, host_peak
 from .devices import memory_figures, reset_peak_memory
 
 

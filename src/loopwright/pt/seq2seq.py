@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.evaluation import EvalPlan
+from ..core.evaluation.loop import EvalPlan
 from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
 from .arguments import Seq2SeqTrainingArguments

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..core.base import BaseTrainer
-from ..core.batches import Update
-from ..core.pace import Interval, Pace
+from ..core.throughput import Interval, Pace
+from ..core.update import Update
 from ..notices import logger
 from ..speed.measure.flops import Operations, count_operations
 from ..speed.measure.peaks import device_name, device_peak

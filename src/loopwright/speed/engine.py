@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.batches import Update
+from ..core.update import Update
 from .cuda_graphs.graphed_step import GraphedTraining, share_of
 from .fused_loss.lazy_logits import PendingHead
 from .inputs import Situation

@@ -14,8 +14,8 @@ import tensorflow as tf
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..core.checkpoint.documents import write_json
-from ..core.checkpoint.layout import MODEL, OPTIMIZER
+from ..core.checkpoint.folder import MODEL, OPTIMIZER
+from ..core.checkpoint.json_files import write_json
 from ..errors import CheckpointError
 from ..notices import logger
 from .models import named_variables, raw

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..core.base import BaseTrainer
-from ..core.batches import Place
 from ..core.order import Order
 from ..core.overrides import is_overridden
 from ..core.plan import Plan, make_plan
+from ..core.update import Place
 from ..errors import ArgumentsError, DataError
-from .batches import LABEL_COLUMNS, HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
+from .host_batch import LABEL_COLUMNS, HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
 from .models import ModelInfo
-from .seeding import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from .rng import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
 from .sources import (
     MapSource,
     Source,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.checkpoint.documents import write_json
-from .batches import HostBatch, leaves
+from ..core.checkpoint.json_files import write_json
 from .checkpoint import write_values
+from .host_batch import HostBatch, leaves
 from .models import named_variables
 
 FOLDER = "incident-step-{step}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..core.metrics import better
+from ..core.evaluation.metrics import better
 from ..core.schedules import build_schedule
 from ..errors import ArgumentsError
 from .strategy import TFStrategy

@@ -7,7 +7,7 @@ from typing import Any
 from keras import ops
 
 from ..errors import ModelError
-from .batches import IGNORED
+from .host_batch import IGNORED
 from .keras_loss import is_integer, per_row
 
 

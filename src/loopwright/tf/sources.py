@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ..core.order import Order
 from ..errors import DataError
-from .batches import HostBatch, as_array, leaves, mapped, rows_of
+from .host_batch import HostBatch, as_array, leaves, mapped, rows_of
 
 Finish = Callable[[Any], HostBatch]
 """From what a collator or a pipeline gives to a batch of host arrays."""

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.batches import Update
+from ..core.update import Update
 from ..errors import LoopwrightError
-from .batches import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
 from .compiled import FlatFunction
+from .host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
 from .models import raw
-from .seeding import restore_rng, snapshot_rng
+from .rng import restore_rng, snapshot_rng
 
 MicroGradients = Callable[[Any, Any, Any, Any], tuple[list[Any], Any, Any]]
 """(features, labels, row weights, items of the update) -> gradients, their loss and the items it is a sum over."""

@@ -9,26 +9,26 @@ from typing import Any
 import tensorflow as tf
 from keras import ops
 
-from ..args.places import working_folder
+from ..args.paths import working_folder
 from ..callbacks.defaults import default_callbacks
 from ..core.outputs import TrainOutput
 from ..errors import ModelError
 from .arguments import POLICIES, TFTrainingArguments
-from .batches import HostBatch, mapped
 from .checkpoint import old_checkpoint
-from .construction import SummaryWriterCallback, check_constructor, old_names, takes_trial
-from .evaluating import EvaluationMethods
+from .constructor_checks import SummaryWriterCallback, check_constructor, old_names, takes_trial
+from .evaluation import EvaluationMethods
+from .host_batch import HostBatch, mapped
 from .incident import write_incident
 from .keras_callbacks import adapted
 from .keras_loss import find_keras_loss
-from .losses import LossNote
+from .loss_step import LossNote
 from .models import check_policy, in_scope, is_built, look_at, rebuilt
-from .optimizing import OptimizerMethods
-from .saving import SavingMethods
-from .seeding import set_seed, untouched_rng
+from .optimizer_creation import OptimizerMethods
+from .rng import set_seed, untouched_rng
+from .save import SavingMethods
 from .sources import Columns, is_columns
 from .strategy import TFStrategy, UpdateRules
-from .work import MemoryMeter, WorkCounter
+from .token_counter import MemoryMeter, WorkCounter
 
 
 class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.batches import Update
 from ..core.strategy import MicroStep
+from ..core.update import Update
 from ..errors import ArgumentsError, ModelError, NotAvailable
 from ..pt.distributed.gather import gather_nested
 from ..pt.distributed.process_group import Processes, open_processes

@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..core.batches import Update
 from ..core.strategy import MicroStep
+from ..core.update import Update
 from ..pt.precision import Precision
 from ..pt.strategies.single import SingleDevice
 from . import runtime

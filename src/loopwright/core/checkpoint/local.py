@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from .layout import REPLACED, folder_name, is_staging, staging_name, step_in_name
+from .folder import REPLACED, folder_name, is_staging, staging_name, step_in_name
 from .manifest import Manifest, damage, read_manifest
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
-from .crew import Crew, Keep, publish_together
-from .layout import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
+from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
 from .rotation import to_delete
 from .storage import Place, Storage, open_storage, split_place
+from .writers import Crew, Keep, publish_together
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .layout import MANIFEST
+from .folder import MANIFEST
 
 VERSION = 1
 CHUNK = 1 << 20

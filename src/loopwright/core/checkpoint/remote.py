@@ -22,9 +22,9 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
-from ...args.places import is_url, plain_path
+from ...args.paths import is_url, plain_path
 from ...errors import MissingPackage, OutputError
-from .layout import MANIFEST, PREFIX, folder_name
+from .folder import MANIFEST, PREFIX, folder_name
 from .local import staging_folder
 from .manifest import Manifest, damage, parsed
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from ...args.places import is_url, plain_path, working_folder
+from ...args.paths import is_url, plain_path, working_folder
 from .local import LocalStorage
 from .manifest import Manifest
 from .remote import FsspecStorage, folder_for, trimmed

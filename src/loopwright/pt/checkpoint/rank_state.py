@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.checkpoint.layout import RANKS
+from ...core.checkpoint.folder import RANKS
 from ..rng import restore_rng, set_seed, snapshot_rng
 from .tensors import read_json, write_json
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ...core import resuming as core
-from ...core.checkpoint.layout import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
+from ...core import resume as core
+from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
 from ...core.packing import PackedPlan
 from ...core.state import TrainerState
 from ...errors import CheckpointError

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...args.places import working_folder
-from ...core.checkpoint.crew import Part
-from ...core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ...args.paths import working_folder
+from ...core.checkpoint.folder import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ...core.checkpoint.storage import folder_for
+from ...core.checkpoint.writers import Part
 from ...core.overrides import adapt, is_overridden
 from ...errors import CheckpointError
 from ..memory_metrics import free_memory

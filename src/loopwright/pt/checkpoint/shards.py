@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...core.checkpoint.crew import Part
-from ...core.checkpoint.layout import MODEL, WEIGHTS
+from ...core.checkpoint.folder import MODEL, WEIGHTS
 from ...core.checkpoint.manifest import Entry, read_manifest
+from ...core.checkpoint.writers import Part
 from ...errors import CheckpointError
 from .tensors import check_fit, read_json, write_tensors
 

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ...core.checkpoint.documents import read_json, write_json
-from ...core.checkpoint.layout import OPTIMIZER
+from ...core.checkpoint.folder import OPTIMIZER
+from ...core.checkpoint.json_files import read_json, write_json
 from ...errors import CheckpointError
 from ..devices import address_of
 

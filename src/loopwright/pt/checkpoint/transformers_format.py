@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...core.checkpoint.layout import OPTIMIZER as NATIVE
+from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
 
 OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"

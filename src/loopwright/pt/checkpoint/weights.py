@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.checkpoint.documents import read_json, write_json
-from ...core.checkpoint.layout import MODEL, MODULE, WEIGHTS
+from ...core.checkpoint.folder import MODEL, MODULE, WEIGHTS
+from ...core.checkpoint.json_files import read_json, write_json
 from ...errors import CheckpointError
 from .conversion import from_exported, is_pretrained, is_sharded_class, reads_own_names, skeleton
 from .shards import INDEX, BoxReader, HeldTensors, fill

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ...core.batches import Place
 from ...core.overrides import adapt, is_overridden
 from ...core.plan import Plan, make_plan
+from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
 from ..devices import can_pin_memory

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.predictions import map_nested
+from ...core.evaluation.predictions import map_nested
 from ...errors import DataError
 
 IGNORED = -100

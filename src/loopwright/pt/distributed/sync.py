@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from ...core.batches import Update
-from ...core.evaluation import EvalStep
+from ...core.evaluation.loop import EvalStep
 from ...core.events import CallbackHandler
 from ...core.signals import WATCHED, Interrupted
+from ...core.update import Update
 from ...errors import ArgumentsError
 from ..data.shard import share_loader
 from ..loss.step import LossMethods

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.metric_objects import MetricObjects
+from ...core.evaluation.metric_objects import MetricObjects
 from ...errors import DataError
 from ..loss.targets import IGNORED
 

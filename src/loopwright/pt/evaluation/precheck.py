@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import islice
 
-from ...core.evaluation import run_evaluation
-from ...core.metrics import full_name
+from ...core.evaluation.loop import run_evaluation
+from ...core.evaluation.metrics import full_name
 from ...core.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.assessing import AssessingMethods
-from ...core.evaluation import EvalPlan, EvalStep, run_evaluation
-from ...core.metric_objects import MetricObjects
+from ...core.evaluation.entry import AssessingMethods
+from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
+from ...core.evaluation.metric_objects import MetricObjects
+from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput, speed_metrics
 from ...core.overrides import adapt, is_overridden
-from ...core.predictions import map_nested
 from ...core.signals import Interrupted
 from ...errors import DataError
 from ..data.columns import LABEL_COLUMNS

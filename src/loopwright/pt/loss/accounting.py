@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.batches import Update
+from ...core.update import Update
 from .denominator import ITEMS
 from .inference import LossFindings
 from .targets import LossKind, check_loss, count_samples

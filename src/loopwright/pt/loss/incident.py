@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.predictions import map_nested
+from ...core.evaluation.predictions import map_nested
 from ..checkpoint.full_tensor import whole_of
 from ..checkpoint.tensors import write_json, write_tensors
 

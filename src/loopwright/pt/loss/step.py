@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...args.places import working_folder
-from ...core.batches import Update
+from ...args.paths import working_folder
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
+from ...core.update import Update
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import AS_MADE
 from ..data.columns import LABEL_COLUMNS

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...core.batches import Update
-from ...core.predictions import map_nested
+from ...core.evaluation.predictions import map_nested
+from ...core.update import Update
 from ..distributed.failure import Alarm
 from ..distributed.gather import gather_nested
 from ..distributed.process_group import Host, Processes

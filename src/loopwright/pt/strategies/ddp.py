@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...core.update import Update
 from ...errors import ModelError
 from ..distributed.process_group import Processes
 from ..precision import Precision

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...args.zero import filled_config
-from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...core.update import Update
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
 from ..checkpoint.weights import saved_weights
 from ..distributed.process_group import Processes

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from ...args.sharding import FsdpOptions
-from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...core.update import Update
 from ...errors import ModelError
 from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters

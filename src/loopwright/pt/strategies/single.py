@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...core.update import Update
 from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
 from ..checkpoint.tensors import decode_optimizer, encode_optimizer

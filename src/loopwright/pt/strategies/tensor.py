@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...args.sharding import FsdpOptions
-from ...core.batches import Update
 from ...core.strategy import MicroStep
+from ...core.update import Update
 from ...errors import ModelError
 from ..checkpoint.shards import is_distributed
 from ..distributed.process_group import Processes

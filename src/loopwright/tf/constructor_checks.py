@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from ..args.field import nearest
-from ..core.evaluation import needs_compute_result
+from ..core.evaluation.loop import needs_compute_result
 from ..core.events import TrainerCallback
 from ..errors import ArgumentsError, UnknownArgument
 from ..notices import logger

@@ -10,10 +10,10 @@ import tensorflow as tf
 from keras import ops, tree
 
 from ..core.base import BaseTrainer
-from ..core.batches import Update
 from ..core.overrides import accepts, adapt, names_parameter
+from ..core.update import Update
 from ..errors import ModelError
-from .batches import IGNORED, count_targets
+from .host_batch import IGNORED, count_targets
 from .keras_loss import KerasLoss, is_integer, per_row
 from .models import ModelInfo, call_model, loss_and_outputs, raw
 from .smoothing import smoothed

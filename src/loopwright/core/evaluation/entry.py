@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base import BaseTrainer
-from .outputs import EvalLoopOutput, PredictionOutput
+from ..base import BaseTrainer
+from ..outputs import EvalLoopOutput, PredictionOutput
 
 
 class AssessingMethods(BaseTrainer):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..core.memory import host_memory, host_peak
-from .batches import HostBatch
+from ..core.host_memory import host_memory, host_peak
+from .host_batch import HostBatch
 
 
 class WorkCounter:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.predictions import first_leaf, map_nested
+from ..core.evaluation.predictions import first_leaf, map_nested
 from ..errors import DataError
 
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "end_positions")

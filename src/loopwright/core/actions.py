@@ -9,22 +9,22 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ..args.base import BaseArguments
-from ..args.places import working_folder
+from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
+from .deferred_logs import LogPoint, may_be_late
+from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
-from .late import LogPoint, may_be_late
 from .meter import Meter, Reading
-from .metrics import better, full_name, readable, table, write_results
 from .outputs import speed_metrics
 from .overrides import adapt
-from .pace import Pace
-from .record import note_stop
+from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
+from .throughput import Pace
 
 
 class Acting:

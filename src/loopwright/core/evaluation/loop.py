@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..outputs import EvalLoopOutput, EvalPrediction
 from .metrics import plain_numbers, with_prefix
-from .outputs import EvalLoopOutput, EvalPrediction
 from .predictions import PredictionStore
 
 

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..args.places import working_folder
-from ..core.checkpoint.documents import read_json
-from ..core.checkpoint.layout import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE, folder_name
+from ..args.paths import working_folder
+from ..core.checkpoint.folder import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE, folder_name
+from ..core.checkpoint.json_files import read_json
 from ..core.checkpoint.storage import folder_for
-from ..core.memory import free_memory
+from ..core.host_memory import free_memory
 from ..core.overrides import adapt, is_overridden
-from ..core.resuming import ResumingMethods
+from ..core.resume import ResumingMethods
 from ..core.state import TrainerState
 from ..errors import CheckpointError
 from ..notices import logger
@@ -28,7 +28,7 @@ from .checkpoint import (
     values_of,
     write_values,
 )
-from .seeding import rng_from_json, rng_to_json
+from .rng import rng_from_json, rng_to_json
 
 STREAM = "tf_data"
 """The folder with a tf.data iterator's own files, in a checkpoint."""

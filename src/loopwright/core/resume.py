@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..args.places import is_url, working_folder
+from ..args.paths import is_url, working_folder
 from .base import BaseTrainer
-from .checkpoint.documents import read_json
-from .checkpoint.layout import ARGUMENTS, PROGRESS, STATE
+from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
+from .checkpoint.json_files import read_json
 from .checkpoint.space import check_space
 from .packing import PackedPlan
 from .plan import Plan

@@ -10,19 +10,19 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from ..core.assessing import AssessingMethods
-from ..core.evaluation import EvalPlan, EvalStep, run_evaluation
-from ..core.metric_objects import MetricObjects
-from ..core.metrics import full_name
+from ..core.evaluation.entry import AssessingMethods
+from ..core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
+from ..core.evaluation.metric_objects import MetricObjects
+from ..core.evaluation.metrics import full_name
 from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..core.overrides import is_overridden
 from ..core.signals import Interrupted
 from ..errors import DataError, MetricError
 from ..notices import logger
-from .batches import HostBatch
 from .data import DataMethods
-from .losses import LossMethods
-from .seeding import untouched_rng
+from .host_batch import HostBatch
+from .loss_step import LossMethods
+from .rng import untouched_rng
 from .sources import Columns, Source, TFDataSource, is_columns, is_tf_data
 from .strategy import plain_errors
 

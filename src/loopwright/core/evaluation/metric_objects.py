@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import ArgumentsError
+from ...errors import ArgumentsError
 
 Shape = Callable[[Any, Any, bool], tuple[Any, Any]]
 """Turns predictions and labels into what a metric takes: ignored targets left out, classes chosen.

@@ -1,0 +1,1 @@
+"""Evaluation without a framework: the loop, its entry points, predictions, metrics."""
