@@ -45,12 +45,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.printer": ("PrinterCallback",),
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
-    "pt.weights": ("load_model",),
-    "pt.greedy": ("GreedyLR",),
-    "pt.loaders": ("has_length",),
-    "pt.loss": ("LabelSmoother",),
-    "pt.seeding": ("enable_full_determinism", "set_seed"),
-    "pt.collators": (
+    "pt.checkpoint.tensors.weights": ("load_model",),
+    "pt.optim.greedy_lr": ("GreedyLR",),
+    "pt.data.pipeline.loaders": ("has_length",),
+    "pt.loss.targets.targets": ("LabelSmoother",),
+    "pt.rng": ("enable_full_determinism", "set_seed"),
+    "pt.data.pipeline.collators": (
         "DataCollatorForLanguageModeling",
         "DataCollatorForMultipleChoice",
         "DataCollatorForSeq2Seq",
@@ -61,7 +61,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "DefaultDataCollator",
         "default_data_collator",
     ),
-    "pt.schedulers": (
+    "pt.optim.schedulers": (
         "get_constant_schedule",
         "get_constant_schedule_with_warmup",
         "get_cosine_schedule_with_warmup",
@@ -76,7 +76,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "get_scheduler",
         "get_wsd_schedule",
     ),
-    "pt.optimizers.adafactor": ("Adafactor",),
+    "pt.optim.optimizers.adafactor": ("Adafactor",),
     "jax.arguments": ("JAXTrainingArguments",),
     "jax.trainer": ("JAXTrainer",),
     "tf.arguments": ("TFTrainingArguments",),

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from loopwright.errors import ArgumentsError, MissingPackage, ModelError, NotAvailable  # noqa: E402
-from loopwright.pt.optim.optimizers import (
+from loopwright.pt.optim.optimizers import (  # noqa: E402
     OPTIMIZERS,
     Adafactor,
     Muon,
