@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
 
     def adjust(trainer: Any, args: Any, callbacks: list[Any]) -> list[Any]:
         _shorten(args, options, folder / OUTPUT)
-        trainer._resume_request = lambda *request: "auto"
+        trainer._loopwright._resume_request = lambda *request: "auto"
         return [*without_reporters(callbacks), Witness(trainer, journal, fault)]
 
     with suppress(Finished), adjusted_trainers(adjust):
@@ -119,16 +119,16 @@ def _shorten(args: Any, options: argparse.Namespace, output: Path) -> None:
 
 def _end_after_training(journal: Journal) -> None:
     """Have `train()` note what it ended with and leave the script."""
-    from ..core.base import BaseTrainer
+    from ..core.internals import Internals
 
-    original = BaseTrainer.train
+    original = Internals.train
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         original(self, *args, **kwargs)
-        journal.note("end", step=self.state.global_step, **digest(self))
+        journal.note("end", step=self.state.global_step, **digest(self.trainer))
         raise Finished
 
-    BaseTrainer.train = train  # type: ignore[method-assign]
+    Internals.train = train  # type: ignore[method-assign]
 
 
 def digest(trainer: Any) -> dict[str, Any]:

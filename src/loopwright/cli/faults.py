@@ -78,7 +78,8 @@ class MicroStepFault(Fault):
     def step_begins(self, trainer: Any, step: int, seconds: float) -> None:
         if step != self.moment.step:
             return
-        original = trainer.micro_step
+        internals = trainer._loopwright
+        original = internals.micro_step
         struck: list[int] = []
 
         def micro_step(update: Any, index: int) -> Any:
@@ -89,7 +90,7 @@ class MicroStepFault(Fault):
             self.moment.tell(type(self).__name__)
             return self.strike(trainer, loss)
 
-        trainer.micro_step = micro_step
+        internals.micro_step = micro_step
 
     def strike(self, trainer: Any, loss: Any) -> Any:
         raise NotImplementedError

@@ -67,17 +67,18 @@ class Replay:
 
     def _listen_for_request(self, trainer: Any) -> None:
         """Note what `train()` is asked to resume from: a run may have begun with a checkpoint from elsewhere."""
-        original = trainer._resume_request
+        internals = trainer._loopwright
+        original = internals._resume_request
 
         def noted(*request: Any) -> Any:
             self.requested = original(*request)
             return self.requested
 
-        trainer._resume_request = noted
+        internals._resume_request = noted
 
     def train(self, trainer: Any) -> Any:
         """Stands in for `train()`: replays the run's trainer; any other one trains as it did."""
-        from ..core.base import BaseTrainer
+        from ..core.trainer import BaseTrainer
 
         if trainer is self.trainer:
             self._replay(trainer)
@@ -92,12 +93,13 @@ class Replay:
         from ..core.loop import run_training
 
         self.start = self._checkpoint()
-        trainer.add_callback(Conductor(self))
-        trainer.save_now = lambda: None
+        trainer.add_callback(ReplayCallback(self))
+        internals = trainer._loopwright
+        internals.save_now = lambda: None
         trainer.is_in_train = True
-        trainer.prepare_training(self.start)
-        trainer._start_clock()
-        run_training(trainer)
+        internals.prepare_training(self.start)
+        internals._start_clock()
+        run_training(internals)
         rows = read_metrics(self.scratch) if (self.scratch / FILE_NAME).exists() else []
         self.row = logged_rows(rows).get(self.step, {})
 
@@ -127,7 +129,7 @@ def _resumable(manager: Any, path: str) -> str:
     return str(found)
 
 
-class Conductor(TrainerCallback):
+class ReplayCallback(TrainerCallback):
     """Logs where the run logged and stops at the step; added last, so that it has the last word."""
 
     def __init__(self, replay: Replay) -> None:
@@ -135,7 +137,7 @@ class Conductor(TrainerCallback):
         self._place: tuple[int, int] = (0, 0)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        progress = self.replay.trainer.progress
+        progress = self.replay.trainer._loopwright.progress
         self._place = (progress.epoch, progress.samples_in_epoch)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -153,12 +155,12 @@ class Conductor(TrainerCallback):
 
     def _samples(self) -> list[int] | None:
         """Which samples the last update took, where the order is loopwright's own."""
-        trainer = self.replay.trainer
-        sampler = getattr(trainer, "_ordered", None)
+        internals = self.replay.trainer._loopwright
+        sampler = getattr(internals, "_ordered", None)
         if sampler is None:
             return None
         epoch, start = self._place
-        return [int(each) for each in sampler.order.epoch(epoch)[start : trainer.progress.samples_in_epoch]]
+        return [int(each) for each in sampler.order.epoch(epoch)[start : internals.progress.samples_in_epoch]]
 
 
 def run(words: list[str]) -> int:
@@ -217,7 +219,7 @@ def _script(folder: Path, command: list[str]) -> Script:
 
 
 def _run_script(replay: Replay, script: Script) -> None:
-    from ..core.base import BaseTrainer
+    from ..core.trainer import BaseTrainer
 
     BaseTrainer.train_instead = replay.train
     try:

@@ -87,18 +87,18 @@ def split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
 @contextmanager
 def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
     """While entered, every trainer that is created passes through `adjust` first."""
-    from ..core.base import BaseTrainer
+    from ..core.internals import Internals
 
-    original = BaseTrainer._set_up
+    original = Internals._set_up
 
     def set_up(self: Any, args: Any, callbacks: list[Any], **context: Any) -> None:
-        original(self, args, adjust(self, args, callbacks), **context)
+        original(self, args, adjust(self.trainer, args, callbacks), **context)
 
-    BaseTrainer._set_up = set_up  # type: ignore[method-assign]
+    Internals._set_up = set_up  # type: ignore[method-assign]
     try:
         yield
     finally:
-        BaseTrainer._set_up = original  # type: ignore[method-assign]
+        Internals._set_up = original  # type: ignore[method-assign]
 
 
 def without_reporters(callbacks: list[Any]) -> list[Any]:

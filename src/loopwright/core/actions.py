@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from ..args.base import BaseArguments
 from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
@@ -16,6 +15,7 @@ from .checkpoint.manager import CheckpointManager
 from .deferred_logs import LogPoint, may_be_late
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
+from .hooks import Hooks
 from .meter import Meter, Reading
 from .outputs import speed_metrics
 from .overrides import adapt
@@ -30,11 +30,10 @@ from .throughput import Pace
 class Acting:
     """Grants what control asks for; the part of a trainer that has no loop."""
 
-    args: BaseArguments
-    state: TrainerState
-    control: TrainerControl
+    trainer: Hooks
+    """The user's trainer: overrides and attributes are always taken from it."""
+
     progress: Progress
-    callback_handler: CallbackHandler
     checkpoints: CheckpointManager
     notices: Notices
     meter: Meter
@@ -42,8 +41,6 @@ class Acting:
     strategy: Strategy
     signals: SignalWatch
     spikes: SpikeWatch
-    model: Any = None
-    lr_scheduler: Any = None
     learning_rate: float = 0.0
     is_probing: bool = False
     """Whether the loss is being computed only to see how it is scaled."""
@@ -57,6 +54,28 @@ class Acting:
     """Log points whose numbers are still being computed."""
     split: Any = None
     """The marks of the update whose time is being split into parts."""
+
+    # ---- what the user may replace ----------------------------------------------------------------------------------
+
+    @property
+    def args(self) -> Any:
+        return self.trainer.args
+
+    @property
+    def state(self) -> TrainerState:
+        return self.trainer.state  # type: ignore[no-any-return]
+
+    @property
+    def control(self) -> TrainerControl:
+        return self.trainer.control  # type: ignore[no-any-return]
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        return self.trainer.callback_handler  # type: ignore[no-any-return]
+
+    @property
+    def model(self) -> Any:
+        return self.trainer.model
 
     # ---- log, evaluate, save --------------------------------------------------------------------------------------
 
@@ -88,7 +107,7 @@ class Acting:
         if reading.nonfinite:
             logs["nonfinite_updates"] = reading.nonfinite
             self._report_nonfinite(step, reading)
-        self.store_flos()
+        self.trainer.store_flos()
         self._log_with_pace(logs)
         if self.args.on_spike == "rollback" and self.spikes.is_spike(reading.loss):
             self.roll_back(step - self._interval_length)
@@ -168,7 +187,7 @@ class Acting:
         raise NotImplementedError
 
     def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        adapt(self.log, "start_time")(logs, start_time=start_time)
+        adapt(self.trainer.log, "start_time")(logs, start_time=start_time)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the epoch, remember the numbers and hand them to the callbacks."""
@@ -217,10 +236,10 @@ class Acting:
         """Evaluate as the training loop does, and see whether this is the best so far."""
         try:
             with self._off_the_clock():
-                metrics = self._evaluate(None, self.ignore_keys_for_eval)
+                metrics = self.trainer._evaluate(None, self.ignore_keys_for_eval)
         except Interrupted:
             self.leave()
-        is_best = self._determine_best_metric(metrics=metrics, trial=None)
+        is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
             # A wish for time's or a trigger file's sake stays; the flow of steps and epochs has none here.
             self.control.should_save = self.control.should_save or is_best
@@ -234,14 +253,14 @@ class Acting:
             self._stop_if_nonfinite()
         started = time.monotonic()
         with self._off_the_clock():
-            adapt(self._save_checkpoint, "trial")(self.model, trial=None)
+            adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        metrics: dict[str, float] = adapt(self.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
+        metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
         if self.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: nothing has moved yet
-            self.lr_scheduler.step(metrics[self._metric_name(metrics)])
+            self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
@@ -301,7 +320,7 @@ class Acting:
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split as a table."""
-        if self.is_world_process_zero():
+        if self.trainer.is_world_process_zero():
             print(table(split, metrics))
 
     def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -310,21 +329,18 @@ class Acting:
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write the metrics to {split}_results.json and all_results.json."""
-        if self.is_world_process_zero():
+        if self.trainer.is_world_process_zero():
             folder = working_folder(self.args.output_dir)
             os.makedirs(folder, exist_ok=True)
             write_results(folder, split, metrics, combined=combined)
 
     def save_state(self) -> None:
         """Write trainer_state.json into the output folder."""
-        if self.is_world_process_zero():
+        if self.trainer.is_world_process_zero():
             folder = working_folder(self.args.output_dir)
             os.makedirs(folder, exist_ok=True)
             self.state.stateful_callbacks = self._callback_states()
             self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
-
-    def store_flos(self) -> None:
-        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
 
     def end(self) -> None:
         """Wait for saves in flight; trackers are finished when training ends."""
@@ -332,21 +348,6 @@ class Acting:
 
     def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Add memory figures when skip_memory_metrics=False."""
-
-    def add_callback(self, callback: Any) -> None:
-        self.callback_handler.add_callback(callback)
-
-    def pop_callback(self, callback: Any) -> Any:
-        return self.callback_handler.pop_callback(callback)
-
-    def remove_callback(self, callback: Any) -> None:
-        self.callback_handler.remove_callback(callback)
-
-    def is_local_process_zero(self) -> bool:
-        return self.args.local_process_index == 0
-
-    def is_world_process_zero(self) -> bool:
-        return self.args.process_index == 0
 
     def _not_yet(self, what: str) -> NoReturn:
         raise NotAvailable(f"{what} is not available yet, see docs/availability.md")

@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ArgumentsError, NotAvailable
-from ..notices import Notices
+from .actions import Acting
 from .plan import Plan
-from .state import Progress, TrainerState
 
 
-class ChangingMethods:
+class ChangingMethods(Acting):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
-    args: Any
     plan: Plan
-    state: TrainerState
-    progress: Progress
-    notices: Notices
     _asked_accumulation: int = 1
     """The accumulation the plan was made for; callbacks may ask for another one."""
     _first_accumulation: int = 1
@@ -25,15 +20,13 @@ class ChangingMethods:
     _is_resized: bool = False
     """Whether updates of this run had another size before, because the accumulation was changed in between."""
 
-    optimizer: Any
-    lr_scheduler: Any
     _optimizer_then: Any = None
     """The optimizer that training goes by; `self.optimizer` may have been assigned since."""
     _schedule_then: Any = None
 
     def begin_following(self) -> None:
         """Note what training begins with."""
-        self._optimizer_then, self._schedule_then = self.optimizer, self.lr_scheduler
+        self._optimizer_then, self._schedule_then = self.trainer.optimizer, self.trainer.lr_scheduler
 
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: take up methods that were assigned since the last one."""

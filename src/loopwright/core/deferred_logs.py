@@ -35,7 +35,7 @@ def may_be_late(trainer: Any) -> bool:
     args = trainer.args
     if not trainer.is_alone or args.on_spike is not None or args.on_nonfinite != "continue":
         return False
-    if is_overridden(trainer, "log"):
+    if is_overridden(trainer.trainer, "log"):
         return False
     handler = trainer.callback_handler
     listening = [each for event in BETWEEN for each, _ in handler._listening_to(event)]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .base import BaseTrainer
+    from .internals import Internals
 
 
-def run_training(trainer: BaseTrainer) -> None:
+def run_training(trainer: Internals) -> None:
     """Train from where the trainer's progress stands to the end of its plan."""
     control, events, progress = trainer.control, trainer.callback_handler, trainer.progress
 
@@ -43,7 +43,7 @@ def run_training(trainer: BaseTrainer) -> None:
         act(trainer)
 
 
-def act(trainer: BaseTrainer) -> None:
+def act(trainer: Internals) -> None:
     """Do what control asks for: log, then evaluate, then save."""
     control = trainer.control
     if control.should_log:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..args.paths import is_url, working_folder
-from .base import BaseTrainer
 from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
 from .checkpoint.json_files import read_json
 from .checkpoint.space import check_space
+from .internals import Internals
 from .packing import PackedPlan
 from .plan import Plan
 from .state import Progress, TrainerState
@@ -25,7 +25,7 @@ CHANGES = {
 """Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
 
 
-class ResumingMethods(BaseTrainer):
+class ResumingMethods(Internals):
     """The part of saving and resuming that needs no framework."""
 
     _resume_rng: Any = None
@@ -170,7 +170,7 @@ class ResumingMethods(BaseTrainer):
         folder = Path(self.checkpoints.local(self.checkpoints.complete()[step]))
         place = dataclasses.replace(self.progress)
         rng = self.strategy.rng_state()
-        self._load_from_checkpoint(str(folder))
+        self.trainer._load_from_checkpoint(str(folder))
         self._resume(str(folder))
         logged = self.progress.last_logged_step
         for each in dataclasses.fields(place):

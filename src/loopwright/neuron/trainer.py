@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,34 +15,24 @@ from ..pt.checkpoint.tensors import copy_into, host_copy, plain_module
 from ..pt.data.static_shapes import Static, StaticShapes
 from ..pt.device_traits import KINDS
 from ..pt.devices import is_lazy
+from ..pt.internals import TorchInternals
 from ..pt.rng import untouched_rng
-from ..pt.seq2seq import Seq2SeqTrainer
+from ..pt.seq2seq import Seq2SeqInternals, Seq2SeqTrainer
 from ..pt.trainer import Trainer
 from .arguments import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
 CACHE = "NEURON_COMPILE_CACHE_URL"
 
 
-class NeuronPolicy:
+class NeuronInternals(TorchInternals):
     """Few shapes everywhere, a kept compile cache, bf16 weights, and a run of every graph beforehand."""
 
-    args: Any
-    model: Any
-    device: torch.device
-    strategy: Any
-    default_arguments: type = NeuronTrainingArguments
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(Trainer.__init__).bind_partial(self, *args, **kwargs).arguments
-        arguments = given.get("args")
-        if arguments is None:
-            arguments = kwargs["args"] = self.default_arguments("tmp_trainer")
-            args = args[:1]
-        use_cache(arguments)
-        super().__init__(*args, **kwargs)
-        tell_device(self.device, arguments.use_cpu)
-        if getattr(arguments, "zero_1", False) and self.strategy.world_size > 1 and is_lazy(self.device):
-            self.notices.tell_once(  # type: ignore[attr-defined]
+    def construct(self, model: Any = None, args: Any = None, **given: Any) -> None:  # type: ignore[override]
+        use_cache(args)
+        super().construct(model, args, **given)
+        tell_device(self.device, args.use_cpu)
+        if getattr(args, "zero_1", False) and self.strategy.world_size > 1 and is_lazy(self.device):
+            self.notices.tell_once(
                 "zero_1: several processes on lazy XLA each keep the whole optimizer state; set zero_1=False, or let "
                 "one process drive the devices and spread it (xla_spmd='fsdp')"
             )
@@ -54,7 +43,7 @@ class NeuronPolicy:
     def _adopt_model(self, model: nn.Module) -> None:
         if getattr(self.args, "bf16_weights", False):
             model.to(torch.bfloat16)
-        super()._adopt_model(model)  # type: ignore[misc]
+        super()._adopt_model(model)
 
     # ---- compiling beforehand ---------------------------------------------------------------------------------------
 
@@ -63,68 +52,93 @@ class NeuronPolicy:
 
         Returns how many graphs were compiled, where the device counts them.
         """
-        trainer: Any = self
         before = self._graphs()
         with self._left_as_found():
-            trainer.prepare_training(None)
-            for batches in self._updates_of_each_shape(trainer):
-                trainer.update_step(trainer.make_update(batches))
-            if trainer.eval_dataset is not None:
-                self._evaluate_each_shape(trainer)
+            self.prepare_training(None)
+            for batches in self._updates_of_each_shape():
+                self.update_step(self.make_update(batches))
+            if self.trainer.eval_dataset is not None:
+                self._evaluate_each_shape()
         return self._graphs() - before
 
     def _graphs(self) -> int:
         return self.strategy.guard.graphs if hasattr(self.strategy, "guard") else 0
 
-    def _updates_of_each_shape(self, trainer: Any) -> Iterator[list[Any]]:
-        batch = next(iter(trainer.train_dataloader))
-        for each in in_each_length(batch, trainer.train_dataloader, trainer.args.static_lengths):
-            yield [each] * trainer.plan.accumulation
+    def _updates_of_each_shape(self) -> Iterator[list[Any]]:
+        batch = next(iter(self.train_dataloader))
+        for each in in_each_length(batch, self.train_dataloader, self.args.static_lengths):
+            yield [each] * self.plan.accumulation
 
-    def _evaluate_each_shape(self, trainer: Any) -> None:
-        loader = trainer.get_eval_dataloader()
+    def _evaluate_each_shape(self) -> None:
+        loader = self.trainer.get_eval_dataloader()
         batch = next(iter(loader))
-        batches = in_each_length(batch, loader, trainer.args.static_lengths)
-        trainer.strategy.evaluating()
-        loss_only = trainer.compute_metrics is None or trainer.args.prediction_loss_only
-        for _ in trainer._eval_steps(list(batches), loss_only, None):
+        batches = in_each_length(batch, loader, self.args.static_lengths)
+        self.strategy.evaluating()
+        loss_only = self.trainer.compute_metrics is None or self.args.prediction_loss_only
+        for _ in self._eval_steps(list(batches), loss_only, None):
             pass
 
     @contextmanager
     def _left_as_found(self) -> Iterator[None]:
         """Put back weights, the user's optimizer and schedule, random streams and callbacks."""
-        trainer: Any = self
-        module = plain_module(trainer.model)
+        module = plain_module(self.model)
         weights = host_copy(module.state_dict())
-        given = (trainer.optimizer, trainer.lr_scheduler)
+        given = (self.trainer.optimizer, self.trainer.lr_scheduler)
         states = [None if part is None else part.state_dict() for part in given]
-        events, trainer.callback_handler.callbacks = trainer.callback_handler.callbacks, []
-        mode, trainer.is_probing = module.training, True
+        events, self.trainer.callback_handler.callbacks = self.trainer.callback_handler.callbacks, []
+        mode, self.is_probing = module.training, True
         with untouched_rng():
             try:
                 yield
             finally:
-                trainer.is_probing = False
-                trainer.callback_handler.callbacks = events
-                trainer.finish_with_model()
-                trainer.release_data()
+                self.is_probing = False
+                self.trainer.callback_handler.callbacks = events
+                self.finish_with_model()
+                self.release_data()
                 copy_into(module, weights, strict=True, source="memory")
-                trainer.optimizer, trainer.lr_scheduler = given
+                self.trainer.optimizer, self.trainer.lr_scheduler = given
                 for part, state in zip(given, states, strict=True):
                     if part is not None:
                         part.load_state_dict(state)
                 module.train(mode)
-                trainer.strategy.zero_grad()
+                self.strategy.zero_grad()
 
 
-class NeuronTrainer(NeuronPolicy, Trainer):
+class Seq2SeqNeuronInternals(NeuronInternals, Seq2SeqInternals):
+    """The same, with generation."""
+
+
+class NeuronTrainer(Trainer):
     """Trainer on Trainium, natively or through XLA; on any other device the same script runs there."""
 
+    _loopwright: NeuronInternals
+    _loopwright_class: ClassVar[type[TorchInternals]] = NeuronInternals
 
-class Seq2SeqNeuronTrainer(NeuronPolicy, Seq2SeqTrainer):
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+        args = NeuronTrainingArguments("tmp_trainer") if args is None else args
+        super().__init__(model, args, *positional, **keywords)
+
+    def precompile(self) -> int:
+        """Run every distinct graph of training and evaluation once; weights, optimizer and random streams stay.
+
+        Returns how many graphs were compiled, where the device counts them.
+        """
+        return self._loopwright.precompile()
+
+
+class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
     """Seq2SeqTrainer on Trainium: generation in evaluation and prediction."""
 
-    default_arguments = Seq2SeqNeuronTrainingArguments
+    _loopwright: Seq2SeqNeuronInternals
+    _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqNeuronInternals
+
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+        args = Seq2SeqNeuronTrainingArguments("tmp_trainer") if args is None else args
+        super().__init__(model, args, *positional, **keywords)
+
+    def precompile(self) -> int:
+        """As `NeuronTrainer.precompile`."""
+        return self._loopwright.precompile()
 
 
 def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterator[Any]:
@@ -165,4 +179,3 @@ def tell_device(device: torch.device, asked_for_cpu: bool) -> None:
         return
     commands = "\n".join(f"  {name}: {kind.install}" for name, kind in KINDS.items())
     logger.warning(f"no accelerator was found, so training runs on the CPU; to get one into torch:\n{commands}")
-

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..args.paths import working_folder
+from ..core.internals import Internals
 from ..core.overrides import is_overridden
 from ..core.update import Update
 from ..notices import logger
@@ -51,20 +52,12 @@ INPUTS_ARE_THEIRS = {
 """Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
 
 
-class SpeedMethods:
+class SpeedMethods(Internals):
     """What a trainer does about speed."""
 
-    args: Any
-    model: Any
     device: Any
     strategy: Any
     accounting: Any
-    plan: Any
-    state: Any
-    notices: Any
-    callback_handler: Any
-    compute_loss_func: Any
-    optimizer: Any
     speed_plan: dict[str, Any] | None = None
     _speed: Conductor | None = None
     """None when micro-batches stay as the collator made them."""
@@ -92,7 +85,7 @@ class SpeedMethods:
 
     def _why_not(self) -> str | None:
         for name, reason in BATCHES_ARE_THEIRS.items():
-            if is_overridden(self, name):
+            if is_overridden(self.trainer, name):
                 return reason
         if self.args.neftune_noise_alpha is not None:
             return "neftune_noise_alpha is set, and the size of its noise depends on the length of rows"
@@ -137,7 +130,7 @@ class SpeedMethods:
             is_shared=self.strategy.world_size > 1,
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),
             device_memory=lambda: total_memory(self.device),
-            model_bytes=lambda: model_bytes(model.parameters(), states=states_per_weight(self.optimizer)),
+            model_bytes=lambda: model_bytes(model.parameters(), states=states_per_weight(self.trainer.optimizer)),
             recompute=lambda policy: checkpoint_activations(model, {"policy": policy}),
             policies=recomputing_policies(model),
             recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
@@ -160,14 +153,14 @@ class SpeedMethods:
 
     def _training_objects(self) -> tuple[Any, ...]:
         """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
-        accumulation, loss = self.args.gradient_accumulation_steps, self.compute_loss_func
-        return (self.optimizer, accumulation, loss, self.model, self.strategy.changes)
+        accumulation, loss = self.args.gradient_accumulation_steps, self.trainer.compute_loss_func
+        return (self.trainer.optimizer, accumulation, loss, self.model, self.strategy.changes)
 
     def _why_only_grouped(self) -> str | None:
         for name, reason in INPUTS_ARE_THEIRS.items():
-            if is_overridden(self, name):
+            if is_overridden(self.trainer, name):
                 return reason
-        if self.compute_loss_func is not None:
+        if self.trainer.compute_loss_func is not None:
             return "compute_loss_func is given, and may look at the outputs of padded batches"
         return None
 
@@ -190,7 +183,10 @@ class SpeedMethods:
             ("gradient_checkpointing is on", args.gradient_checkpointing),
             ("fp8 is on", args.fp8),
             ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
-            ("autocast_smart_context_manager is overridden", is_overridden(self, "autocast_smart_context_manager")),
+            (
+                "autocast_smart_context_manager is overridden",
+                is_overridden(self.trainer, "autocast_smart_context_manager"),
+            ),
         )
         found = next((reason for reason, is_so in reasons if is_so), None)
         found = found or self._why_only_grouped()
@@ -234,7 +230,7 @@ class SpeedMethods:
     def _untouched(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
-            with sandbox(self.model, self), self._as_written():
+            with sandbox(self.model, self.trainer), self._as_written():
                 yield
         finally:
             self.is_probing = False

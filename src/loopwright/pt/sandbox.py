@@ -36,12 +36,11 @@ LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas",
 INSTALLED = ("site-packages", "dist-packages")
 NOT_STATE = frozenset(
     {
-        "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset",
-        "eval_dataset", "train_dataloader", "processing_class", "callback_handler", "strategy",
-        "accounting", "notices", "signals", "meter", "pace", "plan", "progress", "work", "_held", "_speed", "_copies",
+        "_loopwright", "accelerator", "args", "state", "control", "model", "model_wrapped", "optimizer", "lr_scheduler",
+        "train_dataset", "eval_dataset", "processing_class", "callback_handler",
     }
 )  # fmt: skip
-"""Attributes of a trainer that no loss changes, or that are large: data, the run's own parts."""
+"""Attributes of a trainer that no loss changes, or that are large."""
 Undo = Callable[[], None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
 from .devices import is_lazy
 from .evaluation.prompts import answers_of, prompts_of
+from .internals import TorchInternals
 from .strategies.base import on_host
 from .trainer import Trainer
 
@@ -23,31 +24,14 @@ DEFAULT_MAX_LENGTH = 20
 """How long transformers generates when nobody says how long."""
 
 
-class Seq2SeqTrainer(Trainer):
-    """A Trainer whose evaluation can generate: summaries, translations, answers."""
-
-    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
-        args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else args
-        self._gen_kwargs: dict[str, Any] = {}
-        super().__init__(model, args, *positional, **keywords)
+class Seq2SeqInternals(TorchInternals):
+    """Generation beside the loss, in evaluation and prediction."""
 
     def _adopt_model(self, model: nn.Module) -> None:
         super()._adopt_model(model)
         config = getattr(self.args, "generation_config", None)
         if config is not None:
-            plain_module(model).generation_config = self.load_generation_config(config)
-
-    @staticmethod
-    def load_generation_config(gen_config_arg: Any) -> Any:
-        """A GenerationConfig from itself, a file, a folder or a name."""
-        from transformers import GenerationConfig
-
-        if isinstance(gen_config_arg, GenerationConfig):
-            return gen_config_arg
-        path = Path(gen_config_arg)
-        if path.is_file():
-            return GenerationConfig.from_pretrained(str(path.parent), config_file_name=path.name)
-        return GenerationConfig.from_pretrained(str(gen_config_arg))
+            plain_module(model).generation_config = self.trainer.load_generation_config(config)
 
     # ---- evaluating -------------------------------------------------------------------------------------------------
 
@@ -59,7 +43,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """As Trainer.evaluate; `gen_kwargs` go to `model.generate` in this call."""
-        self._gen_kwargs = self._generation_options(gen_kwargs or self._gen_kwargs_of_outer_call())
+        self.trainer._gen_kwargs = self._generation_options(gen_kwargs or self._gen_kwargs_of_outer_call())
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
@@ -70,12 +54,12 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """As Trainer.predict; `gen_kwargs` go to `model.generate` in this call."""
-        self._gen_kwargs = self._generation_options(gen_kwargs)
+        self.trainer._gen_kwargs = self._generation_options(gen_kwargs)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def _gen_kwargs_of_outer_call(self) -> dict[str, Any]:
         """evaluate() of several named sets calls itself: the options stay those of the first call."""
-        return self._gen_kwargs if self._evaluating_each else {}
+        return self.trainer._gen_kwargs if self._evaluating_each else {}
 
     def _generation_options(self, given: dict[str, Any]) -> dict[str, Any]:
         """The call's own options, then those of the arguments.
@@ -109,12 +93,12 @@ class Seq2SeqTrainer(Trainer):
         """Loss, generated ids and labels of one batch; without generation, as Trainer.prediction_step."""
         if prediction_loss_only or not self._generates():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        options = gen_kwargs or self._gen_kwargs or self._generation_options({})
+        inputs = self.trainer._prepare_inputs(inputs)
+        options = gen_kwargs or self.trainer._gen_kwargs or self._generation_options({})
         plain = plain_module(model)
         # Where each look at a value is a graph, tokens are chosen and counted on the host.
         source = on_host(inputs) if is_lazy(self.device) else inputs
-        with torch.no_grad(), self.compute_loss_context_manager(), self.strategy.generating(plain):
+        with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.strategy.generating(plain):
             generate = self._generate_from_encoder if self._has_encoder() else self._generate_from_prompts
             generated = generate(plain, source, self._with_fixed_cache(plain, options))
         labels = source.get("labels")
@@ -161,14 +145,20 @@ class Seq2SeqTrainer(Trainer):
 
     def _generate_from_encoder(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
         # The decoder's inputs of training hold the answer; generation starts from nothing.
-        hidden = {"labels", "decoder_input_ids", "decoder_attention_mask", "num_items_in_batch", *self.label_names}
+        hidden = {
+            "labels",
+            "decoder_input_ids",
+            "decoder_attention_mask",
+            "num_items_in_batch",
+            *self.trainer.label_names,
+        }
         generated = model.generate(**{name: v for name, v in inputs.items() if name not in hidden}, **options)
         return self._padded(model, generated, options, extra=1)
 
     def _generate_from_prompts(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
         width = inputs["input_ids"].shape[1] if is_lazy(self.device) else None
         prompts, mask = prompts_of(inputs, pad=self._pad_token(model), width=width)
-        hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.label_names}
+        hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.trainer.label_names}
         # Images and the like go with the prompt; what belongs to single tokens no longer stands where they do.
         shape = inputs["input_ids"].shape
         others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
@@ -181,7 +171,7 @@ class Seq2SeqTrainer(Trainer):
         new = options.get("max_new_tokens") or config.max_new_tokens
         whole = (options.get("max_length") or 0, config.max_length or DEFAULT_MAX_LENGTH) if extra else ()
         longest = max(new + extra if new else 0, *whole, 0)
-        return self._pad_tensors_to_max_len(generated, longest) if generated.shape[-1] < longest else generated
+        return self.trainer._pad_tensors_to_max_len(generated, longest) if generated.shape[-1] < longest else generated
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
         wide = tensor.new_full((tensor.shape[0], max_length), self._pad_token(plain_module(self.model)))
@@ -190,7 +180,11 @@ class Seq2SeqTrainer(Trainer):
 
     def _pad_token(self, model: Any) -> int:
         """The id that pads: the tokenizer's, else the model's."""
-        places = (self.processing_class, getattr(model, "generation_config", None), getattr(model, "config", None))
+        places = (
+            self.trainer.processing_class,
+            getattr(model, "generation_config", None),
+            getattr(model, "config", None),
+        )
         for place in places:
             for name in ("pad_token_id", "eos_token_id"):
                 found = getattr(place, name, None)
@@ -198,3 +192,61 @@ class Seq2SeqTrainer(Trainer):
                     return int(found[0] if isinstance(found, (list, tuple)) else found)
         raise ArgumentsError("generating in batches needs a padding token: set model.generation_config.pad_token_id")
 
+
+class Seq2SeqTrainer(Trainer):
+    """A Trainer whose evaluation can generate: summaries, translations, answers."""
+
+    _loopwright: Seq2SeqInternals
+    _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqInternals
+
+    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+        args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else args
+        self._gen_kwargs: dict[str, Any] = {}
+        super().__init__(model, args, *positional, **keywords)
+
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> Any:
+        """A GenerationConfig from itself, a file, a folder or a name."""
+        from transformers import GenerationConfig
+
+        if isinstance(gen_config_arg, GenerationConfig):
+            return gen_config_arg
+        path = Path(gen_config_arg)
+        if path.is_file():
+            return GenerationConfig.from_pretrained(str(path.parent), config_file_name=path.name)
+        return GenerationConfig.from_pretrained(str(gen_config_arg))
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+        **gen_kwargs: Any,
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; `gen_kwargs` go to `model.generate` in this call."""
+        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+
+    def predict(
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+        **gen_kwargs: Any,
+    ) -> PredictionOutput:
+        """As `Trainer.predict`; `gen_kwargs` go to `model.generate` in this call."""
+        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Loss, generated ids and labels of one batch; without generation, as `Trainer.prediction_step`."""
+        return self._loopwright.prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+        """Generated ids padded to one length. Called for every batch that generates."""
+        return self._loopwright._pad_tensors_to_max_len(tensor, max_length)

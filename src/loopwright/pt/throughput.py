@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.base import BaseTrainer
+from ..core.internals import Internals
 from ..core.throughput import Interval, Pace
 from ..core.update import Update
 from ..notices import logger
@@ -24,10 +24,9 @@ from .rng import untouched_rng
 GIB = 2**30
 
 
-class PacingMethods(BaseTrainer):
+class PacingMethods(Internals):
     """How fast a run goes, and where its time goes."""
 
-    args: Any
     strategy: Any
     device: torch.device
     work: Any
@@ -80,7 +79,7 @@ class PacingMethods(BaseTrainer):
         step = self.state.global_step
         if self.split is None:
             try:
-                self.split, self.split_at = Split(self.device, self.model_wrapped), step + 1
+                self.split, self.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 self.split_at = -1
                 logger.info(f"the time of updates is not split into parts: {self.device} has no timed events: {error}")

@@ -1,60 +1,54 @@
-"""Trainer: the override points of training with PyTorch."""
+"""Trainer: everything you can call and override.
+
+Each method says when it is called and with what, and hands the work to a part: read on where it leads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ..callbacks.defaults import default_callbacks
-from ..core.overrides import accepts, is_overridden
-from ..errors import ModelError
-from .accelerator import AcceleratorFace
+from ..core.events import CallbackHandler
+from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
+from ..core.state import TrainerControl, TrainerState
+from ..core.trainer import BaseTrainer, derived
+from ..speed.report import SpeedReport
 from .arguments import TrainingArguments
-from .checkpoint.rank_state import own_random_states
-from .checkpoint.save import SavingMethods
-from .checkpoint.tensors import HostCopies
-from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
-from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
-from .distributed.heartbeat import Watch, patience_for
-from .distributed.sync import SharingMethods, agreeing
-from .evaluation.metric_inputs import metrics_function
-from .evaluation.precheck import RehearsalMethods
-from .loss.targets import LabelSmoother
-from .memory_metrics import MemoryMeter
-from .model.changes import ChangeMethods
-from .model.neftune import add_embedding_noise
-from .model.options import (
-    buffers_and_parameters_on,
-    checkpoint_activations,
-    compile_as_asked,
-    convert_to_fp8,
-    move_model,
-    set_use_cache,
-)
+from .internals import TorchInternals
 from .optim.creation import OptimizerMethods
-from .precision import choose_precision, set_tf32
-from .rng import enable_full_determinism, set_seed
-from .strategies.choose import asked_for, choose_strategy, told
-from .throughput import PacingMethods
-from .token_counter import WorkCounter, operations_per_token, tokens_in
 
 
-class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
-    """Trains, evaluates and saves any PyTorch model."""
+class Trainer(BaseTrainer):
+    """Trains, evaluates and saves any PyTorch model.
 
-    args: Any
-    strategy: Any
+    A subclass may override every method of this page, and use any other name for its own methods and attributes.
+    """
+
+    _loopwright: TorchInternals
+    _loopwright_class: ClassVar[type[TorchInternals]] = TorchInternals
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    model: Any = None
+    model_wrapped: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    processing_class: Any
+    compute_metrics: Any
+    is_in_train: bool = False
     loss_is_scaled_for_ga: bool | None = None
     """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
-    _noise: Any = None
-    fp8: Any = None
-    """The layers that compute in fp8, when that was asked for."""
-    compiled: Any = None
-    """The compiled blocks, when torch_compile asks for them."""
+    _signature_columns: list[str] | None = None
+    """Columns of the data that are kept; set it in a subclass, or leave it to `_set_signature_columns_if_needed`."""
 
     # What other trainers have and overrides may ask for.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
@@ -78,116 +72,210 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **old_names: Any,
     ) -> None:
-        args = TrainingArguments("tmp_trainer") if args is None else args
-        processing_class = old_tokenizer(processing_class, old_names)
-        check_constructor(
-            model,
-            model_init,
-            optimizers,
-            optimizer_cls_and_kwargs,
-            args,
-            (train_dataset, eval_dataset),
+        self._loopwright = self._loopwright_class(self)
+        self._loopwright.construct(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            **old_names,
         )
-        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
-        set_tf32(args.tf32)
-        self.device = args.device
-        self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.compute_metrics = metrics_function(compute_metrics, self.device)
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self.processing_class = processing_class
-        self.optimizer, self.lr_scheduler = optimizers
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.data_collator = data_collator or default_collator(processing_class)
-        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
-        self.is_alone = self.strategy.world_size == 1
-        self.accelerator = AcceleratorFace(self.strategy, lambda: self.current_gradient_accumulation_steps)
-        self.memory = MemoryMeter(self.device)
-        self._copies = HostCopies()
-        if not self.is_alone:
-            self.handler_class = agreeing(self.strategy.host.rows)
-        self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
-        self.signals.shared = not self.is_alone
-        asked = asked_for(args)
-        self.is_fsdp_enabled, self.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
-        for text in told(args):
-            self.notices.tell_once(text)
-        if args.should_save:
-            self._check_output_dir()
-        self._adopt_model(self.call_model_init() if model is None else model)
-        self.callback_handler.fire("on_init_end")
 
-    def _adopt_model(self, model: nn.Module) -> None:
-        """Place the model and find out what its forward takes."""
-        self.model = model
-        self.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
-        set_use_cache(model, self.args.use_cache)
-        if self.place_model_on_device:
-            self._move_model_to_device(model, self.device)
-        self.model_wrapped = self.strategy.setup_model(model, place=False)
-        self.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
-        self.can_return_loss = takes_loss_flag(model)
-        self._forward_takes = forward_parameters(model)
-        self._forward_takes_any = takes_anything(model)
-        self.splitter = self._make_splitter()
-        self.model_accepts_loss_kwargs = bool(
-            getattr(
-                innermost(model),
-                "accepts_loss_kwargs",
-                # A forward of *args, **kwargs passes everything on to nobody knows whom: it is told nothing.
-                self._forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
-            )
-        )
-        self.label_smoother = None
-        if self.args.label_smoothing_factor:
-            self.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
-        self.callback_handler.context["model"] = model
-        self.accounting = self._make_accounting()
-        self._bind_overrides()
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        move_model(model, device)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model from `model_init`."""
-        assert self.model_init is not None
-        with torch.device("meta") if self.strategy.makes_empty else nullcontext():
-            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
-        if model is None:
-            raise ModelError("model_init() returned None; it must return the model")
-        return model
-
-    @property
+    @derived
     def place_model_on_device(self) -> bool:
         """Whether the trainer moves the model to the device."""
-        if self.strategy.is_sharded:  # each process takes its part only
-            return False
-        return self.args.place_model_on_device is not False and not self.is_model_parallel
+        return self._loopwright.places_model
 
-    @property
+    @derived
     def tokenizer(self) -> Any:
         """What `processing_class` was called before."""
         return self.processing_class
 
-    @property
+    @derived
     def current_gradient_accumulation_steps(self) -> int:
         """Micro-batches of the current update: fewer at the end of an epoch."""
-        return self.args.gradient_accumulation_steps if self._micro_batches is None else self._micro_batches
+        return self._loopwright.current_accumulation
 
-    @property
+    @derived
     def gather_function(self) -> Callable[[Any], Any]:
         """Collects values from all processes."""
-        return self.strategy.gather
+        return self._loopwright.strategy.gather
 
-    @property
+    @derived
     def neftune_noise_alpha(self) -> float | None:
         """The size of the noise on embeddings."""
         return self.args.neftune_noise_alpha
 
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **old_names: Any,
+    ) -> TrainOutput:
+        """Train to the end of the plan; returns the number of updates, the mean loss and the metrics of the run.
+
+        `resume_from_checkpoint`: a folder, True for the newest checkpoint, or "auto" for the newest one if
+        there is any.
+        """
+        return self._loopwright.train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old_names)
+
+    # ---- one micro-batch ---------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of one micro-batch; returns its part of the update's loss.
+
+        Called once per micro-batch with the wrapped model, the batch as the collator made it, and the number of
+        targets of the whole update.
+        """
+        return self._loopwright.training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+
+        Called by `training_step` and `prediction_step` with the batch on the device. An override may return the
+        mean over its targets, or `(sum, count)`; with `return_outputs=True` also the outputs.
+        """
+        return self._loopwright.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss: autocast. Entered by `training_step` and `prediction_step`."""
+        return self._loopwright.compute_loss_context_manager()
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """The autocast context; what `compute_loss_context_manager` returns."""
+        return self._loopwright.autocast_smart_context_manager(cache_enabled)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """The batch on the device, in a container of its own. Called once per micro-batch, by `training_step`."""
+        return self._loopwright._prepare_inputs(inputs)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """One value of a batch on the device. Called by `_prepare_inputs` if a subclass overrides it."""
+        return self._loopwright._prepare_input(data)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """The next micro-batches of one update and the number of targets in them.
+
+        Called once per update if overridden.
+        """
+        return self._loopwright.get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """The targets of an update's micro-batches; None when they have no labels. Called once per update."""
+        return self._loopwright._get_num_items_in_batch(batch_samples, device)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Operations of forward and backward: 6 x tokens x parameters outside the embeddings.
+
+        Called once per micro-batch if overridden.
+        """
+        return self._loopwright.floating_point_ops(inputs)
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of the training data. Called once, when training begins."""
+        return self._loopwright.get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
+        """The loader of the evaluation data, or of one of its named sets. Called by every `evaluate`."""
+        return self._loopwright.get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
+        """The loader of the data to predict. Called by every `predict`."""
+        return self._loopwright.get_test_dataloader(test_dataset)
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler: Any = None,
+        drop_last: bool = False,
+        **ignored: Any,
+    ) -> DataLoader[Any]:
+        """A DataLoader over a dataset. Called by the three methods above with "training", "evaluation" or "test"."""
+        return self._loopwright._get_dataloader(dataset, description, batch_size, sampler, drop_last, **ignored)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        """The sampler of the training data: seed, epoch and position decide the order.
+
+        Called by `get_train_dataloader`.
+        """
+        return self._loopwright._get_train_sampler(train_dataset)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
+        """The sampler of evaluation data; None keeps the order of the dataset. Called by the loaders of evaluation."""
+        return self._loopwright._get_eval_sampler(eval_dataset)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """The samples behind a loader; an estimate when the dataset has no length. Called when the run is planned."""
+        return self._loopwright.num_examples(dataloader)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Set `_signature_columns` to what the model's forward takes. Called before columns are removed."""
+        self._loopwright._set_signature_columns_if_needed()
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The dataset as given: columns are removed after loading, so that lazy transforms see all of them.
+
+        Called for every loader.
+        """
+        return self._loopwright._remove_unused_columns(dataset, description)
+
+    def _get_collator_with_removed_columns(
+        self, data_collator: Callable[[Any], Any], description: str | None = None
+    ) -> Callable[[Any], Any]:
+        """The collator, without the columns the model does not take. Called for every loader."""
+        return self._loopwright._get_collator_with_removed_columns(data_collator, description)
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[int, int, int, int, int, int | None, int]:
+        """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates.
+
+        Called when the run is planned if overridden.
+        """
+        return self._loopwright.set_initial_training_values(args, dataloader, total_train_batch_size)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of one update over all processes: the effective batch size."""
+        return self._loopwright.get_total_train_batch_size(args)
+
+    # ---- model -------------------------------------------------------------------------------------------------------
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from `model_init`. Called by the constructor, and when training begins."""
+        return self._loopwright.call_model_init(trial)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model. Called by the constructor, and when another model is assigned."""
+        self._loopwright._move_model_to_device(model, device)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model as the training step calls it: wrapped for DDP or FSDP, the model itself on one device.
+
+        Called once, when training begins.
+        """
+        return self._loopwright._wrap_model(model, training, dataloader)
+
     def get_tp_size(self) -> int:
         """Devices one tensor is split over."""
-        return int(self.strategy.copies)
+        return self._loopwright.get_tp_size()
 
     def get_cp_size(self) -> int:
         """Devices one sequence is split over."""
@@ -197,103 +285,198 @@ class Trainer(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods,
         """Devices the tokens of one sequence are split over."""
         return 1
 
-    # ---- getting ready ----------------------------------------------------------------------------------------------
+    # ---- optimizer and schedule --------------------------------------------------------------------------------------
 
-    def prepare_training(self, checkpoint: str | None) -> None:
-        args = self.args
-        if not args.skip_memory_metrics:
-            self.memory.start()
-        if self.model_init is not None:
-            set_seed(args.seed)
-            self._adopt_model(self.call_model_init())
-            self.optimizer = self.lr_scheduler = None
-        elif self.model is not self.strategy.model:
-            self._adopt_assigned_model()
-        self._kept_accumulation = self._scheduled_then = None
-        if checkpoint is not None:
-            self._load_from_checkpoint(checkpoint)
-            self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
-        self._switch_on_model_options()
-        self.train_dataloader = self.share_loader(self.get_train_dataloader())
-        self.plan = self._make_plan(self.train_dataloader)
-        if checkpoint is not None:
-            self.plan = self.plan_to_go_on(checkpoint)
-            self._scheduled_then = self._updates_scheduled(checkpoint)
-        self._start_state()
-        self._prepare_optimizer()
-        self.accounting = self._make_accounting()
-        self._bind_overrides()
-        self._speed = self._start_speed()
-        self._start_modules()
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        elif self.strategy.data_rank:  # the first process draws what one process would
-            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
-        self.check_saving()
-        self.check_metric_name()
-        self.strategy.training()
-        self.strategy.zero_grad()
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `self.optimizer` and `self.lr_scheduler`, unless they were given. Called once, when training begins."""
+        self._loopwright.create_optimizer_and_scheduler(num_training_steps)
 
-    def watched(self) -> AbstractContextManager[Any]:
-        if self.is_alone:
-            return nullcontext()
-        return Watch(
-            rank=self.strategy.rank,
-            world=self.strategy.world_size,
-            step=lambda: self.state.global_step,
-            patience=patience_for(self.args.ddp_timeout),
-            connect=self.strategy.processes.store.clone,
-            heard=lambda: self.strategy.alarm.heard,
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The optimizer the arguments name, over the trainable parameters.
+
+        Called by `create_optimizer_and_scheduler`.
+        """
+        return self._loopwright.create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule the arguments name. Called by `create_optimizer_and_scheduler`, after the optimizer."""
+        return self._loopwright.create_scheduler(num_training_steps, optimizer)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        """The class and keyword arguments of the optimizer the arguments name. Called by `create_optimizer`."""
+        return OptimizerMethods.get_optimizer_cls_and_kwargs(args, model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The parameters that weight decay applies to: no biases, no norms. Called by `create_optimizer`."""
+        return self._loopwright.get_decay_parameter_names(model)
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """The options of the group a parameter belongs to, or of all groups."""
+        return self._loopwright.get_optimizer_group(param)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return self._loopwright.get_learning_rates()
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate that is logged. Called after every update."""
+        return self._loopwright._get_learning_rate()
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of trainable parameters."""
+        return self._loopwright.get_num_trainable_parameters()
+
+    # ---- evaluation and prediction -----------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets.
+
+        Called by the user, and during training whenever `control.should_evaluate` is set.
+        """
+        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions in the dataset's order, its labels if it has any, and metrics. Called by the user."""
+        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Go through a loader with `prediction_step`; returns predictions, labels, metrics and the number of samples.
+
+        Called by `evaluate` and `predict`.
+        """
+        return self._loopwright.evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
-    def _switch_on_model_options(self) -> None:
-        args = self.args
-        if args.gradient_checkpointing:
-            checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
-        if args.neftune_noise_alpha is not None:
-            self._noise = add_embedding_noise(self.model, args.neftune_noise_alpha)
-        if args.fp8:
-            self.fp8 = convert_to_fp8(self.model, args, self.notices)
-        if args.torch_compile:
-            self.compiled = compile_as_asked(self.model, args, self.notices)
-        self.model_wrapped = self._wrap_model(self.model)
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of one batch. Called for every batch of an evaluation or prediction."""
+        return self._loopwright.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def finish_with_model(self) -> None:
-        super().finish_with_model()
-        self._known = self._micro_batches = self._stamp = None
-        self._copies.clear()
-        if self._speed is not None:
-            self._speed.finish()
-        if self._noise is not None:
-            self._noise.remove()
-            self._noise = None
-        if self.fp8 is not None:
-            self.fp8.remove()
-        self._keep_compiled()
-        if self.compiled is not None:
-            self.compiled.finish()
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+        """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
+        return self._loopwright._evaluate(trial, ignore_keys_for_eval)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model as the loop calls it; on one device it is the model itself."""
-        return self.strategy.wrap(model) if training else model
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Keep the metric in the state if it is the best so far; returns whether it is.
 
-    def _start_state(self) -> None:
-        super()._start_state()
-        self.micro_split = 1
-        self._resume_rng = None
-        self.work = WorkCounter(
-            self.model,
-            self._input_name(),
-            tokens=self.args.include_num_input_tokens_seen,
-            operations=self.floating_point_ops if is_overridden(self, "floating_point_ops") else None,
-        )
+        Called after every `_evaluate`.
+        """
+        return self._loopwright._determine_best_metric(metrics, trial)
 
-    # ---- work done --------------------------------------------------------------------------------------------------
+    # ---- logs and reports --------------------------------------------------------------------------------------------
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
-        return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the epoch, append the numbers to `state.log_history` and pass them to the callbacks.
 
-    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        if not self.args.skip_memory_metrics:
-            metrics.update(self.memory.figures(split))
+        Called at log points, after evaluations and at the end of training.
+        """
+        self._loopwright.log(logs, start_time)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of a split as a table. Called by the user."""
+        self._loopwright.log_metrics(split, metrics)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics in readable form."""
+        return self._loopwright.metrics_format(metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write the metrics to {split}_results.json and all_results.json. Called by the user."""
+        self._loopwright.save_metrics(split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json into the output folder. Called by the user."""
+        self._loopwright.save_state()
+
+    def store_flos(self) -> None:
+        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
+
+    def speed_report(self) -> SpeedReport:
+        """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
+        return self._loopwright.speed_report()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights.
+
+        Called by the user, and for every checkpoint if overridden.
+        """
+        self._loopwright.save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the files of `save_model` into a folder, on the process that writes."""
+        self._loopwright._save(output_dir, state_dict)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write a checkpoint of the last finished update. Called whenever `control.should_save` is set."""
+        self._loopwright._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint. Called when training resumes."""
+        self._loopwright._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint into the model.
+
+        Called after training, with `load_best_model_at_end`.
+        """
+        self._loopwright._load_best_model()
+
+    # ---- callbacks and processes -------------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: a class or an instance."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.args.process_index == 0
+
+    def end(self) -> None:
+        """Wait for checkpoints that are still being written; trackers are finished when training ends."""
+        self._loopwright.end()
+
+    # ---- hub and search ----------------------------------------------------------------------------------------------
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search for good arguments (not available yet)."""
+        return self._loopwright.hyperparameter_search(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push the model to a hub (not available yet)."""
+        return self._loopwright.push_to_hub(*args, **kwargs)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the hub repository (not available yet)."""
+        self._loopwright.init_hf_repo(token)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a model card (not available yet)."""
+        self._loopwright.create_model_card(*args, **kwargs)

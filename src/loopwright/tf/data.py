@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.base import BaseTrainer
+from ..core.internals import Internals
 from ..core.order import Order
 from ..core.overrides import is_overridden
 from ..core.plan import Plan, make_plan
@@ -30,15 +30,10 @@ from .sources import (
 )
 
 
-class DataMethods(BaseTrainer):
+class DataMethods(Internals):
     """Sources of batches, their order, and where they stand; every public method may be overridden."""
 
-    args: Any
     info: ModelInfo
-    data_collator: Callable[[list[Any]], Any] | None
-    train_dataset: Any
-    eval_dataset: Any
-    label_names: list[str] | None
     source: Any = None
     _resume_rng: Any = None
     _stream: Any = None
@@ -50,16 +45,16 @@ class DataMethods(BaseTrainer):
 
     def get_train_tfdataset(self) -> Any:
         """The batches of the training data; an override may return a batched tf.data pipeline."""
-        if self.train_dataset is None:
+        if self.trainer.train_dataset is None:
             raise DataError("training needs a train_dataset: TFTrainer(..., train_dataset=...)")
         self.total_train_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        return self._make_source(self.train_dataset, "training", self.args.train_batch_size, training=True)
+        return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
         """The batches of the evaluation data, how many they are and how many samples (None if not known)."""
         if isinstance(eval_dataset, str):
             eval_dataset = self._named_eval_dataset(eval_dataset)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise DataError("evaluation needs an eval_dataset: TFTrainer(..., eval_dataset=...) or evaluate(dataset)")
         source = self._make_source(dataset, "evaluation", self.args.eval_batch_size)
@@ -71,7 +66,7 @@ class DataMethods(BaseTrainer):
         return source, source.batches, source.examples
 
     def _named_eval_dataset(self, name: str) -> Any:
-        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        sets = self.trainer.eval_dataset if isinstance(self.trainer.eval_dataset, Mapping) else {}
         if name not in sets:
             known = ", ".join(sets) or "no named sets"
             raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
@@ -85,9 +80,9 @@ class DataMethods(BaseTrainer):
         finish = self._finish
         if is_tf_data(dataset):
             return self._pipeline_source(dataset, what, size, training=training, drop=drop)
-        collate = self.data_collator or stack_samples
+        collate = self.trainer.data_collator or stack_samples
         if is_columns(dataset) or is_map_style(dataset):
-            pick, n = picker(dataset, collate, own_collator=self.data_collator is not None)
+            pick, n = picker(dataset, collate, own_collator=self.trainer.data_collator is not None)
             order = self._order(dataset, n) if training else Order(n, 0, "sequential")
             return MapSource(pick, n, order, size=size, drop_last=drop, finish=finish)
         if training and self._sampling() == "group_by_length":
@@ -111,7 +106,7 @@ class DataMethods(BaseTrainer):
 
     def _finish(self, batch: Any) -> HostBatch:
         """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
-        features, labels = split_batch(batch, self.label_names)
+        features, labels = split_batch(batch, self.trainer.label_names)
         features = mapped(as_array, self._wanted_columns(features))
         return HostBatch(features, mapped(as_array, labels), rows_of(features))
 
@@ -175,14 +170,14 @@ class DataMethods(BaseTrainer):
 
     def _training_source(self) -> Source:
         """What `get_train_tfdataset` gives, as a source."""
-        given = self.get_train_tfdataset()
+        given = self.trainer.get_train_tfdataset()
         if isinstance(given, Source):
             return given
         if is_tf_data(given):
             return TFDataSource(
                 given, size=0, drop_last=False, finish=self._finish, shuffle_seed=None, batched=True
             )
-        if not is_overridden(self, "get_train_tfdataset") or not hasattr(given, "__iter__"):
+        if not is_overridden(self.trainer, "get_train_tfdataset") or not hasattr(given, "__iter__"):
             raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
         return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
 
@@ -262,4 +257,4 @@ class DataMethods(BaseTrainer):
         return folder
 
     def _labels_of(self, sample: Any) -> list[str]:
-        return [name for name in (self.label_names or LABEL_COLUMNS) if name in sample]
+        return [name for name in (self.trainer.label_names or LABEL_COLUMNS) if name in sample]

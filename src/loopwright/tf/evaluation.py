@@ -32,8 +32,6 @@ TIMES = ("runtime", "samples_per_second", "steps_per_second")
 class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
-    args: Any
-    preprocess_logits_for_metrics: Any
     memory: Any
     _predict: Any = None
     """The compiled prediction step."""
@@ -49,10 +47,10 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
-        return self._as_source(self.get_eval_tfdataset(eval_dataset))
+        return self._as_source(self.trainer.get_eval_tfdataset(eval_dataset))
 
     def _test_batches(self, test_dataset: Any) -> Any:
-        return self._as_source(self.get_test_tfdataset(test_dataset))
+        return self._as_source(self.trainer.get_test_tfdataset(test_dataset))
 
     def _as_source(self, given: Any) -> Source:
         """The source of what an overridden get_*_tfdataset returned: (dataset, steps, examples), or the dataset."""
@@ -87,10 +85,10 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
         """Through `prediction_loop` where it is the user's, else straight through the batches."""
-        if not is_overridden(self, "prediction_loop"):
+        if not is_overridden(self.trainer, "prediction_loop"):
             return self._evaluation(source, description, loss_only, ignore_keys, prefix)
         self._prefix = prefix
-        output = self.prediction_loop(source, source.batches, source.examples, description, loss_only)
+        output = self.trainer.prediction_loop(source, source.batches, source.examples, description, loss_only)
         return EvalLoopOutput(output.predictions, output.label_ids, output.metrics, source.examples or 0)
 
     def prediction_loop(
@@ -111,8 +109,8 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
         only = self.args.prediction_loss_only if loss_only is None else loss_only
-        if isinstance(self.compute_metrics, MetricObjects):
-            self.compute_metrics.restart()
+        if isinstance(self.trainer.compute_metrics, MetricObjects):
+            self.trainer.compute_metrics.restart()
         self.callback_handler.context["eval_dataloader"] = source
         steps = self._eval_steps(source.open(0), only)
         plan = self._evaluation_plan(source, only)
@@ -123,9 +121,9 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
 
     def _evaluation_plan(self, source: Any, loss_only: bool) -> EvalPlan:
         return EvalPlan(
-            compute_metrics=self.compute_metrics,
+            compute_metrics=self.trainer.compute_metrics,
             loss_only=loss_only,
-            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.compute_metrics, MetricObjects),
+            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.trainer.compute_metrics, MetricObjects),
             concat=self.args.eval_do_concat_batches,
             include=list(self.args.include_for_metrics),
             weight_by_items=self.args.eval_loss_reduction == "item_mean",
@@ -141,22 +139,22 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         """The outputs of one batch on one replica; its loss is told to `eval_loss`. Traced, and may be overridden."""
         more = {"return_outputs": True, "training": False}
         if labels is None:
-            return self.run_model(features, None, False)[1]
+            return self.trainer.run_model(features, None, False)[1]
         result = self._called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
         loss, outputs = _loss_and_outputs(result)
         if outputs is None:  # an override that returns the loss alone
-            outputs = self.run_model(features, None, False)[1]
+            outputs = self.trainer.run_model(features, None, False)[1]
         if loss is not None:
             total, items = self._summed(loss, labels)
-            self.eval_loss.update_state(total / nb_instances_in_global_batch, items)
+            self.trainer.eval_loss.update_state(total / nb_instances_in_global_batch, items)
         return outputs
 
     def _traced_prediction(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[Any, Any, Any]:
         self._row_weights = weights
-        with self.eval_loss.collecting() as note:
-            outputs = self.prediction_step(features, labels, items)
-            if outputs is not None and self.preprocess_logits_for_metrics is not None:
-                outputs = self.preprocess_logits_for_metrics(outputs, labels)
+        with self.trainer.eval_loss.collecting() as note:
+            outputs = self.trainer.prediction_step(features, labels, items)
+            if outputs is not None and self.trainer.preprocess_logits_for_metrics is not None:
+                outputs = self.trainer.preprocess_logits_for_metrics(outputs, labels)
             return outputs, note.loss, note.items
 
     def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
@@ -181,7 +179,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             self._predict = self._compile_prediction()
         full = self.args.eval_batch_size
         for batch in batches:
-            items = np.float32(max(self._compute_nb_instances((batch.features, batch.labels)), 1))
+            items = np.float32(max(self.trainer._compute_nb_instances((batch.features, batch.labels)), 1))
             placed = self.strategy.placed([self.strategy.padded(batch, full)])[0]
             with plain_errors():
                 outputs, loss, count = self._predict(placed, items)
@@ -189,7 +187,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
                 loss = loss * items / ops.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
             self.callback_handler.fire("on_prediction_step")
-            if self.signals.received and self.is_in_train:
+            if self.signals.received and self.trainer.is_in_train:
                 raise Interrupted
             yield EvalStep(
                 loss=loss,
@@ -212,11 +210,11 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     def check_metric_name(self) -> None:
         """Raise now if the metric for the best model is not one that evaluation gives: one batch shows it."""
         wanted = self.args.metric_for_best_model
-        if wanted is None or self.args.eval_strategy == "no" or self.eval_dataset is None:
+        if wanted is None or self.args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
-        if any(is_overridden(self, name) for name in ("evaluate", "prediction_loop", "log")):
+        if any(is_overridden(self.trainer, name) for name in ("evaluate", "prediction_loop", "log")):
             return  # only the override knows its names
-        if isinstance(self.eval_dataset, Mapping):
+        if isinstance(self.trainer.eval_dataset, Mapping):
             return
         names = self._names_of_one_batch()
         if names is not None and full_name(wanted) not in {*names, *(f"eval_{each}" for each in TIMES)}:
@@ -226,7 +224,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
 
     def _names_of_one_batch(self) -> set[str] | None:
         callbacks, self.callback_handler.callbacks = self.callback_handler.callbacks, []
-        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        loss_only = self.trainer.compute_metrics is None or self.args.prediction_loss_only
         try:
             with untouched_rng():
                 source = self._eval_batches(None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
 from keras import ops, tree
 
-from ..core.base import BaseTrainer
+from ..core.internals import Internals
 from ..core.overrides import accepts, adapt, names_parameter
 from ..core.update import Update
 from ..errors import ModelError
@@ -43,16 +43,12 @@ class LossNote:
         yield self
 
 
-class LossMethods(BaseTrainer):
+class LossMethods(Internals):
     """Forward, loss and gradients on one replica; every public method may be overridden, and is traced."""
 
-    args: Any
     strategy: Any
     info: ModelInfo
     keras_loss: KerasLoss | None
-    compute_loss_func: Callable[..., Any] | None
-    train_loss: LossNote
-    eval_loss: LossNote
     _row_weights: Any = None
     """1 and 0 for the rows of the micro-batch being traced: padding counts for nothing. None without padding."""
     _noted_items: Any = None
@@ -86,10 +82,10 @@ class LossMethods(BaseTrainer):
         An override may return the mean over its items, a loss per example, or `(sum, count)` to be exact in every case.
         """
         self._noted_items = None
-        if self.compute_loss_func is None and not self.args.label_smoothing_factor:
-            loss, outputs = self.run_model(features, labels, training)
+        if self.trainer.compute_loss_func is None and not self.args.label_smoothing_factor:
+            loss, outputs = self.trainer.run_model(features, labels, training)
         else:
-            _, outputs = self.run_model(features, None, training)
+            _, outputs = self.trainer.run_model(features, None, training)
             loss = None if labels is None else self._loss_from(outputs, labels, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -100,8 +96,8 @@ class LossMethods(BaseTrainer):
             loss = self._called_compute_loss(features, labels, nb_instances_in_global_batch)
             total, items = self._summed(loss, labels)
             total = total / nb_instances_in_global_batch
-            scaled = self.optimizer.scale_loss(total) if self._scales_loss() else total
-        self.train_loss.update_state(total, items)
+            scaled = self.trainer.optimizer.scale_loss(total) if self._scales_loss() else total
+        self.trainer.train_loss.update_state(total, items)
         return tape.gradient(scaled, variables)
 
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
@@ -122,8 +118,8 @@ class LossMethods(BaseTrainer):
         self._loops = loop
         features = batches[0] if loop else [each[0] for each in batches]
         labels = batches[1] if loop else [each[1] for each in batches]
-        with self.train_loss.collecting() as note:
-            result = self.apply_gradients(features, labels, items)
+        with self.trainer.train_loss.collecting() as note:
+            result = self.trainer.apply_gradients(features, labels, items)
             if isinstance(result, tuple):
                 return result
             return self._reduced_note(note), None, None
@@ -141,11 +137,11 @@ class LossMethods(BaseTrainer):
     def _micro_gradients(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[list[Any], Any, Any]:
         """Gradients, loss and items of one micro-batch; dense, so that repeated indices add up."""
         self._row_weights = weights
-        before = (self.train_loss.loss, self.train_loss.items)
-        with self.train_loss.collecting() as note:
+        before = (self.trainer.train_loss.loss, self.trainer.train_loss.items)
+        with self.trainer.train_loss.collecting() as note:
             gradients = self._called_training_step(features, labels, items)
             loss, summed = note.loss, note.items
-        self.train_loss.loss, self.train_loss.items = before
+        self.trainer.train_loss.loss, self.trainer.train_loss.items = before
         if gradients is None:
             raise ModelError("training_step returned None; it must return the gradients of the micro-batch")
         dense = [
@@ -156,12 +152,12 @@ class LossMethods(BaseTrainer):
 
     def _bind_overrides(self) -> None:
         """Look at the user's methods once."""
-        self._called_training_step = self.training_step
-        if names_parameter(self.compute_loss, "inputs"):  # written as for the PyTorch trainer
+        self._called_training_step = self.trainer.training_step
+        if names_parameter(self.trainer.compute_loss, "inputs"):  # written as for the PyTorch trainer
             self._called_compute_loss = self._torch_style_compute_loss
         else:
             optional = ("num_items_in_batch", "training", "return_outputs")
-            adapted = adapt(self.compute_loss, *optional)
+            adapted = adapt(self.trainer.compute_loss, *optional)
 
             def call(features: Any, labels: Any, items: Any, **more: Any) -> Any:
                 return adapted(features, labels, num_items_in_batch=items, **more)
@@ -172,7 +168,7 @@ class LossMethods(BaseTrainer):
         """`compute_loss(model, inputs, return_outputs, num_items_in_batch)` with features and labels in one dict."""
         inputs = dict(features) if isinstance(features, Mapping) else {"features": features}
         inputs.update(labels if isinstance(labels, Mapping) else {} if labels is None else {"labels": labels})
-        call = adapt(self.compute_loss, "num_items_in_batch", "return_outputs", "training")
+        call = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs", "training")
         return call(self.model, inputs, num_items_in_batch=items, **more)
 
     # ---- sums and items ---------------------------------------------------------------------------------------------
@@ -211,22 +207,22 @@ class LossMethods(BaseTrainer):
         return ops.sum(wanted)
 
     def _loss_from(self, outputs: Any, labels: Any, items: Any) -> Any:
-        if self.compute_loss_func is not None:
-            function = self.compute_loss_func
+        if self.trainer.compute_loss_func is not None:
+            function = self.trainer.compute_loss_func
             options = {"num_items_in_batch": items} if accepts(function, "num_items_in_batch") else {}
             return function(outputs, labels, **options)
         from_logits = self.keras_loss is None or self.keras_loss.from_logits
         return smoothed(outputs, labels, self.args.label_smoothing_factor, self._row_weights, from_logits=from_logits)
 
     def _scales_loss(self) -> bool:
-        return self.strategy.scales and hasattr(self.optimizer, "scale_loss")
+        return self.strategy.scales and hasattr(self.trainer.optimizer, "scale_loss")
 
     # ---- on the host ------------------------------------------------------------------------------------------------
 
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples before the batches travel."""
         update = Update(batches, samples=sum(batch.rows for batch in batches), micro_batches=len(batches))
-        update.items = [self._compute_nb_instances((batch.features, batch.labels)) for batch in batches]
+        update.items = [self.trainer._compute_nb_instances((batch.features, batch.labels)) for batch in batches]
         update.total_items = sum(update.items)
         update.flos, update.tokens = self.work.measure(batches) if self.work.counts else (0.0, 0)  # type: ignore[attr-defined]
         return update

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.base import BaseTrainer
+from ..core.internals import Internals
 from ..errors import ModelError
 from .models import ModelInfo, trainable
 from .optimizers import build_optimizer
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 
-class OptimizerMethods(BaseTrainer):
+class OptimizerMethods(Internals):
     """Optimizer, schedule and learning rates."""
 
-    args: Any
     strategy: Any
     info: ModelInfo
     source: Any
@@ -23,38 +22,38 @@ class OptimizerMethods(BaseTrainer):
     """The optimizer whose own learning rate the base rate is."""
 
     def _prepare_optimizer(self) -> None:
-        if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
-            self.lr_scheduler = None
-        self._own_scheduler = self.lr_scheduler is None
+        if self.trainer.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
+            self.trainer.lr_scheduler = None
+        self._own_scheduler = self.trainer.lr_scheduler is None
         with self.strategy.scope():
-            self.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
+            self.trainer.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
         if self.args.fp16:
-            self.optimizer = self._with_loss_scale(self.optimizer)
-        self.optimizer = self.strategy.setup_optimizer(self.optimizer)
-        self.schedule_follows_metric = isinstance(self.lr_scheduler, PlateauRate)
+            self.trainer.optimizer = self._with_loss_scale(self.trainer.optimizer)
+        self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
+        self.schedule_follows_metric = isinstance(self.trainer.lr_scheduler, PlateauRate)
         self.callback_handler.context.update(
-            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.source
+            optimizer=self.trainer.optimizer, lr_scheduler=self.trainer.lr_scheduler, train_dataloader=self.source
         )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create both, unless they were given; may be overridden to set `self.optimizer` and `self.lr_scheduler`."""
-        if self.optimizer is None:
-            self.optimizer = build_optimizer(self.args, trainable(self.model), self.info.family)
-            self._base_rate, self._rated = self.args.learning_rate, self.optimizer
-        own = getattr(self.optimizer, "_learning_rate", None)
-        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
-            own = self.lr_scheduler  # a schedule of Keras: the optimizer follows it, or is made to
-            if not is_keras_schedule(self.optimizer._learning_rate):
-                self.optimizer.learning_rate = own
-            self.lr_scheduler = None
-        if self.lr_scheduler is None:
-            self.lr_scheduler = self._make_scheduler(own, num_training_steps)
+        if self.trainer.optimizer is None:
+            self.trainer.optimizer = build_optimizer(self.args, trainable(self.model), self.info.family)
+            self._base_rate, self._rated = self.args.learning_rate, self.trainer.optimizer
+        own = getattr(self.trainer.optimizer, "_learning_rate", None)
+        if self.trainer.lr_scheduler is not None and not hasattr(self.trainer.lr_scheduler, "state_dict"):
+            own = self.trainer.lr_scheduler  # a schedule of Keras: the optimizer follows it, or is made to
+            if not is_keras_schedule(self.trainer.optimizer._learning_rate):
+                self.trainer.optimizer.learning_rate = own
+            self.trainer.lr_scheduler = None
+        if self.trainer.lr_scheduler is None:
+            self.trainer.lr_scheduler = self._make_scheduler(own, num_training_steps)
 
     def _make_scheduler(self, own: Any, num_training_steps: int) -> Any:
         if is_keras_schedule(own):
             return KerasRate(self.strategy, own)
-        if self._rated is not self.optimizer:  # what a schedule has set since is no base
-            self._base_rate, self._rated = float(self.optimizer.learning_rate), self.optimizer
+        if self._rated is not self.trainer.optimizer:  # what a schedule has set since is no base
+            self._base_rate, self._rated = float(self.trainer.optimizer.learning_rate), self.trainer.optimizer
         return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
 
     def _with_loss_scale(self, optimizer: Any) -> Any:
@@ -66,9 +65,9 @@ class OptimizerMethods(BaseTrainer):
             return self.info.family.optimizers.LossScaleOptimizer(optimizer)
 
     def get_learning_rates(self) -> list[float]:
-        if self.optimizer is None:
+        if self.trainer.optimizer is None:
             raise ModelError("there is no optimizer yet: call train() first")
-        return [self._get_learning_rate()]
+        return [self.trainer._get_learning_rate()]
 
     def _get_learning_rate(self) -> float:
-        return float(self.lr_scheduler.get_last_lr()[0])
+        return float(self.trainer.lr_scheduler.get_last_lr()[0])

@@ -37,10 +37,8 @@ STREAM = "tf_data"
 class SavingMethods(ResumingMethods):
     """Saving and resuming."""
 
-    args: Any
     strategy: Any
     source: Any
-    processing_class: Any
     _stream: Any
     _old_checkpoint: str | None = None
     """A checkpoint of TensorFlow's own kind the run goes on from."""
@@ -51,7 +49,7 @@ class SavingMethods(ResumingMethods):
         """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
         if self.args.should_save:
             with folder_for(output_dir or self.args.output_dir) as folder:
-                self._save(folder)
+                self.trainer._save(folder)
 
     def _save(self, output_dir: str | None = None) -> None:
         folder = Path(output_dir or working_folder(self.args.output_dir))
@@ -72,8 +70,8 @@ class SavingMethods(ResumingMethods):
 
     def _save_companions(self, folder: Path) -> None:
         """What belongs to a model besides weights: its processor and the arguments."""
-        if callable(getattr(self.processing_class, "save_pretrained", None)):
-            self.processing_class.save_pretrained(str(folder))
+        if callable(getattr(self.trainer.processing_class, "save_pretrained", None)):
+            self.trainer.processing_class.save_pretrained(str(folder))
         (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -96,19 +94,19 @@ class SavingMethods(ResumingMethods):
         self.strategy.barrier()  # the others may be about to read it
 
     def _saves_models_itself(self) -> bool:
-        return is_overridden(self, "save_model") or is_overridden(self, "_save")
+        return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
 
     def _checkpoint_writer(self) -> Callable[[Path], None]:
         """A function that writes everything as it is now; what happens until it is called does not show."""
         writers: list[Callable[[Path], None]] = []
         if self._saves_models_itself():
-            save_model = adapt(self.save_model, "_internal_call")
+            save_model = adapt(self.trainer.save_model, "_internal_call")
             writers.append(lambda folder: save_model(str(folder), _internal_call=True))
         weights = values_of(list(self.model.variables))
         writers += [lambda folder: write_values(folder / MODEL, weights), self._save_companions]
         documents: dict[str, Any] = {STATE: self._state_document()}
         if not self.args.save_only_model:
-            slots = values_of(optimizer_variables(self.optimizer))
+            slots = values_of(optimizer_variables(self.trainer.optimizer))
             writers.append(lambda folder: write_values(folder / f"{OPTIMIZER}.safetensors", slots))
             documents.update(self._resume_documents())
             files = self._source_files()  # type: ignore[attr-defined]
@@ -128,7 +126,7 @@ class SavingMethods(ResumingMethods):
         meter = self.meter.state_dict()
         return {
             PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
-            SCHEDULER: self.lr_scheduler.state_dict(),
+            SCHEDULER: self.trainer.lr_scheduler.state_dict(),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
 
@@ -136,7 +134,7 @@ class SavingMethods(ResumingMethods):
         """About how large a checkpoint is: the model's variables and the optimizer's."""
         variables = list(self.model.variables)
         if not self.args.save_only_model:
-            variables += optimizer_variables(self.optimizer)
+            variables += optimizer_variables(self.trainer.optimizer)
         return sum(_bytes(variable) for variable in variables)
 
     def _fits_in_memory(self) -> bool:
@@ -161,8 +159,8 @@ class SavingMethods(ResumingMethods):
         self._adopt_state(saved)
         self._tell_changes(folder)
         self._resume_progress(read_json(folder / PROGRESS))
-        load_optimizer_values(self.optimizer, folder)
-        self.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
+        load_optimizer_values(self.trainer.optimizer, folder)
+        self.trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
         if (folder / STREAM).is_dir():
             self._stream = folder / STREAM
         self._resume_rng = rng_from_json(read_json(folder / RNG))
@@ -174,7 +172,7 @@ class SavingMethods(ResumingMethods):
 
     def _resume_old(self, prefix: str) -> None:
         """Go on from a folder of the old trainer: weights, optimizer and the number of updates; the rest is guessed."""
-        step = restore_old(prefix, self.model, self.optimizer)
+        step = restore_old(prefix, self.model, self.trainer.optimizer)
         plan = self.plan
         self.state.global_step = self.progress.last_logged_step = step
         per_epoch = plan.updates_per_epoch
@@ -183,7 +181,7 @@ class SavingMethods(ResumingMethods):
         self.progress.samples_in_epoch = inside * plan.total_batch_size
         self.state.epoch = plan.epoch_after(self.progress.epoch, self.progress.batches_in_epoch)
         for _ in range(step):
-            self.lr_scheduler.step()
+            self.trainer.lr_scheduler.step()
         self.notices.tell_once(
             f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
             f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"

@@ -1,41 +1,43 @@
-"""TFTrainer: the override points of training with TensorFlow and Keras."""
+"""TFTrainer: everything you can call and override.
+
+Each method says when it is called and with what, and hands the work to a part: read on where it leads.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-import tensorflow as tf
-from keras import ops
-
-from ..args.paths import working_folder
-from ..callbacks.defaults import default_callbacks
-from ..core.outputs import TrainOutput
-from ..errors import ModelError
-from .arguments import POLICIES, TFTrainingArguments
-from .checkpoint import old_checkpoint
-from .constructor_checks import SummaryWriterCallback, check_constructor, old_names, takes_trial
-from .evaluation import EvaluationMethods
-from .host_batch import HostBatch, mapped
-from .incident import write_incident
-from .keras_callbacks import adapted
-from .keras_loss import find_keras_loss
-from .loss_step import LossNote
-from .models import check_policy, in_scope, is_built, look_at, rebuilt
-from .optimizer_creation import OptimizerMethods
-from .rng import set_seed, untouched_rng
-from .save import SavingMethods
-from .sources import Columns, is_columns
-from .strategy import TFStrategy, UpdateRules
-from .token_counter import MemoryMeter, WorkCounter
+from ..core.events import CallbackHandler
+from ..core.outputs import PredictionOutput, TrainOutput
+from ..core.state import TrainerControl, TrainerState
+from ..core.trainer import BaseTrainer, derived
+from .arguments import TFTrainingArguments
+from .internals import TFInternals
 
 
-class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
-    """Trains, evaluates and saves any Keras model with TensorFlow, and the TensorFlow models transformers had."""
+class TFTrainer(BaseTrainer):
+    """Trains, evaluates and saves any Keras model with TensorFlow, and the TensorFlow models transformers had.
 
-    args: Any
-    strategy: Any
+    A subclass may override every method of this page, and use any other name for its own methods and attributes.
+    """
+
+    _loopwright: TFInternals
+    _loopwright_class: ClassVar[type[TFInternals]] = TFInternals
+    args: TFTrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    model: Any = None
+    model_wrapped: Any = None
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    processing_class: Any
+    compute_metrics: Any
+    is_in_train: bool = False
 
     def __init__(
         self,
@@ -55,85 +57,40 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         processing_class: Any = None,
         **others: Any,
     ) -> None:
-        args = TFTrainingArguments("tmp_trainer") if args is None else args
-        processing_class, loss_only = old_names(processing_class, others)
-        check_constructor(model, model_init, optimizers, args, (train_dataset, eval_dataset), compute_metrics)
-        if loss_only is not None:
-            args = dataclasses.replace(args, prediction_loss_only=loss_only)
-        set_seed(args.seed, deterministic=args.full_determinism)
-        if args.tf32 is not None:
-            tf.config.experimental.enable_tensor_float_32_execution(args.tf32)
-        self.model_init, self.compute_loss_func = model_init, compute_loss_func
-        self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one set, not several named ones
-        self.train_dataset, self.eval_dataset = train_dataset, Columns(eval_dataset) if columns else eval_dataset
-        self.data_collator, self.processing_class, self.tb_writer = data_collator, processing_class, tb_writer
-        self.label_names = args.label_names
-        self.optimizer, self.lr_scheduler = optimizers
-        self.train_loss, self.eval_loss, self.memory = LossNote(), LossNote(), MemoryMeter()
-        self.strategy = self._make_strategy(args)
-        writers = [SummaryWriterCallback(tb_writer)] if tb_writer is not None else []
-        given = [*default_callbacks(args), *writers, *map(adapted, callbacks or [])]
-        self._set_up(args, given, processing_class=processing_class)
-        if args.should_save:
-            self._check_output_dir()
-        self._adopt_model(self.call_model_init() if model is None else model)
-        self.setup_wandb()
-        self.setup_comet()
-        self.callback_handler.fire("on_init_end")
+        self._loopwright = self._loopwright_class(self)
+        self._loopwright.construct(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=compute_metrics,
+            tb_writer=tb_writer,
+            optimizers=optimizers,
+            data_collator=data_collator,
+            callbacks=callbacks,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            processing_class=processing_class,
+            **others,
+        )
 
-    def _make_strategy(self, args: Any) -> Any:
-        return TFStrategy(args.strategy, rank=args.process_index, world_size=args.world_size, xla=args.xla)
-
-    def _adopt_model(self, model: Any) -> None:
-        """Find out what the model takes, and see that its variables belong to the strategy."""
-        info = look_at(model)
-        check_policy(model, POLICIES[self.args.mixed_precision])
-        self.keras_loss = find_keras_loss(model, info.family)
-        if self.strategy.spreads and is_built(model) and not in_scope(model, self.args.strategy):
-            model = rebuilt(model, self.args.strategy, info.family)
-            self.notices.tell_once(
-                "the model was built outside args.strategy.scope(): trainer.model is a copy of it, built inside"
-            )
-        if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-            model.config.use_cache = self.args.use_cache
-        self.model, self.info = model, info
-        self.model_wrapped = self.strategy.setup_model(model)
-        self._predict = None
-        self.callback_handler.context["model"] = model
-        self._bind_overrides()
-
-    def call_model_init(self, trial: Any = None) -> Any:
-        """A fresh model from `model_init`, built in the strategy's scope."""
-        assert self.model_init is not None
-        with self.strategy.scope():
-            model = self.model_init(trial) if takes_trial(self.model_init) else self.model_init()
-        if model is None:
-            raise ModelError("model_init() returned None; it must return the model")
-        return model
-
-    @property
+    @derived
     def global_step(self) -> int:
         """Updates done; `trainer.state` has the rest."""
         return self.state.global_step
 
-    @property
+    @derived
     def epoch_logging(self) -> float:
         """The fractional epoch."""
         return float(self.state.epoch or 0.0)
 
-    @property
+    @derived
     def tokenizer(self) -> Any:
         """What `processing_class` was called before."""
         return self.processing_class
 
-    def setup_wandb(self) -> None:
-        """Called when the trainer is made. Numbers go where `report_to` says; override it to start a run yourself."""
-
-    def setup_comet(self) -> None:
-        """Called when the trainer is made. Numbers go where `report_to` says; override it to start a run yourself."""
-
-    # ---- getting ready ----------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     def train(
         self,
@@ -142,105 +99,235 @@ class TFTrainer(OptimizerMethods, EvaluationMethods, SavingMethods):
         ignore_keys_for_eval: list[str] | None = None,
         **old: Any,
     ) -> TrainOutput:
-        """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
-        asked = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
-        self._old_checkpoint = old_checkpoint(asked)
-        if self._old_checkpoint is not None:
-            resume_from_checkpoint = False
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old)
+        """Train to the end of the plan; returns the number of updates, the mean loss and the metrics of the run.
 
-    def prepare_training(self, checkpoint: str | None) -> None:
-        args = self.args
-        if not args.skip_memory_metrics:
-            self.memory.start()
-        if self.model_init is not None:
-            set_seed(args.seed)
-            self._adopt_model(self.call_model_init())
-            self.optimizer = self.lr_scheduler = None
-        self.source = self._training_source()
-        self._build_model()
-        if checkpoint is not None:
-            self._load_from_checkpoint(checkpoint)
-        self.plan = self._make_plan(self.source)
-        if checkpoint is not None:
-            self.plan = self.plan_to_go_on(checkpoint)
-        self._start_state()
-        self._prepare_optimizer()
-        self._bind_overrides()
-        self.strategy.full_rows = self.plan.batch_size
-        self.strategy.prepare(self._micro_gradients, self._apply, self._rules())
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        elif self._old_checkpoint is not None:
-            self._resume_old(self._old_checkpoint)
-        self.check_saving()
-        self.check_metric_name()
-        self._tell_late_events()
+        `resume_from_checkpoint`: a folder, True for the newest checkpoint, or "auto" for the newest one if
+        there is any.
+        """
+        return self._loopwright.train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old)
 
-    def _rules(self) -> UpdateRules:
-        return UpdateRules(self.args.max_grad_norm, str(self.args.on_nonfinite))
+    # ---- one update --------------------------------------------------------------------------------------------------
 
-    def follow_changes(self) -> None:
-        """Compile updates anew for another max_grad_norm or on_nonfinite."""
-        if self._rules() != self.strategy.rules:
-            self.strategy.prepare(self._micro_gradients, self._apply, self._rules())
+    def run_model(self, features: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+        """The loss and the outputs of a batch; the loss is None if the model has none or there are no labels.
 
-    def tell_unfollowed(self) -> None:
-        trained = getattr(self.strategy, "_variables", None)
-        if trained is not None and list(map(id, trained)) != list(map(id, self.model.trainable_variables)):
-            self.notices.tell_once(
-                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
-                "they began with; call train() again after such a change"
-            )
+        An override may return the mean over the batch, or a loss per example.
+        """
+        return self._loopwright.run_model(features, labels, training)
 
-    def _build_model(self) -> None:
-        """Call a model that makes its variables when it first sees data, so that there is something to load into."""
-        if is_built(self.model):
-            return
-        with untouched_rng():
-            first = self.source.first()
-        if first is None:
-            return
-        with self.strategy.scope():
-            self.run_model(mapped(ops.convert_to_tensor, first.features), None, False)
+    def compute_loss(
+        self,
+        features: Any,
+        labels: Any,
+        num_items_in_batch: Any = None,
+        return_outputs: bool = False,
+        training: bool = True,
+    ) -> Any:
+        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
 
-    def _start_state(self) -> None:
-        super()._start_state()
-        self._resume_rng = self._stream = self._epoch_rng = None
-        self.work = WorkCounter(self.model, tokens=self.args.include_num_input_tokens_seen)
+        An override may return the mean over its items, a loss per example, or `(sum, count)` to be exact in every case.
+        """
+        return self._loopwright.compute_loss(features, labels, num_items_in_batch, return_outputs, training)
 
-    def _tell_late_events(self) -> None:
-        late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
-        if late:
-            self.notices.tell_once(f"an update is one compiled call: {' and '.join(late)} come after it, not inside it")
+    def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
+        """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
+        return self._loopwright.training_step(features, labels, nb_instances_in_global_batch)
 
-    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        if not self.args.skip_memory_metrics:
-            metrics.update(self.memory.figures(split))
+    def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        """One update on one replica: `features` and `labels` are lists of its micro-batches.
 
-    # ---- updates that were not finite -------------------------------------------------------------------------------
+        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
+        (None without it). Gradients are summed over replicas before they are clipped.
+        """
+        return self._loopwright.apply_gradients(features, labels, nb_instances_in_global_batch)
 
-    def write_incident(self, step: int) -> str:
-        place = self._places.get(step)
-        found = self.samples_at(place) if place is not None else None
-        folder = write_incident(
-            working_folder(self.args.output_dir),
-            step=step,
-            sample_ids=found[0] if found else None,
-            batches=found[1] if found else None,
-            model=self.model,
-            run=self._run_again,
-        )
-        return str(folder)
+    def _compute_nb_instances(self, batch: Any) -> int:
+        """The targets of a micro-batch over all replicas: labels that are not -100. Called once per micro-batch."""
+        return self._loopwright._compute_nb_instances(batch)
 
-    def _run_again(self, batch: HostBatch) -> tuple[list[Any], Any]:
-        items = tf.constant(float(max(self._compute_nb_instances((batch.features, batch.labels)), 1)))
-        found = tf.function(self._micro_gradients)(_tensors(batch.features), _tensors(batch.labels), None, items)
-        return found[0], found[1]
+    # ---- data --------------------------------------------------------------------------------------------------------
 
+    def get_train_tfdataset(self) -> Any:
+        """The batches of the training data; an override may return a batched tf.data pipeline.
 
-def _tensors(value: Any) -> Any:
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), value)
+        Called once, when training begins.
+        """
+        return self._loopwright.get_train_tfdataset()
 
+    def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
+        """The batches of the evaluation data, how many they are and how many samples (None if not known).
 
-__all__ = ["TFTrainer"]
+        Called by every `evaluate`.
+        """
+        return self._loopwright.get_eval_tfdataset(eval_dataset)
+
+    def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
+        """The batches of the data to predict, how many they are and how many samples (None if not known).
+
+        Called by every `predict`.
+        """
+        return self._loopwright.get_test_tfdataset(test_dataset)
+
+    # ---- model, optimizer and schedule -------------------------------------------------------------------------------
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """A fresh model from `model_init`, built in the strategy's scope."""
+        return self._loopwright.call_model_init(trial)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set `self.optimizer` and `self.lr_scheduler`, unless they were given. Called once, when training begins."""
+        self._loopwright.create_optimizer_and_scheduler(num_training_steps)
+
+    def get_learning_rates(self) -> list[float]:
+        """The learning rate of every parameter group."""
+        return self._loopwright.get_learning_rates()
+
+    def _get_learning_rate(self) -> float:
+        """The learning rate that is logged. Called after every update."""
+        return self._loopwright._get_learning_rate()
+
+    # ---- evaluation and prediction -----------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets.
+
+        Called by the user, and during training whenever `control.should_evaluate` is set.
+        """
+        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Predictions in the dataset's order, its labels if it has any, and metrics. Called by the user."""
+        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def prediction_loop(
+        self,
+        dataset: Any,
+        steps: int | None = None,
+        num_examples: int | None = None,
+        description: str = "Prediction",
+        prediction_loss_only: bool | None = None,
+    ) -> PredictionOutput:
+        """Predictions, labels and metrics of batches. Called by `evaluate` and `predict` if overridden."""
+        return self._loopwright.prediction_loop(dataset, steps, num_examples, description, prediction_loss_only)
+
+    def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        """The outputs of one batch on one replica; its loss is told to `eval_loss`. Traced, and may be overridden."""
+        return self._loopwright.prediction_step(features, labels, nb_instances_in_global_batch)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+        """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
+        return self._loopwright._evaluate(trial, ignore_keys_for_eval)
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
+        """Keep the metric in the state if it is the best so far; returns whether it is.
+
+        Called after every `_evaluate`.
+        """
+        return self._loopwright._determine_best_metric(metrics, trial)
+
+    # ---- logs --------------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the epoch, append the numbers to `state.log_history` and pass them to the callbacks.
+
+        Called at log points, after evaluations and at the end of training.
+        """
+        self._loopwright.log(logs, start_time)
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print the metrics of a split as a table. Called by the user."""
+        self._loopwright.log_metrics(split, metrics)
+
+    def metrics_format(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics in readable form."""
+        return self._loopwright.metrics_format(metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write the metrics to {split}_results.json and all_results.json. Called by the user."""
+        self._loopwright.save_metrics(split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json into the output folder. Called by the user."""
+        self._loopwright.save_state()
+
+    def store_flos(self) -> None:
+        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
+
+    def setup_wandb(self) -> None:
+        """Called by the constructor. Numbers go where `report_to` says; override it to start a run yourself."""
+
+    def setup_comet(self) -> None:
+        """Called by the constructor. Numbers go where `report_to` says; override it to start a run yourself."""
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
+        self._loopwright.save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None) -> None:
+        """Write the files of `save_model` into a folder, on the process that writes."""
+        self._loopwright._save(output_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
+        """Write a checkpoint of the last finished update. Called whenever `control.should_save` is set."""
+        self._loopwright._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load the weights of a checkpoint. Called when training resumes."""
+        self._loopwright._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Load the weights of the best checkpoint into the model.
+
+        Called after training, with `load_best_model_at_end`.
+        """
+        self._loopwright._load_best_model()
+
+    # ---- callbacks and processes -------------------------------------------------------------------------------------
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback: a class or an instance."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.args.process_index == 0
+
+    def end(self) -> None:
+        """Wait for checkpoints that are still being written; trackers are finished when training ends."""
+        self._loopwright.end()
+
+    # ---- hub and search ----------------------------------------------------------------------------------------------
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Search for good arguments (not available yet)."""
+        return self._loopwright.hyperparameter_search(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Push the model to a hub (not available yet)."""
+        return self._loopwright.push_to_hub(*args, **kwargs)
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the hub repository (not available yet)."""
+        self._loopwright.init_hf_repo(token)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a model card (not available yet)."""
+        self._loopwright.create_model_card(*args, **kwargs)

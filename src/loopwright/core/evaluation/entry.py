@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..base import BaseTrainer
+from ..internals import Internals
 from ..outputs import EvalLoopOutput, PredictionOutput
 
 
-class AssessingMethods(BaseTrainer):
+class AssessingMethods(Internals):
     """Evaluation and prediction from the outside."""
 
-    compute_metrics: Any
-    eval_dataset: Any
     _wants_predictions: bool = False
     _evaluating_each: bool = False
 
@@ -48,13 +46,13 @@ class AssessingMethods(BaseTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Mapping):
             return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)
         output = self._go_through(
             lambda: self._eval_batches(eval_dataset),
             "Evaluation",
-            loss_only=True if self.compute_metrics is None else None,
+            loss_only=True if self.trainer.compute_metrics is None else None,
             ignore_keys=ignore_keys,
             prefix=metric_key_prefix,
         )
@@ -64,12 +62,12 @@ class AssessingMethods(BaseTrainer):
 
     def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        own = self.eval_dataset
+        own = self.trainer.eval_dataset
         self._evaluating_each = True
         try:
             for name, dataset in datasets.items():
                 known = isinstance(own, Mapping) and own.get(name) is dataset
-                metrics.update(self.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
+                metrics.update(self.trainer.evaluate(name if known else dataset, ignore_keys, f"{prefix}_{name}"))
         finally:
             self._evaluating_each = False
         return metrics

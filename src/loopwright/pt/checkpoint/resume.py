@@ -26,7 +26,6 @@ from .weights import partly_saved_names
 class ResumingMethods(core.ResumingMethods):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
-    args: Any
     strategy: Any
     _resume_rng: dict[str, Any] | None
     _resume_from: Path | None = None
@@ -89,7 +88,7 @@ class ResumingMethods(core.ResumingMethods):
             self._resume_foreign(folder)
             return
         self._resume_optimizer(folder)
-        self.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
+        self.trainer.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
         if (folder / SCALER).is_file():
             self.strategy.precision.load_state_dict(read_json(folder / SCALER))
         self._resume_rng = self._random_states(folder)
@@ -108,11 +107,11 @@ class ResumingMethods(core.ResumingMethods):
                 "deepspeed= and as many processes as then, or start anew from its weights"
             )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
-            self.strategy.load_optimizer(*read_optimizer(folder), self.optimizer, module)
+            self.strategy.load_optimizer(*read_optimizer(folder), self.trainer.optimizer, module)
             return
         with BoxReader(folder, OPTIMIZER).opened() as reader:
             described = read_json(folder / f"{OPTIMIZER}.json")
-            self.strategy.load_optimizer(described, slot_reader(reader, module), self.optimizer, module)
+            self.strategy.load_optimizer(described, slot_reader(reader, module), self.trainer.optimizer, module)
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
         """This process's random states; one that was not there when they were saved gets fresh ones of its own."""
@@ -214,8 +213,8 @@ class ResumingMethods(core.ResumingMethods):
 
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.lr_scheduler.load_state_dict(found["scheduler"])
+        self.trainer.optimizer.load_state_dict(found["optimizer"])
+        self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
         if found["scaler"] is not None:
             self.strategy.precision.load_state_dict(found["scaler"])
         self._resume_rng = found["rng"]

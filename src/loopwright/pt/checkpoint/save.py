@@ -43,10 +43,7 @@ from .weights import export_writer, is_adapter, is_saved_by_others, native_write
 class SavingMethods(ResumingMethods):
     """Saving."""
 
-    args: Any
     strategy: Any
-    processing_class: Any
-    data_collator: Any
     _copies: HostCopies
     """What a save in the background writes while training goes on."""
     device: Any
@@ -61,7 +58,7 @@ class SavingMethods(ResumingMethods):
             self._save_gathered(output_dir or self.args.output_dir)
         elif self.args.should_save:
             with folder_for(output_dir or self.args.output_dir) as folder:
-                self._save(folder)
+                self.trainer._save(folder)
 
     def _save_gathered(self, place: str) -> None:
         """Whole weights from the parts of all processes, which all have to call this."""
@@ -70,10 +67,10 @@ class SavingMethods(ResumingMethods):
             folder = Path(name)
             if leads:
                 folder.mkdir(parents=True, exist_ok=True)
-            if hasattr(module, "save_pretrained") or is_overridden(self, "_save"):
+            if hasattr(module, "save_pretrained") or is_overridden(self.trainer, "_save"):
                 state = whole_tensors(self.strategy.model_state(module), keep=leads)
                 if leads:
-                    self._save(str(folder), state_dict=state)
+                    self.trainer._save(str(folder), state_dict=state)
             else:
                 stream_tensors(folder / MODEL if leads else None, self.strategy.model_state(module))
                 if leads:
@@ -89,7 +86,7 @@ class SavingMethods(ResumingMethods):
 
     def _save_companions(self, folder: Path) -> None:
         """What belongs to a model besides weights: its processor and the arguments."""
-        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        processor = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
         if processor is not None and hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(folder))
         (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
@@ -144,14 +141,14 @@ class SavingMethods(ResumingMethods):
         return self.args.should_save if self.crew is None else self.crew.rank == self.crew.leader
 
     def _saves_models_itself(self) -> bool:
-        return is_overridden(self, "save_model") or is_overridden(self, "_save")
+        return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
 
     def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
         keep, leads = self._copies if copy else dict, self.leads_saving
         writers: list[Callable[[Path], Any]] = []
         if self._saves_models_itself():
-            save_model = adapt(self.save_model, "_internal_call")
+            save_model = adapt(self.trainer.save_model, "_internal_call")
             writers.append(lambda folder: save_model(str(folder), _internal_call=True))
         elif self.strategy.is_sharded and not self._saves_whole():
             writers += self._shard_writers(keep, leads=leads)
@@ -167,7 +164,7 @@ class SavingMethods(ResumingMethods):
             if self.strategy.saves_itself:
                 writers.append(self.strategy.write_state)
             elif (leads and not self.strategy.is_sharded) or self._saves_whole():
-                described, tensors = self.strategy.optimizer_state(self.optimizer, plain_module(self.model))
+                described, tensors = self.strategy.optimizer_state(self.trainer.optimizer, plain_module(self.model))
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
@@ -220,7 +217,7 @@ class SavingMethods(ResumingMethods):
         module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
         described, slots = {}, {}
         if not self.args.save_only_model:
-            described, slots = self.strategy.optimizer_state(self.optimizer, module)
+            described, slots = self.strategy.optimizer_state(self.trainer.optimizer, module)
         writers: list[Callable[[Path], Any]] = []
         for stem, tensors in (("model", self.strategy.model_state(module)), (OPTIMIZER, slots)):
             boxes = own_boxes(tensors, rank)
@@ -233,7 +230,7 @@ class SavingMethods(ResumingMethods):
         return writers
 
     def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
-        parts = {"optimizer": self.optimizer.state_dict(), "scheduler": self.lr_scheduler.state_dict(),
+        parts = {"optimizer": self.trainer.optimizer.state_dict(), "scheduler": self.trainer.lr_scheduler.state_dict(),
                  "scaler": self.strategy.precision.state_dict(), "rng": self.strategy.rng_state()}  # fmt: skip
         parts = copied(parts) if copy else parts
         return lambda folder: write_foreign(folder, args=self.args, **parts)
@@ -250,7 +247,7 @@ class SavingMethods(ResumingMethods):
             return weights
         known = sum(
             value.numel() * value.element_size()
-            for slots in self.optimizer.state.values()
+            for slots in self.trainer.optimizer.state.values()
             for value in slots.values()
             if isinstance(value, Tensor)
         )
@@ -266,8 +263,8 @@ class SavingMethods(ResumingMethods):
         if args.save_strategy == "no" or not args.should_save:
             return
         if not args.save_only_model and not self.strategy.saves_itself:
-            encode_optimizer(rehearsed(self.optimizer), module)
-            encode_schedule(self.lr_scheduler.state_dict())
+            encode_optimizer(rehearsed(self.trainer.optimizer), module)
+            encode_schedule(self.trainer.lr_scheduler.state_dict())
 
     def _check_round_trip(self, module: Any) -> None:
         """Will weights come back from a checkpoint, and from what `save_model` writes?"""
@@ -300,7 +297,7 @@ class SavingMethods(ResumingMethods):
                 "parts": self.part_states(),
                 **size,
             },
-            SCHEDULER: encode_schedule(self.lr_scheduler.state_dict()),
+            SCHEDULER: encode_schedule(self.trainer.lr_scheduler.state_dict()),
             RNG: rng_to_json(self.strategy.rng_state()),
         }
         scaler = self.strategy.precision.state_dict()

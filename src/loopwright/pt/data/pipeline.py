@@ -38,14 +38,8 @@ from .streams import load_stream_state, replay, stream_state
 class DataMethods(ShapeMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
-    args: Any
     device: Any
-    data_collator: Callable[[Any], Any]
-    train_dataset: Any
-    eval_dataset: Any
-    label_names: list[str]
     train_dataloader: Any = None
-    _signature_columns: list[str] | None = None
     _resume_rng: dict[str, Any] | None = None
     _ordered: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
@@ -66,13 +60,13 @@ class DataMethods(ShapeMethods):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data."""
-        if self.train_dataset is None:
+        if self.trainer.train_dataset is None:
             raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
-        check_not_empty(self.train_dataset, "training")
-        dataset = self._remove_unused_columns(self.train_dataset, description="training")
+        check_not_empty(self.trainer.train_dataset, "training")
+        dataset = self.trainer._remove_unused_columns(self.trainer.train_dataset, description="training")
         if is_stream := isinstance(dataset, IterableDataset):
             check_stream_order(self.args)
-        return self._get_dataloader(
+        return self.trainer._get_dataloader(
             dataset,
             description="training",
             batch_size=self.args.train_batch_size,
@@ -82,15 +76,15 @@ class DataMethods(ShapeMethods):
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """The loader of the evaluation data, or of one of its named sets."""
-        if eval_dataset is None and self.eval_dataset is None:
+        if eval_dataset is None and self.trainer.eval_dataset is None:
             raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
         if isinstance(eval_dataset, str):
             eval_dataset = self._named_eval_dataset(eval_dataset)
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         return self._evaluation_loader(dataset, "evaluation")
 
     def _named_eval_dataset(self, name: str) -> Any:
-        sets = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {}
+        sets = self.trainer.eval_dataset if isinstance(self.trainer.eval_dataset, Mapping) else {}
         if name not in sets:
             known = ", ".join(sets) or "no named sets"
             raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
@@ -102,9 +96,9 @@ class DataMethods(ShapeMethods):
 
     def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader[Any]:
         check_not_empty(dataset, description)
-        dataset = self._remove_unused_columns(dataset, description=description)
-        sampler = None if isinstance(dataset, IterableDataset) else self._get_eval_sampler(dataset)
-        return self._get_dataloader(
+        dataset = self.trainer._remove_unused_columns(dataset, description=description)
+        sampler = None if isinstance(dataset, IterableDataset) else self.trainer._get_eval_sampler(dataset)
+        return self.trainer._get_dataloader(
             dataset,
             description=description,
             batch_size=self.args.eval_batch_size,
@@ -124,7 +118,7 @@ class DataMethods(ShapeMethods):
     ) -> DataLoader[Any]:
         if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
             dataset = share_stream(dataset, self._share(), batch_size)
-        collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
+        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=description)
         return build_loader(
             dataset,
             args=self.args,
@@ -146,11 +140,11 @@ class DataMethods(ShapeMethods):
     # ---- order ------------------------------------------------------------------------------------------------------
 
     def _call_train_sampler(self, dataset: Any) -> Any:
-        return adapt(self._get_train_sampler, "train_dataset")(train_dataset=dataset)
+        return adapt(self.trainer._get_train_sampler, "train_dataset")(train_dataset=dataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """The sampler of the training data: seed, epoch and position decide the order."""
-        dataset = self.train_dataset if train_dataset is None else train_dataset
+        dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
         if sampler is None or not self.args.packing:
@@ -164,17 +158,17 @@ class DataMethods(ShapeMethods):
         return None
 
     def _input_name(self) -> str:
-        names = getattr(self.processing_class, "model_input_names", None)  # type: ignore[attr-defined]
+        names = getattr(self.trainer.processing_class, "model_input_names", None)  # type: ignore[attr-defined]
         return names[0] if names else getattr(self.model, "main_input_name", "input_ids")
 
     # ---- columns ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
         """Look up what the model's forward takes; a subclass may set `_signature_columns` itself."""
-        if self._signature_columns is None:
+        if self.trainer._signature_columns is None:
             names = forward_parameters(self.model)
             if names is not None:
-                self._signature_columns = [*names, *LABEL_COLUMNS, *self.label_names]
+                self.trainer._signature_columns = [*names, *LABEL_COLUMNS, *self.trainer.label_names]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset as given: columns are withheld after loading, so that lazy transforms see all of them."""
@@ -186,12 +180,12 @@ class DataMethods(ShapeMethods):
         """The collator, without the columns the model does not take."""
         if not self.args.remove_unused_columns:
             return data_collator
-        self._set_signature_columns_if_needed()
-        if self._signature_columns is None:
+        self.trainer._set_signature_columns_if_needed()
+        if self.trainer._signature_columns is None:
             return data_collator
         return ColumnFilter(
             data_collator,
-            set(self._signature_columns),
+            set(self.trainer._signature_columns),
             notices=self.notices,
             description=description or "training",
             in_workers=self.args.dataloader_num_workers > 0,
@@ -210,7 +204,7 @@ class DataMethods(ShapeMethods):
             plan.updates_per_epoch,
             examples,
             plan.train_samples,
-            self.get_total_train_batch_size(args),
+            self.trainer.get_total_train_batch_size(args),
             plan.batches_per_epoch,
             plan.max_steps,
         )
@@ -226,9 +220,9 @@ class DataMethods(ShapeMethods):
     def _make_plan(self, loader: Any) -> Plan:
         """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
         plan = self._plan_of_arguments(loader)
-        if not is_overridden(self, "set_initial_training_values"):
+        if not is_overridden(self.trainer, "set_initial_training_values"):
             return plan
-        theirs = adapt(self.set_initial_training_values, "total_train_batch_size")
+        theirs = adapt(self.trainer.set_initial_training_values, "total_train_batch_size")
         values = theirs(self.args, loader, total_train_batch_size=plan.total_batch_size)
         epochs, updates, examples, _, _, batches, max_steps = values
         return dataclasses.replace(
@@ -250,7 +244,7 @@ class DataMethods(ShapeMethods):
             batch_size=self.args.train_batch_size,
             accumulation=self._accumulation(),
             batches_per_epoch=self._batches_in(loader) if sized else None,
-            examples=self.num_examples(loader) if sized else None,
+            examples=self.trainer.num_examples(loader) if sized else None,
             max_steps=self.args.max_steps,
             num_train_epochs=self.args.num_train_epochs,
             world_size=self.strategy.data_world,
@@ -275,7 +269,7 @@ class DataMethods(ShapeMethods):
 
     def release_data(self) -> None:
         """Stop loading processes that would outlive the run, and then take seconds to be collected."""
-        if self.train_dataloader is not None and not is_overridden(self, "get_train_dataloader"):
+        if self.train_dataloader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
             stop_workers(self.train_dataloader)
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
@@ -285,7 +279,7 @@ class DataMethods(ShapeMethods):
         has drawn its seed for it, between two epochs before that.
         """
         loader, progress = self.train_dataloader, self.progress
-        self._batches_are_theirs = is_overridden(self, "get_batch_samples")
+        self._batches_are_theirs = is_overridden(self.trainer, "get_batch_samples")
         announce_epoch(loader, epoch)
         done = progress.batches_in_epoch
         if done == 0:
@@ -359,9 +353,9 @@ class DataMethods(ShapeMethods):
         """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
         if self._ordered is None:
             return None
-        dataset: Any = self.train_dataset
+        dataset: Any = self.trainer.train_dataset
         indices = self._ordered.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description="training")
         packing, size = self._ordered.packing, self.plan.batch_size
         parts = [indices[k : k + size] for k in range(0, len(indices), size)]
         if packing is not None:
@@ -374,14 +368,14 @@ class DataMethods(ShapeMethods):
         if self._ordered is None and self._may_be_undone():
             self._stream_before = stream_state(self.train_dataloader)
         if self._batches_are_theirs:
-            theirs = adapt(self.get_batch_samples, "device")
+            theirs = adapt(self.trainer.get_batch_samples, "device")
             return theirs(batches, self.plan.accumulation, device=self.device)[0]
         return list(islice(batches, self.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update and the number of targets in them."""
         batches = list(islice(epoch_iterator, num_batches))
-        return batches, self._get_num_items_in_batch(batches, device)
+        return batches, self.trainer._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         raise NotImplementedError

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ...core.base import BaseTrainer
+from ...core.internals import Internals
 from ...core.overrides import is_overridden
 from ...errors import ArgumentsError
 from ..device_traits import kind_of
@@ -22,14 +22,10 @@ CLOSE = 1e-4
 """How far two ways to compute a mean may be apart, relatively, in single precision."""
 
 
-class ShapeMethods(BaseTrainer):
+class ShapeMethods(Internals):
     """Static shapes: asked for by the arguments, or wanted by the device."""
 
-    args: Any
     device: torch.device
-    label_names: list[str]
-    processing_class: Any
-    compute_loss_func: Any
 
     def wants_static_shapes(self) -> bool:
         """Whether batches are padded to a few shapes."""
@@ -50,7 +46,7 @@ class ShapeMethods(BaseTrainer):
         takes = forward_parameters(self.model)
         shapes = StaticShapes(
             self.args.static_lengths,
-            label_names=self.label_names,
+            label_names=self.trainer.label_names,
             pad_token=self._padding_token(),
             takes_mask=takes is None or "attention_mask" in takes,
             tell=self.notices.tell_once,
@@ -67,7 +63,7 @@ class ShapeMethods(BaseTrainer):
         return StaticCollator(collate, shapes, rows)
 
     def _padding_token(self) -> int:
-        for place in (self.processing_class, getattr(self.model, "config", None)):
+        for place in (self.trainer.processing_class, getattr(self.model, "config", None)):
             found = getattr(place, "pad_token_id", None)
             if isinstance(found, int) and found >= 0:
                 return found
@@ -76,7 +72,7 @@ class ShapeMethods(BaseTrainer):
     # ---- proof ------------------------------------------------------------------------------------------------------
 
     def _loss_is_the_users(self) -> bool:
-        return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+        return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     def _why_rows_stay(self, collate: StaticCollator, dataset: Any, description: str) -> str | None:
         """Why rows may not be added to short batches; a loss of the user's own is tried out on copies of one row."""

@@ -138,7 +138,7 @@ class SharingMethods(LossMethods):
     def _learn_together(self, batches: list[Any]) -> None:
         """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
         accounting = self.accounting
-        smoothed = self.label_smoother is not None and accounting.undecided_shift
+        smoothed = self.trainer.label_smoother is not None and accounting.undecided_shift
         if not accounting.is_open and not smoothed:
             return
         rows = self.strategy.rows([float(bool(batches))])
@@ -198,7 +198,9 @@ class SharingMethods(LossMethods):
         own = iter(loader)
         while True:
             inputs = next(own, None)
-            rows = self.strategy.rows([float(inputs is not None), float(self._signal() if self.is_in_train else 0)])
+            rows = self.strategy.rows(
+                [float(inputs is not None), float(self._signal() if self.trainer.is_in_train else 0)]
+            )
             holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
             if any(signal for _, signal in rows):
                 self._hear([signal for _, signal in rows])

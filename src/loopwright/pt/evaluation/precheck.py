@@ -22,9 +22,9 @@ class RehearsalMethods(EvaluationMethods):
     def check_metric_name(self) -> None:
         """Raise now if the metric for the best model is not one that evaluation gives."""
         args = self.args
-        if args.metric_for_best_model is None or args.eval_strategy == "no" or self.eval_dataset is None:
+        if args.metric_for_best_model is None or args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
-        if is_overridden(self, "evaluate") or is_overridden(self, "evaluation_loop"):
+        if is_overridden(self.trainer, "evaluate") or is_overridden(self.trainer, "evaluation_loop"):
             return  # only the override knows its names
         names = self._metric_names()
         wanted = args.metric_for_best_model
@@ -44,12 +44,12 @@ class RehearsalMethods(EvaluationMethods):
         listeners = [getattr(callback, "on_evaluate", None) for callback in self.callback_handler.callbacks]
         homes = [getattr(listener, "__module__", None) or "loopwright." for listener in listeners]
         theirs = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
-        return is_overridden(self, "log") or bool(theirs)
+        return is_overridden(self.trainer, "log") or bool(theirs)
 
     def _metric_names(self) -> set[str] | None:
         """The names of one batch's metrics, of every named set; None when one batch cannot tell."""
-        named = isinstance(self.eval_dataset, Mapping)
-        sets = {f"eval_{name}": name for name in self.eval_dataset} if named else {"eval": None}
+        named = isinstance(self.trainer.eval_dataset, Mapping)
+        sets = {f"eval_{name}": name for name in self.trainer.eval_dataset} if named else {"eval": None}
         names: set[str] = set()
         for prefix, key in sets.items():
             try:
@@ -67,8 +67,10 @@ class RehearsalMethods(EvaluationMethods):
         self.strategy.evaluating()
         try:
             with untouched_rng():
-                loader = self.get_eval_dataloader(key)  # type: ignore[attr-defined]
-                plan = self._evaluation_plan(loader, self.compute_metrics is None or self.args.prediction_loss_only)
+                loader = self.trainer.get_eval_dataloader(key)  # type: ignore[attr-defined]
+                plan = self._evaluation_plan(
+                    loader, self.trainer.compute_metrics is None or self.args.prediction_loss_only
+                )
                 steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.ignore_keys_for_eval)
                 plan.expected_rows = None
                 output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)
@@ -77,4 +79,3 @@ class RehearsalMethods(EvaluationMethods):
             if was_training:
                 self.strategy.training()
         return {*output.metrics, *(f"{prefix}_{name}" for name in ALWAYS)}
-

@@ -35,22 +35,18 @@ from .metric_inputs import metrics_function
 class EvaluationMethods(AssessingMethods):
     """evaluate, predict and what they are made of."""
 
-    args: Any
     strategy: Any
     device: Any
-    preprocess_logits_for_metrics: Any
-    label_names: list[str]
-    can_return_loss: bool
     accounting: LossAccounting
     memory: MemoryMeter
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
-        return self.get_eval_dataloader(eval_dataset)  # type: ignore[attr-defined]
+        return self.trainer.get_eval_dataloader(eval_dataset)  # type: ignore[attr-defined]
 
     def _test_batches(self, test_dataset: Any) -> Any:
-        return self.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
+        return self.trainer.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
 
     def _go_through(
         self, make_loader: Any, description: str, *, loss_only: bool | None, ignore_keys: Any, prefix: str
@@ -61,7 +57,7 @@ class EvaluationMethods(AssessingMethods):
             self.memory.start()
         with self.strategy.alarm, untouched_rng():
             loader = self.share_loader(make_loader())  # type: ignore[attr-defined]
-            output: EvalLoopOutput = self.evaluation_loop(
+            output: EvalLoopOutput = self.trainer.evaluation_loop(
                 loader,
                 description=description,
                 prediction_loss_only=loss_only,
@@ -86,13 +82,17 @@ class EvaluationMethods(AssessingMethods):
     ) -> EvalLoopOutput:
         """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self.compute_metrics = metrics_function(self.compute_metrics, self.device)  # perhaps assigned since the last
-        if isinstance(self.compute_metrics, MetricObjects):
-            self.compute_metrics.restart()
+        self.trainer.compute_metrics = metrics_function(
+            self.trainer.compute_metrics, self.device
+        )  # perhaps assigned since the last
+        if isinstance(self.trainer.compute_metrics, MetricObjects):
+            self.trainer.compute_metrics.restart()
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.strategy.model.training
-        if not self.is_in_train:  # a run has bound them, and may have put graphs in the place of its training step
+        if (
+            not self.trainer.is_in_train
+        ):  # a run has bound them, and may have put graphs in the place of its training step
             if self.model is not strategy.model:
                 self._adopt_model(self.model)  # type: ignore[attr-defined]
             self._bind_overrides()  # type: ignore[attr-defined]
@@ -100,7 +100,7 @@ class EvaluationMethods(AssessingMethods):
         strategy.evaluating()
         if self.model is not strategy.model:
             self.model.eval()
-        casts = nullcontext() if self.is_in_train else full_eval_dtype(self.model, self.args)
+        casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
         try:
             with casts:
                 steps = self._eval_steps(dataloader, loss_only, ignore_keys)
@@ -115,9 +115,9 @@ class EvaluationMethods(AssessingMethods):
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
         dataset: Any = whole_dataset(dataloader)
         return EvalPlan(
-            compute_metrics=self.compute_metrics,
+            compute_metrics=self.trainer.compute_metrics,
             loss_only=loss_only,
-            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.compute_metrics, MetricObjects),
+            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.trainer.compute_metrics, MetricObjects),
             concat=self.args.eval_do_concat_batches,
             include=list(self.args.include_for_metrics),
             weight_by_items=self.args.eval_loss_reduction == "item_mean",
@@ -129,22 +129,22 @@ class EvaluationMethods(AssessingMethods):
         )
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
-        predict, model = adapt(self.prediction_step, "ignore_keys"), self._evaluated_model()
+        predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()
         plain = EvaluationMethods.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in self._looked_at(loader):
             self._eval_items(inputs, learn=step)
-            if isinstance(self.compute_metrics, MetricObjects):
-                self.compute_metrics.shifted = self._predicts_next_token()
+            if isinstance(self.trainer.compute_metrics, MetricObjects):
+                self.trainer.compute_metrics.shifted = self._predicts_next_token()
             self._summed_over = None
             loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
             self.strategy.boundary()
             if type(inputs) is Static:
                 logits, labels = self._trimmed(inputs, logits, labels)  # type: ignore[attr-defined]
-            if logits is not None and self.preprocess_logits_for_metrics is not None:
-                logits = self.preprocess_logits_for_metrics(logits, labels)
+            if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
+                logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
-            if self.signals.received and self.is_in_train:
+            if self.signals.received and self.trainer.is_in_train:
                 raise Interrupted
             samples, batch = count_samples(inputs), inputs
             inputs = inputs.real() if type(inputs) is Static else inputs
@@ -157,7 +157,11 @@ class EvaluationMethods(AssessingMethods):
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
         """The batches of a loader; the first two show how batches have to be weighed."""
-        if not self.is_alone or self.args.eval_loss_reduction != "item_mean" or is_overridden(self, "prediction_step"):
+        if (
+            not self.is_alone
+            or self.args.eval_loss_reduction != "item_mean"
+            or is_overridden(self.trainer, "prediction_step")
+        ):
             yield from loader
             return
         batches = iter(loader)
@@ -172,7 +176,7 @@ class EvaluationMethods(AssessingMethods):
         """Whether evaluation computes a loss for such a batch."""
         if not isinstance(inputs, Mapping):
             return False
-        asked = not self.label_names and bool(inputs.get("return_loss", self.can_return_loss))
+        asked = not self.trainer.label_names and bool(inputs.get("return_loss", self.trainer.can_return_loss))
         return bool(self._labels_in(inputs)) or asked
 
     def _learn_eval_loss(self, batches: list[Any]) -> None:
@@ -187,7 +191,7 @@ class EvaluationMethods(AssessingMethods):
         """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
         if self.model is not self.strategy.model:
             return self.model
-        return self.strategy.unwrap(self.model_wrapped)  # type: ignore[no-any-return]
+        return self.strategy.unwrap(self.trainer.model_wrapped)  # type: ignore[no-any-return]
 
     def _predicts_next_token(self) -> bool:
         """Whether a prediction belongs to the label after it."""
@@ -202,7 +206,7 @@ class EvaluationMethods(AssessingMethods):
         name = getattr(self.model, "main_input_name", "input_ids")
         if not isinstance(inputs, Mapping) or name in inputs:
             return inputs[name] if isinstance(inputs, Mapping) else inputs
-        labels = {*LABEL_COLUMNS, *self.label_names}
+        labels = {*LABEL_COLUMNS, *self.trainer.label_names}
         return {name: value for name, value in inputs.items() if name not in labels}
 
     def prediction_step(
@@ -213,7 +217,7 @@ class EvaluationMethods(AssessingMethods):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of one batch."""
-        inputs = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        inputs = self.trainer._prepare_inputs(inputs)  # type: ignore[attr-defined]
         names = self._labels_in(inputs)
         labels = _detached(tuple(inputs[name] for name in names)) if names else None
         with torch.no_grad():
@@ -227,13 +231,15 @@ class EvaluationMethods(AssessingMethods):
         """The labels a batch carries: all that the model names, or what labels are usually called."""
         if not isinstance(inputs, Mapping):
             return []
-        wanted = self.label_names or [name for name in LABEL_COLUMNS if name in inputs]
+        wanted = self.trainer.label_names or [name for name in LABEL_COLUMNS if name in inputs]
         present = [name for name in wanted if inputs.get(name) is not None]
         return present if len(present) == len(wanted) else []
 
     def _loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], has_labels: bool) -> tuple[Any, Any]:
-        if not has_labels and not (not self.label_names and inputs.get("return_loss", self.can_return_loss)):
-            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+        if not has_labels and not (
+            not self.trainer.label_names and inputs.get("return_loss", self.trainer.can_return_loss)
+        ):
+            with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
                 outputs = model(**self._for_model(inputs))  # type: ignore[attr-defined]
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
             return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
@@ -242,7 +248,7 @@ class EvaluationMethods(AssessingMethods):
         # An override may return the loss alone: the outputs are then taken as they leave the model.
         handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
         try:
-            with self.compute_loss_context_manager():  # type: ignore[attr-defined]
+            with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
                 result = self._compute_loss(  # type: ignore[attr-defined]
                     model, inputs, return_outputs=True, num_items_in_batch=items
                 )

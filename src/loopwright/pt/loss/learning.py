@@ -22,27 +22,18 @@ from .find import find_loss
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import BatchSplitter
-from .targets import LabelSmoother, LossKind, predicts_next_token
+from .targets import LossKind, predicts_next_token
 
 
 class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
 
-    args: Any
     strategy: Any
     device: torch.device
     accounting: LossAccounting
-    label_names: list[str]
-    label_smoother: LabelSmoother | None
-    compute_loss_func: Callable[..., Any] | None
-    model_accepts_loss_kwargs: bool
-    loss_is_scaled_for_ga: bool | None
     splitter: BatchSplitter
     _micro_batches: int | None = None
     """How many the current update has; None before the first."""
-    compute_loss: Callable[..., Any]
-    compute_loss_context_manager: Callable[..., Any]
-    _prepare_inputs: Callable[..., Any]
     _compute_loss: Callable[..., Any]
     _for_model: Callable[..., Any]
     _items_are_theirs: bool
@@ -52,28 +43,31 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _make_accounting(self) -> LossAccounting:
         """Who is told how many items an update has, and what is known about the loss beforehand."""
-        step_is_theirs = is_overridden(self, "training_step")
-        loss_is_theirs = is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+        step_is_theirs = is_overridden(self.trainer, "training_step")
+        loss_is_theirs = is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
         kind = None
-        if self.loss_is_scaled_for_ga is not None:
-            kind = LossKind.SCALED if self.loss_is_scaled_for_ga else LossKind.MEAN
-        elif step_is_theirs and not reaches_ours(self, "training_step"):
+        if self.trainer.loss_is_scaled_for_ga is not None:
+            kind = LossKind.SCALED if self.trainer.loss_is_scaled_for_ga else LossKind.MEAN
+        elif step_is_theirs and not reaches_ours(self.trainer, "training_step"):
             kind = LossKind.SCALED  # what they do with a loss is theirs, and so is dividing it
-        elif self.label_smoother is not None and not loss_is_theirs:
+        elif self.trainer.label_smoother is not None and not loss_is_theirs:
             kind = LossKind.SCALED
-        told = self.compute_loss if is_overridden(self, "compute_loss") else self.compute_loss_func
+        told = (
+            self.trainer.compute_loss if is_overridden(self.trainer, "compute_loss") else self.trainer.compute_loss_func
+        )
         is_of_transformers = not loss_is_theirs and _has_loss_of_transformers(innermost(self.model))
         # On a lazy device finding out is a graph more; the losses of transformers' own models are known.
         known = is_lazy(self.device) and not loss_is_theirs and hasattr(innermost(self.model), "loss_function")
         self._eval_accounting = None
         accounting = LossAccounting(
-            self.label_names,
+            self.trainer.label_names,
             guessed_shift=predicts_next_token(self.model),
             shift=predicts_next_token(self.model) if known else None,
             kind=kind,
             wants_items=step_is_theirs or (told is not None and accepts(told, "num_items_in_batch")),
-            tells_items=self.model_accepts_loss_kwargs or (told is not None and accepts(told, "num_items_in_batch")),
-            is_trusted=is_of_transformers or (self.label_smoother is not None and not loss_is_theirs),
+            tells_items=self.trainer.model_accepts_loss_kwargs
+            or (told is not None and accepts(told, "num_items_in_batch")),
+            is_trusted=is_of_transformers or (self.trainer.label_smoother is not None and not loss_is_theirs),
             padding=self._padding_token(),
         )
         accounting.may_compare = not is_lazy(self.device)
@@ -84,7 +78,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         config = getattr(innermost(self.model), "config", None)
         token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
         return BatchSplitter(
-            self.label_names,
+            self.trainer.label_names,
             image_token=token,
             # Two towers, as CLIP has, take text and image apart; anybody else may look for images in the text.
             has_images_in_text=token is not None
@@ -94,12 +88,15 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _batches_of_two(self) -> tuple[Any, Any, Any] | None:
         """Batches of a training sample, of another and of both, to see what goes by samples; None if that fails."""
-        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        data = self.trainer.train_dataset if self.trainer.train_dataset is not None else self.trainer.eval_dataset
         if data is None or not hasattr(data, "__getitem__"):
             return None
         try:
-            with sandbox(self.model, self):
-                collate, pair = self._get_collator_with_removed_columns(self.data_collator), [data[0], data[1]]
+            with sandbox(self.model, self.trainer):
+                collate, pair = (
+                    self.trainer._get_collator_with_removed_columns(self.trainer.data_collator),
+                    [data[0], data[1]],
+                )
                 return collate(pair[:1]), collate(pair[1:]), collate(pair)
         except Exception:  # a dataset may have no sample of that name, a collator may want more than one
             return None
@@ -111,7 +108,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _why_not_tried(self) -> str | None:
         """Why the loss may not be computed just to see what it is."""
-        drawn = first_iterator(self) if self._loss_is_theirs() else None
+        drawn = first_iterator(self.trainer) if self._loss_is_theirs() else None
         if drawn is None:
             return None
         return f"the trainer's {drawn!r} is an iterator, and what would be drawn from it is gone"
@@ -145,7 +142,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
                 accounting.learn_division(first, self._probe(), self._said_to_accumulate)
             # Only a model whose loss really changes with the item count is told it from now on.
             told = (LossKind.SCALED, LossKind.MIXED, None)
-            self.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
+            self.trainer.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
         elif accounting.kind is LossKind.SCALED:
             accounting.learn_shift(batches[0] if type(batches) is list else batches, self._shift_probe())
         normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
@@ -175,7 +172,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
             self._micro_batches = current
 
     def _loss_is_theirs(self) -> bool:
-        return is_overridden(self, "compute_loss") or self.compute_loss_func is not None
+        return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -194,7 +191,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         if self._eval_accounting is None:
             own = self.accounting
             self._eval_accounting = LossAccounting(
-                self.label_names,
+                self.trainer.label_names,
                 guessed_shift=own.shifts,
                 shift=None if own.undecided_shift else own.shifts,
                 tells_items=own.tells_items,
@@ -243,16 +240,16 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
                     outputs = step(inputs)  # all of them are kept until the graph is made, as in an evaluation
                     self.strategy.boundary()
                     return outputs[0].cpu()
-                inputs = self._prepare_inputs(inputs)
-                with self.compute_loss_context_manager(), self._in_full(probe), self._as_written():
-                    model = self.strategy.unwrap(self.model_wrapped)
+                inputs = self.trainer._prepare_inputs(inputs)
+                with self.trainer.compute_loss_context_manager(), self._in_full(probe), self._as_written():
+                    model = self.strategy.unwrap(self.trainer.model_wrapped)
                     return self._compute_loss(model, inputs, num_items_in_batch=items)
             finally:
                 self.is_probing = False
 
         # Gradients of shards are exchanged while they are computed, which only training does right.
         with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
-        probe = LossProbe(compute, self.model, trainer=self, with_gradients=with_gradients)
+        probe = LossProbe(compute, self.model, trainer=self.trainer, with_gradients=with_gradients)
         probe.may_leave_half = isinstance(self.strategy.precision, Autocast)
         return probe
 
@@ -262,16 +259,16 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
 
     def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
-        if self.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
+        if self.trainer.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
             return self._probe(step)
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
-            inputs = self._prepare_inputs(inputs)
-            with self.compute_loss_context_manager(), self._as_written():
-                loss = find_loss(self.strategy.unwrap(self.model_wrapped)(**self._for_model(inputs)))
+            inputs = self.trainer._prepare_inputs(inputs)
+            with self.trainer.compute_loss_context_manager(), self._as_written():
+                loss = find_loss(self.strategy.unwrap(self.trainer.model_wrapped)(**self._for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 
-        return LossProbe(compute, self.model, trainer=self)
+        return LossProbe(compute, self.model, trainer=self.trainer)
 
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from .learning import LossLearningMethods
 from .out_of_memory import run_or_halve
 from .probe import ARGUMENTS
 from .splitter import BatchSplitter, CannotSplit
-from .targets import LabelSmoother, LossKind, check_has_gradient, count_samples
+from .targets import LossKind, check_has_gradient, count_samples
 
 HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not change what its loss is the mean of."""
@@ -34,15 +34,9 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 class LossMethods(LossLearningMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
-    args: Any
     strategy: Any
     device: torch.device
     accounting: LossAccounting
-    label_names: list[str]
-    label_smoother: LabelSmoother | None
-    compute_loss_func: Callable[..., Any] | None
-    model_accepts_loss_kwargs: bool
-    loss_is_scaled_for_ga: bool | None
     micro_split: int
     _modules: Any
     _stamp: ModelStamp | None = None
@@ -61,8 +55,8 @@ class LossMethods(LossLearningMethods):
         self.strategy.training()
         if not model.training:  # what the model is wrapped in
             model.train()
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
+        inputs = self.trainer._prepare_inputs(inputs)
+        with self.trainer.compute_loss_context_manager():
             loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         loss = self.accounting.weigh(loss)
         try:
@@ -79,7 +73,7 @@ class LossMethods(LossLearningMethods):
 
         An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
         """
-        if self.compute_loss_func is None and self.label_smoother is None:
+        if self.trainer.compute_loss_func is None and self.trainer.label_smoother is None:
             outputs = model(**self._for_model(inputs, num_items_in_batch))
             loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
             loss = loss_in(outputs, inputs) if loss is None else loss
@@ -90,13 +84,13 @@ class LossMethods(LossLearningMethods):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
-        if self.compute_loss_func is not None:
-            function = adapt(self.compute_loss_func, "num_items_in_batch")
+        if self.trainer.compute_loss_func is not None:
+            function = adapt(self.trainer.compute_loss_func, "num_items_in_batch")
             return function(outputs, labels, num_items_in_batch=num_items_in_batch)
         if labels is None:
             return loss_in(outputs, {})
-        assert self.label_smoother is not None
-        return self.label_smoother(
+        assert self.trainer.label_smoother is not None
+        return self.trainer.label_smoother(
             outputs, labels, shift_labels=self.accounting.shifts, num_items_in_batch=num_items_in_batch
         )
 
@@ -107,31 +101,35 @@ class LossMethods(LossLearningMethods):
             for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
                 if label in inputs and label not in takes:
                     inputs = {name: value for name, value in inputs.items() if name != label}
-        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+        if num_items_in_batch is not None and self.trainer.model_accepts_loss_kwargs:
             return {**inputs, "num_items_in_batch": num_items_in_batch}
         return inputs
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around forward and loss: autocast, and whatever a subclass adds."""
-        return self.autocast_smart_context_manager() if self._autocast_is_theirs else self.strategy.forward_context()
+        return (
+            self.trainer.autocast_smart_context_manager()
+            if self._autocast_is_theirs
+            else self.strategy.forward_context()
+        )
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         return self.strategy.forward_context()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, in a container of its own."""
-        return self._prepare_input(inputs) if self._input_is_theirs else self.strategy.put(inputs)
+        return self.trainer._prepare_input(inputs) if self._input_is_theirs else self.strategy.put(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         return self.strategy.put(data)
 
     def _bind_overrides(self) -> None:
         """Look at the user's methods once, so that calling them costs nothing per step."""
-        self._training_step = adapt(self.training_step, "num_items_in_batch")
+        self._training_step = adapt(self.trainer.training_step, "num_items_in_batch")
         self._compute_loss = self._bound_compute_loss()
-        self._input_is_theirs = is_overridden(self, "_prepare_input")
-        self._autocast_is_theirs = is_overridden(self, "autocast_smart_context_manager")
-        self._items_are_theirs = is_overridden(self, "_get_num_items_in_batch")
+        self._input_is_theirs = is_overridden(self.trainer, "_prepare_input")
+        self._autocast_is_theirs = is_overridden(self.trainer, "autocast_smart_context_manager")
+        self._items_are_theirs = is_overridden(self.trainer, "_get_num_items_in_batch")
 
     def _follow_loss(self) -> None:
         """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
@@ -148,8 +146,8 @@ class LossMethods(LossLearningMethods):
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
-        function = adapt(self.compute_loss, "num_items_in_batch", "return_outputs")
-        if self.device.type == "cpu" or not is_overridden(self, "compute_loss"):
+        function = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs")
+        if self.device.type == "cpu" or not is_overridden(self.trainer, "compute_loss"):
             return function
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +163,7 @@ class LossMethods(LossLearningMethods):
         update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
         if self.work.counts:
             self.work.measure(update)
-        if self.label_smoother is not None and self.is_alone:
+        if self.trainer.label_smoother is not None and self.is_alone:
             self.accounting.learn_shift(batches[0], self._shift_probe())
         if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
@@ -217,7 +215,7 @@ class LossMethods(LossLearningMethods):
             self._count_items(update)
         self._tell_trouble()
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
-            update.total_items = self._get_num_items_in_batch(update.batches, self.device)
+            update.total_items = self.trainer._get_num_items_in_batch(update.batches, self.device)
 
     def _count_items(self, update: Update) -> None:
         """Count what the loss is divided by, and note what it has been divided by already."""
@@ -236,7 +234,7 @@ class LossMethods(LossLearningMethods):
         items = self.accounting.begin(update, index)
         speed = self._speed
         batch = update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index)
-        loss = self._training_step(self.model_wrapped, batch, num_items_in_batch=items)
+        loss = self._training_step(self.trainer.model_wrapped, batch, num_items_in_batch=items)
         if index + 1 < len(update.batches):
             self.callback_handler.fire("on_substep_end")
         return loss
@@ -341,26 +339,26 @@ class LossMethods(LossLearningMethods):
         return str(folder)
 
     def _run_again(self, batch: Any) -> Tensor:
-        with self.compute_loss_context_manager():
-            model = self.strategy.unwrap(self.model_wrapped)
-            loss = self._compute_loss(model, self._prepare_inputs(batch), num_items_in_batch=None)
+        with self.trainer.compute_loss_context_manager():
+            model = self.strategy.unwrap(self.trainer.model_wrapped)
+            loss = self._compute_loss(model, self.trainer._prepare_inputs(batch), num_items_in_batch=None)
         loss = self.accounting.weigh(loss)
         loss.backward()
         return loss.detach()
 
     def part_states(self) -> dict[str, Any]:
         speed = None if self._speed is None else self._speed.state_dict()
-        loss = {"stamp": stamp_of(self), **self.accounting.state_dict()}
+        loss = {"stamp": stamp_of(self.trainer), **self.accounting.state_dict()}
         return {**super().part_states(), "micro_split": self.micro_split, "speed": speed, "loss": loss}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
         self.micro_split = states.get("micro_split", 1)
         loss = states.get("loss")
-        if loss is not None and loss["stamp"] == stamp_of(self) and not self.accounting.is_claimed:
+        if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.accounting.is_claimed:
             self.accounting.load_state_dict(loss)
             told = (LossKind.SCALED, LossKind.MIXED, None)
-            self.model_accepts_loss_kwargs &= self.accounting.kind in told or self._loss_is_theirs()
+            self.trainer.model_accepts_loss_kwargs &= self.accounting.kind in told or self._loss_is_theirs()
         if self._speed is not None and states.get("speed"):
             self._speed.load_state_dict(states["speed"])
             if self._speed.is_decided:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from ...core.base import BaseTrainer
+from ...core.internals import Internals
 from ...errors import ModelError
 from ..optim.schedulers import steps_on_metric
 
@@ -37,30 +37,26 @@ class Known:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class ChangeMethods(BaseTrainer):
+class ChangeMethods(Internals):
     """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
 
-    args: Any
     strategy: Any
-    model: Any
-    compute_loss_func: Any
-    label_smoother: Any
-    train_dataset: Any
-    data_collator: Any
     _known: Known | None = None
     """None while nothing is trained."""
 
     def begin_following(self) -> None:
         super().begin_following()
-        known = self._known = Known(self.model, METHODS(self), (self.compute_loss_func, self.label_smoother))
-        known.data = (self.train_dataset, self.data_collator)
+        known = self._known = Known(
+            self.model, METHODS(self.trainer), (self.trainer.compute_loss_func, self.trainer.label_smoother)
+        )
+        known.data = (self.trainer.train_dataset, self.trainer.data_collator)
         known.arguments = {name: getattr(self.args, name, None) for name in (*TAKEN_ONCE, *IN_STATE)}
 
     def _adopt_assigned_model(self) -> None:
         """Take a model that was assigned between two runs; an optimizer of the model before it is let go."""
-        held = {id(p) for group in getattr(self.optimizer, "param_groups", ()) for p in group["params"]}
+        held = {id(p) for group in getattr(self.trainer.optimizer, "param_groups", ()) for p in group["params"]}
         if held and held.isdisjoint(map(id, self.model.parameters())):
-            self.optimizer = self.lr_scheduler = None
+            self.trainer.optimizer = self.trainer.lr_scheduler = None
             self.notices.tell_once("trainer.model was replaced: its optimizer and schedule are made anew")
         self._adopt_model(self.model)
 
@@ -72,16 +68,16 @@ class ChangeMethods(BaseTrainer):
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: go over to a method or a loss that was assigned."""
         if self._known is not None and self.has_new_overrides(self._known):
-            self._known.methods = METHODS(self)
-            self._known.losses = (self.compute_loss_func, self.label_smoother)
+            self._known.methods = METHODS(self.trainer)
+            self._known.losses = (self.trainer.compute_loss_func, self.trainer.label_smoother)
             self._follow_loss()
             self.strategy.note_change()
 
     def has_new_overrides(self, known: Known) -> bool:
         """Whether a method or a loss was assigned since the last look."""
         function, smoother = known.losses
-        is_same = self.compute_loss_func is function and self.label_smoother is smoother
-        return not is_same or METHODS(self) != known.methods
+        is_same = self.trainer.compute_loss_func is function and self.trainer.label_smoother is smoother
+        return not is_same or METHODS(self.trainer) != known.methods
 
     def follow_changes(self) -> None:
         """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
@@ -95,30 +91,30 @@ class ChangeMethods(BaseTrainer):
                 "back before the next update (as for an evaluation with averaged weights), or train() again"
             )
         if self.strategy.look():
-            self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
+            self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
 
     def follow_accumulation(self) -> None:
         super().follow_accumulation()
         self.strategy.note_change()
 
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
-        if self.lr_scheduler is not self._schedule_then:
-            self._schedule_then = self.lr_scheduler
-            self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
-            self.callback_handler.context["lr_scheduler"] = self.lr_scheduler
+        if self.trainer.lr_scheduler is not self._schedule_then:
+            self._schedule_then = self.trainer.lr_scheduler
+            self.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
+            self.callback_handler.context["lr_scheduler"] = self.trainer.lr_scheduler
             self.strategy.note_change()
         # Loss scaling has divided by its scale for the optimizer that was there, so that one steps.
         is_too_late = is_clipped and self.strategy.precision.scales
-        if self.optimizer is not self._optimizer_then and not is_too_late:
+        if self.trainer.optimizer is not self._optimizer_then and not is_too_late:
             self._take_optimizer()
 
     def _take_optimizer(self) -> None:
-        if self.optimizer is None:
+        if self.trainer.optimizer is None:
             raise ModelError("trainer.optimizer was set to None during training; assign another optimizer, or leave it")
-        self._optimizer_then = self.optimizer = self.strategy.change_optimizer(self.optimizer)
-        self.callback_handler.context["optimizer"] = self.optimizer
-        scheduled = getattr(self.lr_scheduler, "optimizer", self.optimizer)
-        if scheduled is not self.optimizer:
+        self._optimizer_then = self.trainer.optimizer = self.strategy.change_optimizer(self.trainer.optimizer)
+        self.callback_handler.context["optimizer"] = self.trainer.optimizer
+        scheduled = getattr(self.trainer.lr_scheduler, "optimizer", self.trainer.optimizer)
+        if scheduled is not self.trainer.optimizer:
             self.notices.tell_once(
                 f"trainer.optimizer was replaced after step {self.state.global_step}, and the schedule still sets the "
                 "learning rates of the one before: the new one keeps its own. Assign trainer.lr_scheduler too"
@@ -142,7 +138,7 @@ class ChangeMethods(BaseTrainer):
         if intervals:
             self.notices.tell_once(f"changed during training, without effect: {', '.join(intervals)}; set state's")
         for name, before in zip(("train_dataset", "data_collator"), known.data, strict=True):
-            if getattr(self, name) is not before:
+            if getattr(self.trainer, name) is not before:
                 self.notices.tell_once(
                     f"trainer.{name} was replaced during training, which goes on with the loader it began with; change "
                     "the object itself, or train() again"

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.base import BaseTrainer
+from ...core.internals import Internals
 from ...core.overrides import adapt, is_overridden
 from ...errors import ModelError
 from ..precision import check_fp16_weights
@@ -15,12 +15,10 @@ from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
 
 
-class OptimizerMethods(BaseTrainer):
+class OptimizerMethods(Internals):
     """Optimizer, schedule and learning rates."""
 
-    args: Any
     strategy: Any
-    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     train_dataloader: Any
     _scheduled_updates: int = 0
     """How many updates the schedule of the learning rate was made for."""
@@ -28,56 +26,67 @@ class OptimizerMethods(BaseTrainer):
     """The same in the run that is resumed, when it has changed the size of its updates since."""
 
     def _prepare_optimizer(self) -> None:
-        if self.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
-            self.lr_scheduler = None
-        self._own_scheduler = self.lr_scheduler is None
+        if self.trainer.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
+            self.trainer.lr_scheduler = None
+        self._own_scheduler = self.trainer.lr_scheduler is None
         updates = self._scheduled_updates = self._scheduled_then or self.plan.max_steps
-        self.create_optimizer_and_scheduler(num_training_steps=updates)
+        self.trainer.create_optimizer_and_scheduler(num_training_steps=updates)
         check_fp16_weights(self.model, self.strategy.precision)
-        self.optimizer = self.strategy.setup_optimizer(self.optimizer)
-        self.model_wrapped = self.strategy.rewrap(self.model_wrapped)
+        self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
+        self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
         if self.args.speed != "off":
             self.strategy.fold_clipping(lambda: not self.callback_handler.listens("on_pre_optimizer_step"))
-        self.schedule_follows_metric = steps_on_metric(self.lr_scheduler)
+        self.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
         self.callback_handler.context.update(
-            optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=self.train_dataloader
+            optimizer=self.trainer.optimizer,
+            lr_scheduler=self.trainer.lr_scheduler,
+            train_dataloader=self.train_dataloader,
         )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create both, unless they were given."""
-        optimizer = self.create_optimizer()
-        self.optimizer = optimizer if optimizer is not None else self.optimizer
-        scheduler = adapt(self.create_scheduler, "optimizer")(num_training_steps, optimizer=self.optimizer)
-        self.lr_scheduler = scheduler if scheduler is not None else self.lr_scheduler
+        optimizer = self.trainer.create_optimizer()
+        self.trainer.optimizer = optimizer if optimizer is not None else self.trainer.optimizer
+        scheduler = adapt(self.trainer.create_scheduler, "optimizer")(
+            num_training_steps, optimizer=self.trainer.optimizer
+        )
+        self.trainer.lr_scheduler = scheduler if scheduler is not None else self.trainer.lr_scheduler
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The optimizer the arguments name, over the trainable parameters."""
-        if self.optimizer is None:
-            own = is_overridden(self, "get_optimizer_cls_and_kwargs") and self.optimizer_cls_and_kwargs is None
-            chosen = self.get_optimizer_cls_and_kwargs(self.args, self.model) if own else self.optimizer_cls_and_kwargs
+        if self.trainer.optimizer is None:
+            own = (
+                is_overridden(self.trainer, "get_optimizer_cls_and_kwargs")
+                and self.trainer.optimizer_cls_and_kwargs is None
+            )
+            chosen = (
+                self.trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
+                if own
+                else self.trainer.optimizer_cls_and_kwargs
+            )
             plan = getattr(self, "plan", None)
-            self.optimizer = build_optimizer(
+            self.trainer.optimizer = build_optimizer(
                 model or self.model,
                 self.args,
                 cls_and_kwargs=chosen,
                 total_updates=plan.max_steps if plan else None,
-                decay_names=self.get_decay_parameter_names(model or self.model),
+                decay_names=self.trainer.get_decay_parameter_names(model or self.model),
                 tell=self.notices.tell_once,
             )
-        return self.optimizer
+        return self.trainer.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule the arguments name."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = build_scheduler(
+        if self.trainer.lr_scheduler is None:
+            self.trainer.lr_scheduler = build_scheduler(
                 self.args.lr_scheduler_type,
-                optimizer or self.optimizer,
+                optimizer or self.trainer.optimizer,
                 num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
                 num_training_steps=num_training_steps,
                 kwargs=self.args.lr_scheduler_kwargs,
                 args=self.args,
             )
-        return self.lr_scheduler
+        return self.trainer.lr_scheduler
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
@@ -102,9 +111,9 @@ class OptimizerMethods(BaseTrainer):
         return next(group for group in groups if any(param is each for each in group["params"]))
 
     def _needs_optimizer(self) -> Any:
-        if self.optimizer is None:
+        if self.trainer.optimizer is None:
             raise ModelError("there is no optimizer yet: call train() or create_optimizer() first")
-        return self.optimizer
+        return self.trainer.optimizer
 
     def _get_learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.trainer.optimizer.param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""BaseTrainer: the override points of every trainer, with bodies that need no framework."""
+"""Internals: what is ours behind a trainer, with bodies that need no framework."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from ..args.base import BaseArguments
 from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .actions import Acting
 from .changes import ChangingMethods
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
+from .hooks import Hooks
 from .loop import run_training
 from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
@@ -30,44 +30,45 @@ from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
 from .throughput import Pace
+from .trainer import BaseTrainer
 from .update import Place, Update
 
 
-class BaseTrainer(Acting, ChangingMethods):
-    """Trains whatever its strategy can run; a subclass brings the framework."""
+class Internals(ChangingMethods):
+    """Trains whatever its strategy can run; a subclass brings the framework.
 
-    train_instead: ClassVar[Callable[[Any], TrainOutput] | None] = None
-    """Set by commands that run a user's script to get at its trainer, such as `loopwright replay`."""
+    A trainer holds one of these under its only private name, and has no other attribute of ours: a user's subclass may
+    use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that overrides count.
+    """
 
-    args: BaseArguments
     strategy: Strategy
     split_at: int = -1
     """The update after which `turn_split` begins or ends looking where the time goes."""
     plan: Plan
-    optimizer: Any = None
     _places: dict[int, Place]
-    model_wrapped: Any = None
-    is_in_train: bool = False
     handler_class: type[CallbackHandler] = CallbackHandler
     is_alone: bool = True
     """Whether this process holds all the data of an update."""
     _undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
+    def __init__(self, trainer: Hooks) -> None:
+        self.trainer = trainer
+
     def _set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
         """The parts every trainer has; called by the constructor of a subclass."""
-        refuse_dead_overrides(type(self), BaseTrainer)
-        self.args = args
+        refuse_dead_overrides(type(self.trainer), BaseTrainer)
+        self.trainer.args = args
         self.notices = Notices(strict=args.strict, quiet=not args.should_log)
-        self.state = TrainerState(
+        self.trainer.state = TrainerState(
             is_local_process_zero=args.local_process_index == 0, is_world_process_zero=args.process_index == 0
         )
-        self.control = TrainerControl()
+        self.trainer.control = TrainerControl()
         self._places = {}
         self._late = []
         self.progress = Progress()
         self.pace = Pace()
-        self.callback_handler = self.handler_class(
+        self.trainer.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
@@ -96,7 +97,7 @@ class BaseTrainer(Acting, ChangingMethods):
             raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
         self.ignore_keys_for_eval = ignore_keys_for_eval
         if BaseTrainer.train_instead is not None:
-            return BaseTrainer.train_instead(self)
+            return BaseTrainer.train_instead(self.trainer)
         self._check_output_dir()
         checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
@@ -107,7 +108,7 @@ class BaseTrainer(Acting, ChangingMethods):
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
                 "takes the highest step; choose another output_dir, or delete them"
             )
-        self.is_in_train = True
+        self.trainer.is_in_train = True
         try:
             with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
@@ -123,7 +124,7 @@ class BaseTrainer(Acting, ChangingMethods):
             self.finish_with_model()
             self.release_data()
             self.callback_handler.leave_training()
-            self.is_in_train = False
+            self.trainer.is_in_train = False
 
     def watched(self) -> AbstractContextManager[Any]:
         """While entered, several processes see where each of them stands; one alone needs no watching."""
@@ -247,7 +248,7 @@ class BaseTrainer(Acting, ChangingMethods):
         strategy, events = self.strategy, self.callback_handler
         if self.split is not None:
             self.split.data_is_there()
-        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
             self.follow_optimizer()
         self.follow_changes()
         try:
@@ -258,18 +259,18 @@ class BaseTrainer(Acting, ChangingMethods):
             self.leave()
         if self.split is not None:
             self.split.gradients_are_done()
-        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
             self.follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
-        if self.optimizer is not self._optimizer_then or self.lr_scheduler is not self._schedule_then:
+        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
             self.follow_optimizer(is_clipped=True)
         moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
-        self.learning_rate = self._get_learning_rate()
+        self.learning_rate = self.trainer._get_learning_rate()
         if moved and not self.schedule_follows_metric:
-            self.lr_scheduler.step()
+            self.trainer.lr_scheduler.step()
         self.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
         strategy.zero_grad()
 
@@ -359,7 +360,7 @@ class BaseTrainer(Acting, ChangingMethods):
             self._stop_if_nonfinite()
         samples = self.progress.samples_seen - self._first_sample
         metrics = speed_metrics("train", self._started, num_samples=samples, num_steps=steps)
-        self.store_flos()
+        self.trainer.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
         self._add_memory_metrics("train", metrics)
@@ -367,7 +368,7 @@ class BaseTrainer(Acting, ChangingMethods):
         self.checkpoints.wait()
         self.checkpoints.raise_if_failed()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            self._load_best_model()
+            self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
 

@@ -1,0 +1,275 @@
+"""TorchInternals: what is behind a trainer of PyTorch models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..callbacks.defaults import default_callbacks
+from ..core.overrides import accepts, is_overridden
+from ..errors import ModelError
+from .accelerator import AcceleratorFace
+from .arguments import TrainingArguments
+from .checkpoint.rank_state import own_random_states
+from .checkpoint.save import SavingMethods
+from .checkpoint.tensors import HostCopies
+from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
+from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
+from .distributed.heartbeat import Watch, patience_for
+from .distributed.sync import SharingMethods, agreeing
+from .evaluation.metric_inputs import metrics_function
+from .evaluation.precheck import RehearsalMethods
+from .loss.targets import LabelSmoother
+from .memory_metrics import MemoryMeter
+from .model.changes import ChangeMethods
+from .model.neftune import add_embedding_noise
+from .model.options import (
+    buffers_and_parameters_on,
+    checkpoint_activations,
+    compile_as_asked,
+    convert_to_fp8,
+    move_model,
+    set_use_cache,
+)
+from .optim.creation import OptimizerMethods
+from .precision import choose_precision, set_tf32
+from .rng import enable_full_determinism, set_seed
+from .strategies.choose import asked_for, choose_strategy, told
+from .throughput import PacingMethods
+from .token_counter import WorkCounter, operations_per_token, tokens_in
+
+
+class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
+    """The parts of a trainer, and how they are made ready for a run."""
+
+    strategy: Any
+    _noise: Any = None
+    fp8: Any = None
+    """The layers that compute in fp8, when that was asked for."""
+    compiled: Any = None
+    """The compiled blocks, when torch_compile asks for them."""
+
+    # What other trainers have and overrides may ask for.
+
+    def construct(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | Mapping[str, Any] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        **old_names: Any,
+    ) -> None:
+        """What the constructor of the trainer does."""
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        processing_class = old_tokenizer(processing_class, old_names)
+        check_constructor(
+            model,
+            model_init,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            args,
+            (train_dataset, eval_dataset),
+            compute_metrics=compute_metrics,
+        )
+        enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
+        set_tf32(args.tf32)
+        self.device = args.device
+        self.trainer.model_init, self.trainer.compute_loss_func = model_init, compute_loss_func
+        self.trainer.compute_metrics = metrics_function(compute_metrics, self.device)
+        self.trainer.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.trainer.train_dataset, self.trainer.eval_dataset = train_dataset, eval_dataset
+        self.trainer.processing_class = processing_class
+        self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
+        self.trainer.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.trainer.data_collator = data_collator or default_collator(processing_class)
+        self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
+        self.is_alone = self.strategy.world_size == 1
+        self.trainer.accelerator = AcceleratorFace(
+            self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
+        )
+        self.memory = MemoryMeter(self.device)
+        self._copies = HostCopies()
+        if not self.is_alone:
+            self.handler_class = agreeing(self.strategy.host.rows)
+        self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.signals.shared = not self.is_alone
+        asked = asked_for(args)
+        self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
+        for text in told(args):
+            self.notices.tell_once(text)
+        if args.should_save:
+            self._check_output_dir()
+        self._adopt_model(self.trainer.call_model_init() if model is None else model)
+        self.callback_handler.fire("on_init_end")
+
+    def _adopt_model(self, model: nn.Module) -> None:
+        """Place the model and find out what its forward takes."""
+        self.trainer.model = model
+        self.trainer.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
+        set_use_cache(model, self.args.use_cache)
+        if self.trainer.place_model_on_device:
+            self.trainer._move_model_to_device(model, self.device)
+        self.trainer.model_wrapped = self.strategy.setup_model(model, place=False)
+        self.trainer.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
+        self.trainer.can_return_loss = takes_loss_flag(model)
+        self._forward_takes = forward_parameters(model)
+        self._forward_takes_any = takes_anything(model)
+        self.splitter = self._make_splitter()
+        self.trainer.model_accepts_loss_kwargs = bool(
+            getattr(
+                innermost(model),
+                "accepts_loss_kwargs",
+                # A forward of *args, **kwargs passes everything on to nobody knows whom: it is told nothing.
+                self._forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
+            )
+        )
+        self.trainer.label_smoother = None
+        if self.args.label_smoothing_factor:
+            self.trainer.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
+        self.callback_handler.context["model"] = model
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        move_model(model, device)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """A fresh model from `model_init`."""
+        assert self.trainer.model_init is not None
+        with torch.device("meta") if self.strategy.makes_empty else nullcontext():
+            model = (
+                self.trainer.model_init(trial) if takes_trial(self.trainer.model_init) else self.trainer.model_init()
+            )
+        if model is None:
+            raise ModelError("model_init() returned None; it must return the model")
+        return model
+
+    def get_tp_size(self) -> int:
+        """Devices one tensor is split over."""
+        return int(self.strategy.copies)
+
+    @property
+    def places_model(self) -> bool:
+        """Whether the model is moved to the device."""
+        if self.strategy.is_sharded:  # each process takes its part only
+            return False
+        return self.args.place_model_on_device is not False and not self.trainer.is_model_parallel
+
+    @property
+    def current_accumulation(self) -> int:
+        """Micro-batches of the current update: fewer at the end of an epoch."""
+        return self.args.gradient_accumulation_steps if self._micro_batches is None else self._micro_batches
+
+    # ---- getting ready ----------------------------------------------------------------------------------------------
+
+    def prepare_training(self, checkpoint: str | None) -> None:
+        args = self.args
+        if not args.skip_memory_metrics:
+            self.memory.start()
+        if self.trainer.model_init is not None:
+            set_seed(args.seed)
+            self._adopt_model(self.trainer.call_model_init())
+            self.trainer.optimizer = self.trainer.lr_scheduler = None
+        elif self.model is not self.strategy.model:
+            self._adopt_assigned_model()
+        self._kept_accumulation = self._scheduled_then = None
+        if checkpoint is not None:
+            self.trainer._load_from_checkpoint(checkpoint)
+            self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
+        self._switch_on_model_options()
+        self.train_dataloader = self.share_loader(self.trainer.get_train_dataloader())
+        self.plan = self._make_plan(self.train_dataloader)
+        if checkpoint is not None:
+            self.plan = self.plan_to_go_on(checkpoint)
+            self._scheduled_then = self._updates_scheduled(checkpoint)
+        self._start_state()
+        self._prepare_optimizer()
+        self.accounting = self._make_accounting()
+        self._bind_overrides()
+        self._speed = self._start_speed()
+        self._start_modules()
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        elif self.strategy.data_rank:  # the first process draws what one process would
+            self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
+        self.check_saving()
+        self.check_metric_name()
+        self.strategy.training()
+        self.strategy.zero_grad()
+
+    def watched(self) -> AbstractContextManager[Any]:
+        if self.is_alone:
+            return nullcontext()
+        return Watch(
+            rank=self.strategy.rank,
+            world=self.strategy.world_size,
+            step=lambda: self.state.global_step,
+            patience=patience_for(self.args.ddp_timeout),
+            connect=self.strategy.processes.store.clone,
+            heard=lambda: self.strategy.alarm.heard,
+        )
+
+    def _switch_on_model_options(self) -> None:
+        args = self.args
+        if args.gradient_checkpointing:
+            checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
+        if args.neftune_noise_alpha is not None:
+            self._noise = add_embedding_noise(self.model, args.neftune_noise_alpha)
+        if args.fp8:
+            self.fp8 = convert_to_fp8(self.model, args, self.notices)
+        if args.torch_compile:
+            self.compiled = compile_as_asked(self.model, args, self.notices)
+        self.trainer.model_wrapped = self.trainer._wrap_model(self.model)
+
+    def finish_with_model(self) -> None:
+        super().finish_with_model()
+        self._known = self._micro_batches = self._stamp = None
+        self._copies.clear()
+        if self._speed is not None:
+            self._speed.finish()
+        if self._noise is not None:
+            self._noise.remove()
+            self._noise = None
+        if self.fp8 is not None:
+            self.fp8.remove()
+        self._keep_compiled()
+        if self.compiled is not None:
+            self.compiled.finish()
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The model as the loop calls it; on one device it is the model itself."""
+        return self.strategy.wrap(model) if training else model
+
+    def _start_state(self) -> None:
+        super()._start_state()
+        self.micro_split = 1
+        self._resume_rng = None
+        self.work = WorkCounter(
+            self.model,
+            self._input_name(),
+            tokens=self.args.include_num_input_tokens_seen,
+            operations=self.trainer.floating_point_ops if is_overridden(self.trainer, "floating_point_ops") else None,
+        )
+
+    # ---- work done --------------------------------------------------------------------------------------------------
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
+        return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
+
+    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        if not self.args.skip_memory_metrics:
+            metrics.update(self.memory.figures(split))
