@@ -79,18 +79,18 @@ class MicroStepFault(Fault):
         if step != self.moment.step:
             return
         internals = trainer._loopwright
-        original = internals.micro_step
+        original = internals.step
         struck: list[int] = []
 
-        def micro_step(update: Any, index: int) -> Any:
-            loss = original(update, index)
+        def striking(*args: Any, **kwargs: Any) -> Any:
+            loss = original(*args, **kwargs)
             if struck:
                 return loss
-            struck.append(index)
+            struck.append(1)
             self.moment.tell(type(self).__name__)
             return self.strike(trainer, loss)
 
-        internals.micro_step = micro_step
+        internals.step = striking
 
     def strike(self, trainer: Any, loss: Any) -> Any:
         raise NotImplementedError

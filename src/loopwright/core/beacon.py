@@ -19,7 +19,7 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 PHASES = {
     "backward": "backward",
     "training_step": "forward",
-    "micro_step": "forward",
+    "run_micro_batches": "forward",
     "run_update": "forward",
     "clip_gradients": "clipping",
     "optimizer_step": "optimizer step",
@@ -37,7 +37,7 @@ PHASES = {
     "prepare_training": "getting ready",
     "fire": "callbacks",
     "updates": "data",
-    "update_step": "forward",
+    "apply_update": "optimizer step",
     "_finish_training": "ending",
 }
 # The update is counted before its callbacks run, so they and what they ask for come before the next one's data.

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any
@@ -49,6 +49,8 @@ class Internals(ChangingMethods):
     handler_class: type[CallbackHandler] = CallbackHandler
     is_alone: bool = True
     """Whether this process holds all the data of an update."""
+    step: Callable[..., Any]
+    """Forward and backward of one micro-batch: the trainer's `training_step`, or what replays it as a graph."""
     _undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
@@ -243,29 +245,64 @@ class Internals(ChangingMethods):
         if "spikes" in states:
             self.spikes.load_state_dict(states["spikes"])
 
-    def update_step(self, update: Update) -> None:
-        """One optimizer step: micro-batches, clip, step, schedule."""
+    def run_micro_batches(self, update: Update) -> Any:
+        """Forward and backward of every micro-batch; returns the update's loss. There is no other such loop."""
+        self.begin_update(update)
         strategy, events = self.strategy, self.callback_handler
+        while True:
+            total = inputs = loss = None
+            try:
+                with self.around_update():
+                    for index in range(len(update.batches)):
+                        with strategy.micro_batch(update, index):
+                            inputs, items = self.begin_micro_batch(update, index)
+                            loss = self.step(self.trainer.model_wrapped, inputs, num_items_in_batch=items)
+                            total = strategy.add(total, loss)
+                        if index + 1 < len(update.batches):
+                            events.fire("on_substep_end")
+                return self.end_update(update, total)
+            except Interrupted:
+                self._undone = True
+                strategy.undo(self._held)
+                self.leave()
+            except (RuntimeError, MemoryError) as error:
+                total = inputs = loss = None  # what failed may hold the memory that is missing
+                if not self.recover(error, update):
+                    raise
+
+    def begin_update(self, update: Update) -> None:
+        """Before the micro-batches of an update: take up what was changed since the last one."""
         if self.split is not None:
             self.split.data_is_there()
-        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
-            self.follow_optimizer()
+        self._follow_optimizer()
         self.follow_changes()
-        try:
-            loss = self.run_micro_batches(update)
-        except Interrupted:
-            self._undone = True
-            self.strategy.undo(self._held)
-            self.leave()
+
+    def around_update(self) -> AbstractContextManager[Any]:
+        """The context of all micro-batches of an update."""
+        return nullcontext()
+
+    def begin_micro_batch(self, update: Update, index: int) -> tuple[Any, Any]:
+        """The inputs of a micro-batch, and the number of items its loss is divided by."""
+        raise NotImplementedError
+
+    def end_update(self, update: Update, loss: Any) -> Any:
+        """After the micro-batches of an update: its loss, from the sum of theirs."""
+        return loss
+
+    def recover(self, error: Exception, update: Update) -> bool:
+        """After an error: whether the update may be tried again, in smaller micro-batches."""
+        return False
+
+    def apply_update(self, loss: Any) -> None:
+        """Clip, optimizer step, schedule."""
+        strategy, events = self.strategy, self.callback_handler
         if self.split is not None:
             self.split.gradients_are_done()
-        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
-            self.follow_optimizer()
+        self._follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
         events.fire("on_pre_optimizer_step")
-        if self.trainer.optimizer is not self._optimizer_then or self.trainer.lr_scheduler is not self._schedule_then:
-            self.follow_optimizer(is_clipped=True)
+        self._follow_optimizer(is_clipped=True)
         moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
         self.learning_rate = self.trainer._get_learning_rate()
@@ -274,17 +311,14 @@ class Internals(ChangingMethods):
         self.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
         strategy.zero_grad()
 
+    def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        trainer = self.trainer
+        if trainer.optimizer is not self._optimizer_then or trainer.lr_scheduler is not self._schedule_then:
+            self.follow_optimizer(is_clipped=is_clipped)
+
     def _veto(self, loss: Any, norm: Any) -> Any:
         """A device flag that forbids this step because loss or gradients are not finite."""
         return self.strategy.nonfinite(loss, norm, sticky=self.args.on_nonfinite == "raise")
-
-    def micro_step(self, update: Update, index: int) -> Any:
-        """Forward and backward of one micro-batch."""
-        raise NotImplementedError
-
-    def run_micro_batches(self, update: Update) -> Any:
-        """Forward and backward of all micro-batches; returns the update's loss."""
-        return self.strategy.run_update(self.micro_step, update)
 
     def finish_update(self, update: Update) -> None:
         """Count the update."""

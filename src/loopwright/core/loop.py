@@ -1,7 +1,8 @@
 """Training, read top to bottom.
 
     for every epoch, for every update:
-        forward and backward of its micro-batches, clip, optimizer step, schedule      update_step
+        forward and backward of its micro-batches                                      run_micro_batches
+        clip, optimizer step, schedule                                                 apply_update
         callbacks say what they want                                                   control
         log, evaluate, save: whatever was asked for, always in this order              act
 
@@ -32,7 +33,8 @@ def run_training(trainer: Internals) -> None:
         events.fire("on_epoch_begin")
         for update in trainer.updates(progress.epoch):
             events.fire("on_step_begin")
-            trainer.update_step(update)
+            loss = trainer.run_micro_batches(update)
+            trainer.apply_update(loss)
             trainer.finish_update(update)
             events.fire("on_step_end")
             act(trainer)

@@ -5,14 +5,10 @@ A strategy never receives the trainer: it is given models, batches and functions
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from .update import Update
-
-MicroStep = Callable[[Update, int], Any]
-"""Forward and backward of one micro-batch; returns its share of the update's loss, on the device."""
 
 
 class Strategy(Protocol):
@@ -44,7 +40,8 @@ class Strategy(Protocol):
 
     # one update
     def put(self, batch: Any) -> Any: ...
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any: ...
+    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]: ...
+    def add(self, total: Any, loss: Any) -> Any: ...
     def forward_context(self) -> AbstractContextManager[Any]: ...
     def backward(self, loss: Any) -> None: ...
     def scale_gradients(self, factor: Any) -> None: ...
@@ -82,3 +79,9 @@ class Strategy(Protocol):
     # randomness
     def rng_state(self) -> dict[str, Any]: ...
     def load_rng_state(self, state: dict[str, Any]) -> None: ...
+
+
+class CompiledStrategy(Strategy, Protocol):
+    """A strategy that compiles whole updates: the loop over micro-batches is inside what it compiles."""
+
+    def run_update(self, update: Update) -> Any: ...

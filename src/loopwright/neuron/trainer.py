@@ -56,7 +56,8 @@ class NeuronInternals(TorchInternals):
         with self._left_as_found():
             self.prepare_training(None)
             for batches in self._updates_of_each_shape():
-                self.update_step(self.make_update(batches))
+                update = self.make_update(batches)
+                self.apply_update(self.run_micro_batches(update))
             if self.trainer.eval_dataset is not None:
                 self._evaluate_each_shape()
         return self._graphs() - before

@@ -199,7 +199,7 @@ class SpeedMethods(Internals):
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
-                return check_loss(trainer._compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
+                return check_loss(trainer.called_compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
 
         def put(inputs: Any) -> Any:
             self.strategy.training()  # as the training step does in whose place graphs are replayed
@@ -213,13 +213,13 @@ class SpeedMethods(Internals):
                 logger.info(f"speed: {text}")
 
         assert self._speed is not None
-        trainer._training_step = step = GraphedTraining(
+        trainer.step = step = GraphedTraining(
             self.model,
             loss_of=loss_of,
             weigh=self.accounting.weigh,
             backward=self.strategy.backward,
             put=put,
-            plain=trainer._training_step,
+            plain=trainer.step,
             give_up=self._speed.give_up_graphs,
             tell=tell,
             recorder=self.graph_recorder,
@@ -256,7 +256,7 @@ class SpeedMethods(Internals):
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)
             inputs = dict(prepare(batch))  # a copy: overrides take labels out
-            loss = self._compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
+            loss = self.called_compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
             loss = accounting.weigh(loss)
             if backward is not None:
                 backward(loss)

@@ -139,7 +139,11 @@ class Trainer(BaseTrainer):
         Called once per micro-batch with the wrapped model, the batch as the collator made it, and the number of
         targets of the whole update.
         """
-        return self._loopwright.training_step(model, inputs, num_items_in_batch)
+        self._loopwright.enter_training(model)
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self._loopwright.called_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self._loopwright.backward(loss)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

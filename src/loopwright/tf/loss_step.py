@@ -234,7 +234,8 @@ class LossMethods(Internals):
         return count_targets(labels, int(rows), shifted=self.info.shifts)
 
     def run_micro_batches(self, update: Update) -> Any:
-        loss = self.strategy.run_update(None, update)
+        self.begin_update(update)
+        loss = self.strategy.run_update(update)
         for _ in range(len(update.batches) - 1):
             self.callback_handler.fire("on_substep_end")
         return loss

@@ -113,7 +113,7 @@ class TFStrategy:
         """The batch as TensorFlow takes it; an array is copied to the device by the call itself."""
         return batch
 
-    def run_update(self, micro_step: Any, update: Update) -> Any:
+    def run_update(self, update: Update) -> Any:
         """The whole update in one compiled call; returns its loss. What it computes was given to `prepare`."""
         batches = [self.padded(batch, self.full_rows) for batch in update.batches]
         loop = len(batches) > 1 and can_be_stacked(batches)

@@ -9,13 +9,14 @@ of the launcher, which need not be the order of the runtime's devices, and only 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.strategy import MicroStep
 from ..core.update import Update
 from ..errors import ArgumentsError, ModelError, NotAvailable
 from ..pt.distributed.gather import gather_nested
@@ -94,15 +95,12 @@ class XlaProcesses(XlaDevice, ManyProcesses):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        total = None
-        for index in range(len(update.batches)):
-            self.begin_micro_batch(update, index)
-            total = self.add(total, micro_step(update, index))
-            if self._accumulates:
-                self.boundary()
-        self._average_gradients()
-        return total
+    @contextmanager
+    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+        with super().micro_batch(update, index):
+            yield
+        if index + 1 == len(update.batches):
+            self._average_gradients()
 
     @property
     def _weight(self) -> float:

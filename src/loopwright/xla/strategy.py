@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from ..core.strategy import MicroStep
 from ..core.update import Update
 from ..pt.precision import Precision
 from ..pt.strategies.single import SingleDevice
@@ -84,15 +83,13 @@ class XlaDevice(SingleDevice):
             self.layout.spread_batch(moved)
         return moved
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        """Micro-batches one after another; several are graphs of their own, however many an update has."""
-        total = None
-        for index in range(len(update.batches)):
-            loss = micro_step(update, index)
-            total = loss if total is None else total + loss
-            if self._accumulates:
-                self.boundary()
-        return total
+    @contextmanager
+    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+        """Where an update has several micro-batches each is a graph of its own, however many there are."""
+        with super().micro_batch(update, index):
+            yield
+        if self._accumulates:
+            self.boundary()
 
     def boundary(self) -> None:
         runtime.end_step()

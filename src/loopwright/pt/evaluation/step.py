@@ -249,7 +249,7 @@ class EvaluationMethods(AssessingMethods):
         handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
         try:
             with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
-                result = self._compute_loss(  # type: ignore[attr-defined]
+                result = self.called_compute_loss(  # type: ignore[attr-defined]
                     model, inputs, return_outputs=True, num_items_in_batch=items
                 )
         finally:

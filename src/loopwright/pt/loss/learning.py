@@ -34,7 +34,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     splitter: BatchSplitter
     _micro_batches: int | None = None
     """How many the current update has; None before the first."""
-    _compute_loss: Callable[..., Any]
+    called_compute_loss: Callable[..., Any]
     _for_model: Callable[..., Any]
     _items_are_theirs: bool
     _forward_takes: list[str] | None
@@ -243,7 +243,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
                 inputs = self.trainer._prepare_inputs(inputs)
                 with self.trainer.compute_loss_context_manager(), self._in_full(probe), self._as_written():
                     model = self.strategy.unwrap(self.trainer.model_wrapped)
-                    return self._compute_loss(model, inputs, num_items_in_batch=items)
+                    return self.called_compute_loss(model, inputs, num_items_in_batch=items)
             finally:
                 self.is_probing = False
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
 from .incident import write_incident
 from .learning import LossLearningMethods
-from .out_of_memory import run_or_halve
+from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
 from .splitter import BatchSplitter, CannotSplit
 from .targets import LossKind, check_has_gradient, count_samples
@@ -39,6 +40,8 @@ class LossMethods(LossLearningMethods):
     accounting: LossAccounting
     micro_split: int
     _modules: Any
+    _before_update: Any = None
+    """Random states and buffers before the update, where it may have to be tried again."""
     _stamp: ModelStamp | None = None
     """What the model was at the last update; None where nothing depends on that."""
     work: Any
@@ -50,14 +53,14 @@ class LossMethods(LossLearningMethods):
 
     # ---- loss -------------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one micro-batch; returns its share of the update's loss."""
+    def enter_training(self, model: nn.Module) -> None:
+        """Put the model, and what it is wrapped in, into training mode: callbacks and evaluations may have left it."""
         self.strategy.training()
-        if not model.training:  # what the model is wrapped in
+        if not model.training:
             model.train()
-        inputs = self.trainer._prepare_inputs(inputs)
-        with self.trainer.compute_loss_context_manager():
-            loss = self._compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+
+    def backward(self, loss: Any) -> Tensor:
+        """Weigh the loss of a micro-batch by its part of the update's targets, and compute its gradients."""
         loss = self.accounting.weigh(loss)
         try:
             self.strategy.backward(loss)
@@ -125,8 +128,8 @@ class LossMethods(LossLearningMethods):
 
     def _bind_overrides(self) -> None:
         """Look at the user's methods once, so that calling them costs nothing per step."""
-        self._training_step = adapt(self.trainer.training_step, "num_items_in_batch")
-        self._compute_loss = self._bound_compute_loss()
+        self.step = adapt(self.trainer.training_step, "num_items_in_batch")
+        self.called_compute_loss = self._bound_compute_loss()
         self._input_is_theirs = is_overridden(self.trainer, "_prepare_input")
         self._autocast_is_theirs = is_overridden(self.trainer, "autocast_smart_context_manager")
         self._items_are_theirs = is_overridden(self.trainer, "_get_num_items_in_batch")
@@ -146,8 +149,10 @@ class LossMethods(LossLearningMethods):
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
+        if not is_overridden(self.trainer, "compute_loss"):
+            return self.compute_loss
         function = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs")
-        if self.device.type == "cpu" or not is_overridden(self.trainer, "compute_loss"):
+        if self.device.type == "cpu":
             return function
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
@@ -228,16 +233,12 @@ class LossMethods(LossLearningMethods):
         """The targets of an update's micro-batches; None when they have no labels."""
         return self.accounting.total(batch_samples)
 
-    def micro_step(self, update: Update, index: int) -> Any:
+    def begin_micro_batch(self, update: Update, index: int) -> tuple[Any, Any]:
         if index and self.signals.wants_save and self._may_be_cut_short():
             raise Interrupted
         items = self.accounting.begin(update, index)
         speed = self._speed
-        batch = update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index)
-        loss = self._training_step(self.trainer.model_wrapped, batch, num_items_in_batch=items)
-        if index + 1 < len(update.batches):
-            self.callback_handler.fire("on_substep_end")
-        return loss
+        return update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index), items
 
     def _may_be_cut_short(self) -> bool:
         """Whether an update can be undone: one that changes plain attributes of modules is finished instead."""
@@ -270,21 +271,31 @@ class LossMethods(LossLearningMethods):
         if speed is not None:
             speed.follow_changes(update, changes)
 
-    def run_micro_batches(self, update: Update) -> Any:
+    def begin_update(self, update: Update) -> None:
+        super().begin_update(update)
         if self._known is not None and self.is_alone and self.has_new_overrides(self._known):
             self._make_again(update)
         self._follow_model(update)
         self._micro_batches = len(update.batches)
-        run = self.strategy.run_update
-        if self._speed is not None and self._speed.is_active:
-            run = self._speed.around(run)
-        if self.args.auto_find_batch_size:
-            loss = run_or_halve(lambda: run(self.micro_step, update), lambda: self._halve(update), self.strategy)
-        else:
-            loss = run(self.micro_step, update)
+        self._before_update = self.strategy.hold() if self.args.auto_find_batch_size else None
+
+    def around_update(self) -> AbstractContextManager[Any]:
+        return self._speed.active() if self._speed is not None and self._speed.is_active else nullcontext()
+
+    def end_update(self, update: Update, loss: Any) -> Any:
         if self._stamp is not None:
             self._stamp.settle()
         return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
+
+    def recover(self, error: Exception, update: Update) -> bool:
+        """Out of memory: put random states and buffers back, and halve the micro-batches."""
+        if not self.args.auto_find_batch_size or not is_out_of_memory(error):
+            return False
+        traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
+        if not self._halve(update):
+            return False
+        self.strategy.undo(self._before_update)
+        return True
 
     def _make_again(self, update: Update) -> None:
         """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
@@ -341,7 +352,7 @@ class LossMethods(LossLearningMethods):
     def _run_again(self, batch: Any) -> Tensor:
         with self.trainer.compute_loss_context_manager():
             model = self.strategy.unwrap(self.trainer.model_wrapped)
-            loss = self._compute_loss(model, self.trainer._prepare_inputs(batch), num_items_in_batch=None)
+            loss = self.called_compute_loss(model, self.trainer._prepare_inputs(batch), num_items_in_batch=None)
         loss = self.accounting.weigh(loss)
         loss.backward()
         return loss.detach()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,19 +48,16 @@ class ManyProcesses(SingleDevice):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self, update: Update, index: int) -> None:
-        """Note whether a micro-batch is this process's data, or only keeps the others company."""
-        if index == 0 and self._ahead.runs:
-            self._ahead.begin(update.batches)
+    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
+        """As on one device; also notes whether a micro-batch is a dummy that only keeps ranks in step."""
         self._idle = update.real is not None and index >= update.real
+        return super().micro_batch(update, index)
 
     def _weighed_backward(self, loss: Tensor) -> None:
         self._plain_backward(loss * 0 if self._idle else loss)
 
-    def add(self, total: Any, part: Any) -> Any:
-        """The loss of an update with one more micro-batch."""
-        part = part * 0 if self._idle else part
-        return part if total is None else total + part
+    def add(self, total: Any, loss: Any) -> Any:
+        return super().add(total, loss * 0 if self._idle else loss)
 
     def total(self, count: Any) -> Any:
         """The mean over all parts of the data of a count."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.strategy import MicroStep
 from ...core.update import Update
 from ...errors import ModelError
 from ..distributed.process_group import Processes
@@ -123,20 +122,21 @@ class DataParallel(ManyProcesses):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        total, last = None, len(update.batches) - 1
-        for index in range(last + 1):
-            self.begin_micro_batch(update, index)
-            with self._sharing(index == last):
-                total = self.add(total, self._step_or_name_unused(micro_step, update, index))
-        self._recording = False
-        return total
-
-    def _sharing(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Gradients travel in the backward pass of the last micro-batch of this process, once per update."""
-        if not is_last and not self._recording and isinstance(self._wrapped, DistributedDataParallel):
-            return self._wrapped.no_sync()
-        return self._watching() if is_last and self._seen is not None else nullcontext()
+    @contextmanager
+    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+        """Gradients are all-reduced in the backward pass of the last micro-batch of this rank, once per update."""
+        is_last = index + 1 == len(update.batches)
+        shares = is_last or self._recording or not isinstance(self._wrapped, DistributedDataParallel)
+        watched = self._watching() if is_last and self._seen is not None else nullcontext()
+        try:
+            with super().micro_batch(update, index), watched if shares else self._wrapped.no_sync():
+                yield
+        except RuntimeError as error:
+            if UNFINISHED not in str(error):
+                raise
+            raise ModelError(unused_parameters(self._named_in(str(error)))) from error
+        if is_last:
+            self._recording = False
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -154,14 +154,6 @@ class DataParallel(ManyProcesses):
             unused = [named.get(p, "?") for p in self.contents.trained() if p not in seen]
             if unused:
                 raise ModelError(unused_parameters(unused))
-
-    def _step_or_name_unused(self, micro_step: MicroStep, update: Update, index: int) -> Any:
-        try:
-            return micro_step(update, index)
-        except RuntimeError as error:
-            if UNFINISHED not in str(error):
-                raise
-            raise ModelError(unused_parameters(self._named_in(str(error)))) from error
 
     def _named_in(self, text: str) -> list[str]:
         """The parameters whose numbers torch gives in its error."""

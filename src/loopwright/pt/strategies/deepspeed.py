@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...args.zero import filled_config
-from ...core.strategy import MicroStep
 from ...core.update import Update
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
 from ..checkpoint.weights import saved_weights
@@ -83,15 +84,14 @@ class DeepSpeed(ManyProcesses):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        total, last = None, len(update.batches) - 1
-        for index in range(last + 1):
-            self.begin_micro_batch(update, index)
-            self.engine.set_gradient_accumulation_boundary(index == last)
-            total = self.add(total, micro_step(update, index))
-            if index < last:
-                self.engine.step()  # counts the micro-batch; the weights move at the boundary only
-        return total
+    @contextmanager
+    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+        is_last = index + 1 == len(update.batches)
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        with super().micro_batch(update, index):
+            yield
+        if not is_last:
+            self.engine.step()  # counts the micro-batch; the weights move at the boundary only
 
     def _weighed_backward(self, loss: Tensor) -> None:
         # The trainer has divided already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from ...args.sharding import FsdpOptions
-from ...core.strategy import MicroStep
 from ...core.update import Update
 from ...errors import ModelError
 from ..checkpoint.shards import local_part
@@ -55,19 +55,15 @@ class FullySharded(Sharded):
             model, self.mesh, self.options, compute_dtype=self._compute_dtype, device=self.device, strategy=self
         )
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        return run_synchronized(self, self.model, micro_step, update)
+    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
+        synchronize(self.model, is_last=index + 1 == len(update.batches))
+        return super().micro_batch(update, index)
 
 
-def run_synchronized(strategy: Any, model: Any, micro_step: MicroStep, update: Update) -> Any:
-    """Micro-batches one after the other; gradients travel with the last one."""
-    total, last = None, len(update.batches) - 1
-    for index in range(last + 1):
-        strategy.begin_micro_batch(update, index)
-        model.set_requires_gradient_sync(index == last)
-        model.set_is_last_backward(index == last)
-        total = strategy.add(total, micro_step(update, index))
-    return total
+def synchronize(model: Any, *, is_last: bool) -> None:
+    """Reduce-scatter gradients with the last micro-batch of an update only."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_is_last_backward(is_last)
 
 
 def make_mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:

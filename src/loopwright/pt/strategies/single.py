@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.strategy import MicroStep
 from ...core.update import Update
 from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
@@ -23,6 +22,9 @@ from .contents import IS_TRAINING, Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused form can leave out a step when a device flag says so."""
+
+
+NOTHING = nullcontext()
 
 
 class SingleDevice:
@@ -169,13 +171,15 @@ class SingleDevice:
             return type(batch)(self.put(value) for value in batch)
         return batch
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
-        if self._ahead.runs:
+    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
+        """The context of forward and backward of one micro-batch."""
+        if index == 0 and self._ahead.runs:
             self._ahead.begin(update.batches)
-        total = micro_step(update, 0)
-        for index in range(1, len(update.batches)):
-            total = total + micro_step(update, index)
-        return total
+        return NOTHING
+
+    def add(self, total: Any, loss: Any) -> Any:
+        """The loss of an update with one more micro-batch."""
+        return loss if total is None else total + loss
 
     def boundary(self) -> None:
         """The end of a step: a device that only notes what is to be computed computes it here."""

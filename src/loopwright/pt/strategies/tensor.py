@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from typing import Any
 
@@ -14,13 +15,12 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...args.sharding import FsdpOptions
-from ...core.strategy import MicroStep
 from ...core.update import Update
 from ...errors import ModelError
 from ..checkpoint.shards import is_distributed
 from ..distributed.process_group import Processes
 from ..precision import Precision
-from .fsdp import run_synchronized, shard_model
+from .fsdp import shard_model, synchronize
 from .sharded import Sharded
 
 Make = Callable[[], ParallelStyle]
@@ -82,19 +82,17 @@ class TensorParallel(Sharded):
         named = dict(model.named_parameters())
         self._partial = [named[name] for name in partial]
 
-    def run_update(self, micro_step: MicroStep, update: Update) -> Any:
+    @contextmanager
+    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+        is_last = index + 1 == len(update.batches)
         if self._sharding is not None:
-            total = run_synchronized(self, self.model, micro_step, update)
-        else:
-            total = None
-            for index in range(len(update.batches)):
-                self.begin_micro_batch(update, index)
-                total = self.add(total, micro_step(update, index))
-        for parameter in self._partial:
+            synchronize(self.model, is_last=is_last)
+        with super().micro_batch(update, index):
+            yield
+        for parameter in self._partial if is_last else ():
             if parameter.grad is not None:
                 whole = parameter.grad._local_tensor if is_distributed(parameter.grad) else parameter.grad
                 dist.all_reduce(whole, group=self.mesh.get_group("tensor"))
-        return total
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
