@@ -63,15 +63,15 @@ class Acting:
 
     @property
     def state(self) -> TrainerState:
-        return self.trainer.state  # type: ignore[no-any-return]
+        return self.trainer.state
 
     @property
     def control(self) -> TrainerControl:
-        return self.trainer.control  # type: ignore[no-any-return]
+        return self.trainer.control
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        return self.trainer.callback_handler  # type: ignore[no-any-return]
+        return self.trainer.callback_handler
 
     @property
     def model(self) -> Any:

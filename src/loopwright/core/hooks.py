@@ -1,7 +1,38 @@
-"""Hooks: what the library uses of a trainer, that is of its user."""
+"""Hooks: what the library uses of a trainer, which belongs to its user.
+
+Attributes may be assigned and methods overridden at any time: they are always taken from the trainer, never copied.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-Hooks = Any
+from .events import CallbackHandler
+from .state import TrainerControl, TrainerState
+
+
+class Hooks(Protocol):
+    """Of every trainer."""
+
+    args: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    compute_metrics: Any
+    eval_dataset: Any
+    is_in_train: bool
+
+    def log(self, *args: Any, **kwargs: Any) -> Any: ...
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _get_learning_rate(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
+    def _load_best_model(self, *args: Any, **kwargs: Any) -> Any: ...
+    def is_world_process_zero(self, *args: Any, **kwargs: Any) -> Any: ...
+    def store_flos(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..args.paths import working_folder
-from ..core.internals import Internals
 from ..core.overrides import is_overridden
 from ..core.update import Update
 from ..notices import logger
@@ -29,6 +28,7 @@ from ..speed.planner.decision import SpeedPlan
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
 from .devices import total_memory
+from .hooks import TorchBase
 from .loss.identity import stamp_of
 from .loss.targets import check_loss
 from .model.options import checkpoint_activations, compile_as_asked, recomputing_policies
@@ -52,11 +52,9 @@ INPUTS_ARE_THEIRS = {
 """Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
 
 
-class SpeedMethods(Internals):
+class SpeedMethods(TorchBase):
     """What a trainer does about speed."""
 
-    device: Any
-    strategy: Any
     accounting: Any
     speed_plan: dict[str, Any] | None = None
     _speed: Conductor | None = None

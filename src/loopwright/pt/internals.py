@@ -46,7 +46,6 @@ from .token_counter import WorkCounter, operations_per_token, tokens_in
 class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
     """The parts of a trainer, and how they are made ready for a run."""
 
-    strategy: Any
     _noise: Any = None
     fp8: Any = None
     """The layers that compute in fp8, when that was asked for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
 from .devices import is_lazy
 from .evaluation.prompts import answers_of, prompts_of
+from .hooks import TorchHooks
 from .internals import TorchInternals
 from .strategies.base import on_host
 from .trainer import Trainer
@@ -24,8 +25,19 @@ DEFAULT_MAX_LENGTH = 20
 """How long transformers generates when nobody says how long."""
 
 
+class Seq2SeqHooks(TorchHooks, Protocol):
+    """What is used of a trainer that generates."""
+
+    _gen_kwargs: dict[str, Any]
+
+    def load_generation_config(self, gen_config_arg: Any) -> Any: ...
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor: ...
+
+
 class Seq2SeqInternals(TorchInternals):
     """Generation beside the loss, in evaluation and prediction."""
+
+    trainer: Seq2SeqHooks
 
     def _adopt_model(self, model: nn.Module) -> None:
         super()._adopt_model(model)

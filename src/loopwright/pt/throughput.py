@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..core.internals import Internals
 from ..core.throughput import Interval, Pace
 from ..core.update import Update
 from ..notices import logger
@@ -17,6 +16,7 @@ from ..speed.measure.peaks import device_name, device_peak
 from ..speed.measure.step_timing import Split, TimeSplit, next_sample
 from ..speed.report import SpeedReport, report_of
 from .devices import memory_figures
+from .hooks import TorchBase
 from .loss.targets import predicts_next_token
 from .memory_metrics import host_peak
 from .rng import untouched_rng
@@ -24,11 +24,9 @@ from .rng import untouched_rng
 GIB = 2**30
 
 
-class PacingMethods(Internals):
+class PacingMethods(TorchBase):
     """How fast a run goes, and where its time goes."""
 
-    strategy: Any
-    device: torch.device
     work: Any
     speed_plan: dict[str, Any] | None = None
     _speed: Any = None

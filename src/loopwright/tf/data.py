@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.internals import Internals
 from ..core.order import Order
 from ..core.overrides import is_overridden
 from ..core.plan import Plan, make_plan
 from ..core.update import Place
 from ..errors import ArgumentsError, DataError
+from .hooks import KerasBase
 from .host_batch import LABEL_COLUMNS, HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
 from .models import ModelInfo
 from .rng import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
@@ -30,7 +30,7 @@ from .sources import (
 )
 
 
-class DataMethods(Internals):
+class DataMethods(KerasBase):
     """Sources of batches, their order, and where they stand; every public method may be overridden."""
 
     info: ModelInfo

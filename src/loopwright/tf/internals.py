@@ -34,7 +34,6 @@ from .token_counter import MemoryMeter, WorkCounter
 class TFInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
     """The parts of a trainer, and how they are made ready for a run."""
 
-    strategy: Any
 
     def construct(
         self,

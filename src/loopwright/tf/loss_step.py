@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 from keras import ops, tree
 
-from ..core.internals import Internals
 from ..core.overrides import accepts, adapt, names_parameter
 from ..core.update import Update
 from ..errors import ModelError
+from .hooks import KerasBase
 from .host_batch import IGNORED, count_targets
 from .keras_loss import KerasLoss, is_integer, per_row
 from .models import ModelInfo, call_model, loss_and_outputs, raw
@@ -43,10 +43,9 @@ class LossNote:
         yield self
 
 
-class LossMethods(Internals):
+class LossMethods(KerasBase):
     """Forward, loss and gradients on one replica; every public method may be overridden, and is traced."""
 
-    strategy: Any
     info: ModelInfo
     keras_loss: KerasLoss | None
     _row_weights: Any = None

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.internals import Internals
 from ..errors import ModelError
+from .hooks import KerasBase
 from .models import ModelInfo, trainable
 from .optimizers import build_optimizer
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 
-class OptimizerMethods(Internals):
+class OptimizerMethods(KerasBase):
     """Optimizer, schedule and learning rates."""
 
-    strategy: Any
     info: ModelInfo
     source: Any
     _base_rate: float = 0.0

@@ -28,16 +28,16 @@ from .checkpoint import (
     values_of,
     write_values,
 )
+from .hooks import KerasBase
 from .rng import rng_from_json, rng_to_json
 
 STREAM = "tf_data"
 """The folder with a tf.data iterator's own files, in a checkpoint."""
 
 
-class SavingMethods(ResumingMethods):
+class SavingMethods(KerasBase, ResumingMethods):
     """Saving and resuming."""
 
-    strategy: Any
     source: Any
     _stream: Any
     _old_checkpoint: str | None = None

@@ -14,6 +14,7 @@ from ...core.state import TrainerState
 from ...errors import CheckpointError
 from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
+from ..hooks import TorchBase
 from ..rng import rng_from_json
 from .module_state import ModuleState
 from .rank_state import own_random_states, record_of
@@ -23,10 +24,9 @@ from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
-class ResumingMethods(core.ResumingMethods):
+class ResumingMethods(TorchBase, core.ResumingMethods):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
-    strategy: Any
     _resume_rng: dict[str, Any] | None
     _resume_from: Path | None = None
     _modules: ModuleState | None = None

@@ -43,10 +43,8 @@ from .weights import export_writer, is_adapter, is_saved_by_others, native_write
 class SavingMethods(ResumingMethods):
     """Saving."""
 
-    strategy: Any
     _copies: HostCopies
     """What a save in the background writes while training goes on."""
-    device: Any
     compiled: Any
     _scheduled_updates: int
 

@@ -38,7 +38,6 @@ from .streams import load_stream_state, replay, stream_state
 class DataMethods(ShapeMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
-    device: Any
     train_dataloader: Any = None
     _resume_rng: dict[str, Any] | None = None
     _ordered: OrderedSampler | None = None
@@ -48,7 +47,6 @@ class DataMethods(ShapeMethods):
     """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
     _counted_loader: tuple[Any, int] | None = None
     """The training loader and how many batches all processes get from theirs."""
-    strategy: Any
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
     _stream_before: Any = None

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ...core.internals import Internals
 from ...core.overrides import is_overridden
 from ...errors import ArgumentsError
 from ..device_traits import kind_of
+from ..hooks import TorchBase
 from ..loss.targets import IGNORED, check_loss
 from ..rng import untouched_rng
 from .columns import forward_parameters
@@ -22,10 +21,9 @@ CLOSE = 1e-4
 """How far two ways to compute a mean may be apart, relatively, in single precision."""
 
 
-class ShapeMethods(Internals):
+class ShapeMethods(TorchBase):
     """Static shapes: asked for by the arguments, or wanted by the device."""
 
-    device: torch.device
 
     def wants_static_shapes(self) -> bool:
         """Whether batches are padded to a few shapes."""

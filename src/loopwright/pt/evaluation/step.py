@@ -24,6 +24,7 @@ from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
+from ..hooks import TorchBase
 from ..loss.accounting import LossAccounting
 from ..loss.targets import check_loss, count_samples
 from ..memory_metrics import MemoryMeter
@@ -32,11 +33,9 @@ from ..rng import untouched_rng
 from .metric_inputs import metrics_function
 
 
-class EvaluationMethods(AssessingMethods):
+class EvaluationMethods(TorchBase, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
-    strategy: Any
-    device: Any
     accounting: LossAccounting
     memory: MemoryMeter
     _summed_over: Any = None

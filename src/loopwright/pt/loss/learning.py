@@ -28,8 +28,6 @@ from .targets import LossKind, predicts_next_token
 class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
 
-    strategy: Any
-    device: torch.device
     accounting: LossAccounting
     splitter: BatchSplitter
     _micro_batches: int | None = None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...args.paths import working_folder
@@ -35,8 +34,6 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 class LossMethods(LossLearningMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
-    strategy: Any
-    device: torch.device
     accounting: LossAccounting
     micro_split: int
     _modules: Any

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from ...core.internals import Internals
 from ...errors import ModelError
+from ..hooks import TorchBase
 from ..optim.schedulers import steps_on_metric
 
 METHODS = attrgetter(
@@ -37,10 +37,9 @@ class Known:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-class ChangeMethods(Internals):
+class ChangeMethods(TorchBase):
     """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
 
-    strategy: Any
     _known: Known | None = None
     """None while nothing is trained."""
 

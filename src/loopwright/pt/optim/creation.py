@@ -6,19 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from ...core.internals import Internals
 from ...core.overrides import adapt, is_overridden
 from ...errors import ModelError
+from ..hooks import TorchBase
 from ..precision import check_fp16_weights
 from .optimizers.decay import decay_parameter_names
 from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
 
 
-class OptimizerMethods(Internals):
+class OptimizerMethods(TorchBase):
     """Optimizer, schedule and learning rates."""
 
-    strategy: Any
     train_dataloader: Any
     _scheduled_updates: int = 0
     """How many updates the schedule of the learning rate was made for."""
