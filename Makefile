@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both build what they need in .venv first.
 #
 #   make demo    train a small language model on this machine's Python sources, about a minute
+#   make check   lint, types, arguments, core and structure: what to run before every commit
 #   make test    lint, types and the whole test suite
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
 #   make lint    ruff and mypy only
@@ -15,6 +16,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
+CHECKED  := tests/core tests/args tests/callbacks tests/reporters tests/test_house.py
 BENCHMARKS ?= overhead checkpoint layouts scaling
 
 VENV := .venv
@@ -30,7 +32,7 @@ PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning tor
 ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-xla xla-env lint bench clean
+.PHONY: help demo check test test-xla xla-env lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +40,9 @@ help:
 
 demo: $(VENV)/.core
 	$(BIN)/python examples/demo.py
+
+check: lint
+	$(BIN)/python -m pytest $(CHECKED) -q -n $(JOBS) --dist loadgroup -m "not slow"
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup --durations 15

@@ -26,7 +26,7 @@ ATTRIBUTES = [
 ]  # fmt: skip
 """Names a user may well give to an attribute of a subclass."""
 METHODS = [
-    "_log", "_count", "_probe", "_labels_in", "_set_up", "_cut", "_share", "_resume", "_skip", "_weighed", "_stamp",
+    "_log", "_count", "_probe", "_labels_in", "set_up", "_cut", "_share", "_resume", "_skip", "_weighed", "_stamp",
     "_halve", "_announce", "_identity", "_gathered", "_signal", "_veto", "_trimmed",
 ]  # fmt: skip
 """Names a user may well give to a helper method."""

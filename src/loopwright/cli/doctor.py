@@ -44,7 +44,7 @@ def run(words: list[str]) -> int:
 
 
 def _what_there_is() -> dict[str, Any]:
-    rows = [*env._machine(), *env._packages(), *env._devices()]
+    rows = [*env.machine(), *env.packages(), *env.devices()]
     return {"environment": dict(rows), "backends": backends()}
 
 

@@ -84,7 +84,7 @@ def main(words: list[str]) -> int:
 
     def adjust(trainer: Any, args: Any, callbacks: list[Any]) -> list[Any]:
         _shorten(args, options, folder / OUTPUT)
-        trainer._loopwright._resume_request = lambda *request: "auto"
+        trainer._loopwright.resume_request = lambda *request: "auto"
         return [*without_reporters(callbacks), Witness(trainer, journal, fault)]
 
     with suppress(Finished), adjusted_trainers(adjust):

@@ -17,13 +17,13 @@ def run(words: list[str]) -> int:
     """Print versions and devices."""
     description = "Show versions and devices, to copy into a bug report. No names, paths or settings are shown."
     argparse.ArgumentParser("loopwright env", description=description).parse_args(words)
-    rows = [*_machine(), *_packages(), *_devices()]
+    rows = [*machine(), *packages(), *devices()]
     width = max(len(name) for name, _ in rows)
     print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     return 0
 
 
-def _machine() -> list[tuple[str, str]]:
+def machine() -> list[tuple[str, str]]:
     return [
         ("loopwright", __version__),
         ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
@@ -32,7 +32,7 @@ def _machine() -> list[tuple[str, str]]:
     ]
 
 
-def _packages() -> list[tuple[str, str]]:
+def packages() -> list[tuple[str, str]]:
     return [(name, _version(name)) for name in (*REQUIRED, *OPTIONAL)]
 
 
@@ -43,7 +43,7 @@ def _version(package: str) -> str:
         return "not installed" if package in OPTIONAL else "NOT INSTALLED, but needed"
 
 
-def _devices() -> list[tuple[str, str]]:
+def devices() -> list[tuple[str, str]]:
     try:
         import torch
     except ImportError as error:

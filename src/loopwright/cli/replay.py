@@ -68,13 +68,13 @@ class Replay:
     def _listen_for_request(self, trainer: Any) -> None:
         """Note what `train()` is asked to resume from: a run may have begun with a checkpoint from elsewhere."""
         internals = trainer._loopwright
-        original = internals._resume_request
+        original = internals.resume_request
 
         def noted(*request: Any) -> Any:
             self.requested = original(*request)
             return self.requested
 
-        internals._resume_request = noted
+        internals.resume_request = noted
 
     def train(self, trainer: Any) -> Any:
         """Stands in for `train()`: replays the run's trainer; any other one trains as it did."""
@@ -98,7 +98,7 @@ class Replay:
         internals.save_now = lambda: None
         trainer.is_in_train = True
         internals.prepare_training(self.start)
-        internals._start_clock()
+        internals.start_clock()
         run_training(internals)
         rows = read_metrics(self.scratch) if (self.scratch / FILE_NAME).exists() else []
         self.row = logged_rows(rows).get(self.step, {})

@@ -89,16 +89,16 @@ def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
     """While entered, every trainer that is created passes through `adjust` first."""
     from ..core.internals import Internals
 
-    original = Internals._set_up
+    original = Internals.set_up
 
     def set_up(self: Any, args: Any, callbacks: list[Any], **context: Any) -> None:
         original(self, args, adjust(self.trainer, args, callbacks), **context)
 
-    Internals._set_up = set_up  # type: ignore[method-assign]
+    Internals.set_up = set_up  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Internals._set_up = original  # type: ignore[method-assign]
+        Internals.set_up = original  # type: ignore[method-assign]
 
 
 def without_reporters(callbacks: list[Any]) -> list[Any]:

@@ -38,5 +38,5 @@ def may_be_late(trainer: Any) -> bool:
     if is_overridden(trainer.trainer, "log"):
         return False
     handler = trainer.callback_handler
-    listening = [each for event in BETWEEN for each, _ in handler._listening_to(event)]
+    listening = [each for event in BETWEEN for each, _ in handler.listening_to(event)]
     return all(type(callback).__module__.startswith(OURS) for callback in listening)

@@ -150,7 +150,7 @@ class CallbackHandler:
 
     def listens(self, event: str) -> bool:
         """Whether any callback overrides this event."""
-        return bool(self._listening_to(event))
+        return bool(self.listening_to(event))
 
     def fire(self, event: str, **extra: Any) -> TrainerControl:
         """Clear the wishes this event fulfils, then call its listeners in order."""
@@ -158,7 +158,7 @@ class CallbackHandler:
         for flag in EVENTS[event]:
             control.__dict__[flag] = False  # one assignment, no call: this runs several times per update
         fresh = self._known == self.callbacks and event in self._listeners
-        for callback, method in self._listeners[event] if fresh else self._listening_to(event):
+        for callback, method in self._listeners[event] if fresh else self.listening_to(event):
             try:
                 answer = method(self.args, self.state, control, **self.context, **extra)
             except Exception as error:
@@ -195,7 +195,7 @@ class CallbackHandler:
     def on_save(self, args: Any, state: Any, control: Any) -> TrainerControl:
         return self.fire("on_save")
 
-    def _listening_to(self, event: str) -> list[tuple[Any, Callable[..., Any]]]:
+    def listening_to(self, event: str) -> list[tuple[Any, Callable[..., Any]]]:
         if self._known != self.callbacks:
             self._known = list(self.callbacks)
             self._listeners = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import sys
 from typing import Any
 
@@ -11,7 +11,7 @@ def host_memory() -> int:
     """Bytes of physical memory this process uses now (the most it ever used where that is not known)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     except OSError:
         return host_peak()
 
@@ -27,6 +27,10 @@ def free_memory() -> int | None:
 
 
 def host_peak() -> int:
-    """Bytes of physical memory this process used at most."""
+    """Bytes of physical memory this process used at most; 0 where the system does not say (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return 0
     peak: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) * (1 if sys.platform == "darwin" else 1024)

@@ -57,7 +57,7 @@ class Internals(ChangingMethods):
     def __init__(self, trainer: Hooks) -> None:
         self.trainer = trainer
 
-    def _set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
+    def set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
         """The parts every trainer has; called by the constructor of a subclass."""
         refuse_dead_overrides(type(self.trainer), BaseTrainer)
         self.trainer.args = args
@@ -94,7 +94,7 @@ class Internals(ChangingMethods):
         **old_names: Any,
     ) -> TrainOutput:
         """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
-        resume_from_checkpoint = self._resume_request(resume_from_checkpoint, old_names)
+        resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
             raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
         self.ignore_keys_for_eval = ignore_keys_for_eval
@@ -114,7 +114,7 @@ class Internals(ChangingMethods):
         try:
             with self.strategy.alarm, self.signals, self.watched():
                 self.prepare_training(checkpoint)
-                self._start_clock()
+                self.start_clock()
                 self.begin_following()
                 run_training(self)
                 return self._finish_training()
@@ -378,7 +378,7 @@ class Internals(ChangingMethods):
         logged = self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
         return logged or self.args.on_nonfinite != "continue"
 
-    def _start_clock(self) -> None:
+    def start_clock(self) -> None:
         self._started = time.time()
         self.pace = self.make_pace()
         self._first_step = self.state.global_step
@@ -417,7 +417,7 @@ class Internals(ChangingMethods):
                 return newest
         return self._find_checkpoint(request)
 
-    def _resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
+    def resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:
             logger.warning("train(model_path=...) is now train(resume_from_checkpoint=...)")
             resume = old_names.pop("model_path")

@@ -103,7 +103,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         self._copies = HostCopies()
         if not self.is_alone:
             self.handler_class = agreeing(self.strategy.host.rows)
-        self._set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.signals.shared = not self.is_alone
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked

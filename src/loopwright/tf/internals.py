@@ -82,7 +82,7 @@ class TFInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.strategy = self._make_strategy(args)
         writers = [SummaryWriterCallback(tb_writer)] if tb_writer is not None else []
         given = [*default_callbacks(args), *writers, *map(adapted, callbacks or [])]
-        self._set_up(args, given, processing_class=processing_class)
+        self.set_up(args, given, processing_class=processing_class)
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.trainer.call_model_init() if model is None else model)
