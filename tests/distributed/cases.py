@@ -104,8 +104,8 @@ def result_of(trainer: Any) -> dict[str, Any]:
         "weights": full_weights(trainer.model),
         "logs": [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in trainer.state.log_history],
         "step": trainer.state.global_step,
-        "samples": trainer.progress.samples_seen,
-        "strategy": type(trainer.strategy).__name__,
+        "samples": trainer._loopwright.progress.samples_seen,
+        "strategy": type(trainer._loopwright.strategy).__name__,
     }
 
 
@@ -289,7 +289,7 @@ def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: 
     trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
     trainer.train()
     rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
-    progress, state = trainer.progress, trainer.state
+    progress, state = trainer._loopwright.progress, trainer.state
     return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
 
 
@@ -500,17 +500,17 @@ def planned(folder: str, *, n: int, model: str, resume: Any = None, listener: in
     trainer = trainer_of(MODELS[model](), samples(LENGTHS[:n]), folder, **{**given, **options})
     if trainer.args.process_index == listener:
         trainer.add_callback(Substeps())
-    make_update, rows = trainer.make_update, []
+    make_update, rows = trainer._loopwright.make_update, []
 
     def seen(batches: list[Any]) -> Any:
         update = make_update(batches)
         rows.append([len(batch["input_ids"]) for batch in update.batches])
         return update
 
-    trainer.make_update = seen
+    trainer._loopwright.make_update = seen
     trainer.train(resume_from_checkpoint=resume)
-    has_speed = trainer._speed is not None
-    return {**result_of(trainer), "plan": trainer.speed_plan, "rows": rows, "has_speed": has_speed}
+    has_speed = trainer._loopwright._speed is not None
+    return {**result_of(trainer), "plan": trainer._loopwright.speed_plan, "rows": rows, "has_speed": has_speed}
 
 
 # ---- wishes ----------------------------------------------------------------------------------------------------------
@@ -572,11 +572,11 @@ def family(folder: str, *, model: str, **options: Any) -> dict[str, Any]:
     trainer.train()
     best = full_weights(trainer.model)
     trainer.save_model(f"{folder}/exported")
-    trainer.strategy.barrier()
+    trainer._loopwright.strategy.barrier()
     with torch.no_grad():
         for each in trainer.model.parameters():
             each.zero_()
-    trainer._load_weights_of(f"{folder}/exported")
+    trainer._loopwright._load_weights_of(f"{folder}/exported")
     return {"best": best, "back": full_weights(trainer.model), "seen": seen.weights,
             "best_step": trainer.state.best_global_step}  # fmt: skip
 
@@ -642,7 +642,7 @@ def changed(folder: str, *, change: str, event: str = "on_step_end", rank: int |
         callbacks=[callback], optimizers=(optimizer, None),
     )  # fmt: skip
     trainer.train()
-    return {**result_of(trainer), "modes": callback.modes, "changes": trainer.strategy.changes}
+    return {**result_of(trainer), "modes": callback.modes, "changes": trainer._loopwright.strategy.changes}
 
 
 # ---- adversaries -----------------------------------------------------------------------------------------------------

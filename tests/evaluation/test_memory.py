@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from loopwright.core.evaluation.loop import predictions
+from loopwright.core.evaluation import predictions
 from tests.pt import tiny
 
 CLASSES, BATCH = 4096, 8

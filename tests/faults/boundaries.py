@@ -124,7 +124,7 @@ class Boundaries:
 
     def _wrap_tensors(self) -> None:
         """safetensors writes outside Python's sight: before it does, half a file lies where the whole one will."""
-        from loopwright.pt.checkpoint.tensors import tensors as checkpoint
+        from loopwright.pt.checkpoint import tensors as checkpoint
 
         original = checkpoint.save_file
 

@@ -226,7 +226,7 @@ def test_the_manifest_is_the_last_file_written(tmp_path: Path, monkeypatch: pyte
     for module, name in ((builtins, "open"), (io, "open"), (os, "rename"), (os, "replace"), (os, "mkdir"),
                          (os, "unlink"), (os, "remove"), (os, "rmdir"), (os, "truncate"), (os, "fsync")):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
-    from loopwright.pt.checkpoint.tensors import tensors as checkpoint
+    from loopwright.pt.checkpoint import tensors as checkpoint
 
     monkeypatch.setattr(checkpoint, "save_file", checkpoint.save_file)
     labels: list[str] = []

@@ -100,7 +100,8 @@ def audit(event, values):
 
 sys.addaudithook(audit)
 import pickle
-resume, load = trainer._resume, trainer._load_from_checkpoint
+ours = trainer._loopwright
+resume, load = ours._resume, trainer._load_from_checkpoint
 
 def watching(call):
     def run(*args, **kwargs):
@@ -111,8 +112,8 @@ def watching(call):
             watched.pop()
     return run
 
-trainer._resume, trainer._load_from_checkpoint = watching(resume), watching(load)
-trainer.checkpoints.find = watching(trainer.checkpoints.find)
+ours._resume, trainer._load_from_checkpoint = watching(resume), watching(load)
+ours.checkpoints.find = watching(ours.checkpoints.find)
 trainer.train(resume_from_checkpoint=True)
 watched.append(1)
 pickle.loads(pickle.dumps(runs.Rows))  # the hook does hear of pickles

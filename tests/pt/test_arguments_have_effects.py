@@ -346,7 +346,7 @@ def test_the_loader_is_made_as_asked() -> None:
 @shows("dataloader_pin_memory", "use_cpu")
 def test_memory_is_pinned_for_a_device_and_never_for_the_cpu(monkeypatch: Any) -> None:
     from loopwright.pt import devices
-    from loopwright.pt.data.pipeline import pipeline as data
+    from loopwright.pt.data import pipeline as data
 
     assert TrainingArguments("run", use_cpu=True).device.type == "cpu"
     assert TrainingArguments("run", use_cpu=True).dataloader_pin_memory is False
@@ -370,8 +370,8 @@ def test_unused_columns_are_passed_on_when_asked() -> None:
 
 @shows("accelerator_config")
 def test_non_blocking_copies_are_asked_for() -> None:
-    assert make(accelerator_config={"non_blocking": True}).strategy._ahead._non_blocking is True
-    assert make(accelerator_config={"non_blocking": False}).strategy._ahead._non_blocking is False
+    assert make(accelerator_config={"non_blocking": True})._loopwright.strategy._ahead._non_blocking is True
+    assert make(accelerator_config={"non_blocking": False})._loopwright.strategy._ahead._non_blocking is False
 
 
 # ---- logging --------------------------------------------------------------------------------------------------------
@@ -614,7 +614,7 @@ def test_a_file_that_appears_makes_a_checkpoint(tmp_path: Path) -> None:
 def test_checkpoints_are_written_in_a_thread_unless_told_otherwise(monkeypatch: Any) -> None:
     import threading
 
-    from loopwright.pt.checkpoint.tensors import save as saving
+    from loopwright.pt.checkpoint import save as saving
 
     threads: list[str] = []
     write = saving.write_optimizer
@@ -747,8 +747,8 @@ def test_more_compilations_than_allowed_are_told(allowed: int | None) -> None:
 
     options = {"torch_compile_backend": "eager", "max_recompiles": allowed}
     trainer = run(Flexible, data, max_steps=3, per_device_train_batch_size=1, **options)
-    assert trainer.compiled.counter.count > 0
-    told = [text for text in trainer.notices.told if "max_recompiles=" in text]
+    assert trainer._loopwright.compiled.counter.count > 0
+    told = [text for text in trainer._loopwright.notices.told if "max_recompiles=" in text]
     assert len(told) == (allowed == 0)
     assert all("'x' size mismatch" in text for text in told)
 

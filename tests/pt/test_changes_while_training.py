@@ -267,7 +267,9 @@ def test_a_change_counts_as_in_a_loop_written_by_hand(action: Any, event: str, t
     assert_same(keep.weights, hand.weights)
     assert norms(trainer) == pytest.approx(hand.norms, rel=1e-10)
     assert len({round(norm, 12) for norm in hand.norms}) == UPDATES
-    leftover = [p for p in (*trainer.model.parameters(), *trainer.strategy.contents.outside) if p.grad is not None]
+    leftover = [
+        p for p in (*trainer.model.parameters(), *trainer._loopwright.strategy.contents.outside) if p.grad is not None
+    ]
     assert not leftover
 
 
@@ -406,7 +408,7 @@ def test_the_state_of_a_new_optimizer_is_saved(tmp_path: Any) -> None:
 
 def test_a_schedule_of_the_former_optimizer_is_said(tmp_path: Any) -> None:
     trainer, _ = trained(net(()), Change("on_step_end", 2, replace_optimizer), tmp_path, optimizer=None)
-    assert any("trainer.optimizer was replaced after step 3" in told for told in trainer.notices.told)
+    assert any("trainer.optimizer was replaced after step 3" in told for told in trainer._loopwright.notices.told)
 
 
 def test_a_schedule_that_goes_by_a_metric_may_come_later(tmp_path: Any) -> None:
@@ -414,7 +416,7 @@ def test_a_schedule_that_goes_by_a_metric_may_come_later(tmp_path: Any) -> None:
         run.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=0, factor=0.5, mode="max")
 
     trainer, _ = trained(net(()), Change("on_step_end", 1, action), tmp_path, eval_strategy="steps", eval_steps=1)
-    assert trainer.optimizer.param_groups[0]["lr"] < 0.1 and trainer.schedule_follows_metric
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.1 and trainer._loopwright.schedule_follows_metric
 
 
 def test_an_optimizer_cannot_be_taken_away(tmp_path: Any) -> None:
@@ -431,8 +433,8 @@ def test_changes_rise_with_each_change_and_never_without(action: Any, tmp_path: 
 
     class Note(loopwright.Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_probing:
-                seen.append(self.strategy.changes)
+            if not self._loopwright.is_probing:
+                seen.append(self._loopwright.strategy.changes)
             return super().compute_loss(*args, **kwargs)
 
     trained(net(), Change("on_step_end", 2, action), tmp_path, cls=Note, speed="off", gradient_accumulation_steps=1)
@@ -552,7 +554,7 @@ def test_another_accumulation_counts_from_the_next_update_on(
                             max_steps=-1, num_train_epochs=1)  # fmt: skip
     assert_same(keep.weights, hand.weights)
     assert trainer.state.global_step == trainer.state.max_steps == len(hand.sizes)
-    assert trainer.state.epoch == 1.0 and trainer.progress.samples_seen == len(LENGTHS)
+    assert trainer.state.epoch == 1.0 and trainer._loopwright.progress.samples_seen == len(LENGTHS)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 1), (2, 5), (6, 1)])
@@ -570,7 +572,7 @@ def test_a_run_by_steps_goes_on_to_its_last_step(before: int, after: int, at: in
         size = min(before if len(sizes) <= at else after, batches - in_epoch)
         sizes.append(size)
         in_epoch = (in_epoch + size) % batches
-    assert trainer.state.global_step == 20 and trainer.progress.samples_seen == sum(sizes)
+    assert trainer.state.global_step == 20 and trainer._loopwright.progress.samples_seen == sum(sizes)
     assert trainer.state.epoch == pytest.approx(sum(sizes) / batches)
 
 
@@ -743,7 +745,7 @@ def test_another_model_between_two_runs_is_trained_with_an_optimizer_of_its_own(
     trainer.model = other
     trainer.train()
     assert any(not torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
-    assert trainer.strategy.model is other
+    assert trainer._loopwright.strategy.model is other
 
 
 @pytest.mark.parametrize(
@@ -758,7 +760,7 @@ def test_another_model_between_two_runs_is_trained_with_an_optimizer_of_its_own(
 )
 def test_what_is_taken_once_is_said(action: Any, told: str, tmp_path: Any) -> None:
     trainer, _ = trained(net(()), Change("on_step_end", 2, action), tmp_path)
-    assert any(told in each for each in trainer.notices.told)
+    assert any(told in each for each in trainer._loopwright.notices.told)
 
 
 def test_other_evaluation_data_and_metrics_count_at_the_next_evaluation(tmp_path: Any) -> None:

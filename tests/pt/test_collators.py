@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loopwright.errors import ArgumentsError, DataError
-from loopwright.pt.data.pipeline import collators as ours
+from loopwright.pt.data import collators as ours
 
 transformers = pytest.importorskip("transformers")
 

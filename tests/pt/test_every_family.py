@@ -118,7 +118,7 @@ def round_trip(make: Any, folder: Path, misread: str = "", **options: Any) -> st
     resumed = trainer_of(make(), sample, folder / "cut", rest, **options)
     resumed.train(resume_from_checkpoint=True)
     assert sorted(rest.seen) == [3, 4] and same(rest.seen[4], whole.seen[4])
-    told = [text for text in trainer.notices.told if "save_pretrained" in text]
+    told = [text for text in trainer._loopwright.notices.told if "save_pretrained" in text]
     assert len(told) == bool(misread) and all(misread in text for text in told), told
     trainer.save_model(str(folder / "exported"))
     assert same(weights(loopwright.load_model(make(), folder / "exported")), weights(trainer.model))

@@ -113,7 +113,7 @@ def test_a_step_that_overflows_is_skipped_and_the_schedule_waits(step: int, tmp_
         *free.rates[step - 1 : -1],
     ]
     assert trainer.state.global_step == 6
-    assert trainer.strategy.precision.scaler.get_scale() == 2.0**15, "half of torch's first scale"
+    assert trainer._loopwright.strategy.precision.scaler.get_scale() == 2.0**15, "half of torch's first scale"
 
 
 def test_the_scale_travels_with_the_checkpoint(tmp_path: Any) -> None:
@@ -122,7 +122,10 @@ def test_the_scale_travels_with_the_checkpoint(tmp_path: Any) -> None:
     whole.train()
     again = trainer_of(Line(), data(bad=(1, 2)), tmp_path, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.strategy.precision.scaler.state_dict() == whole.strategy.precision.scaler.state_dict()
+    assert (
+        again._loopwright.strategy.precision.scaler.state_dict()
+        == whole._loopwright.strategy.precision.scaler.state_dict()
+    )
     for mine, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -132,9 +135,9 @@ def test_an_overflow_of_the_scale_is_no_broken_update(policy: str, tmp_path: Any
     """Loss scaling tries a scale, overflows and goes on with half of it: that is how it works, not an error."""
     trainer = trainer_of(Line(), data(bad=(1, 2)), tmp_path, fp16=True, on_nonfinite=policy, **ONE_BY_ONE)
     assert trainer.train().global_step == 6
-    assert trainer.strategy.precision.scaler.get_scale() == 2.0**14
+    assert trainer._loopwright.strategy.precision.scaler.get_scale() == 2.0**14
     assert not [row for row in trainer.state.log_history if "nonfinite_updates" in row]
-    assert not [text for text in trainer.notices.told if "NaN" in text]
+    assert not [text for text in trainer._loopwright.notices.told if "NaN" in text]
 
 
 def test_fp16_weights_cannot_be_scaled(tmp_path: Any) -> None:
@@ -295,7 +298,7 @@ def test_apex_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @pytest.mark.parametrize("backend", ["auto", "torch", "cuda_amp", "cpu_amp"])
 def test_every_other_backend_is_torchs(backend: str, tmp_path: Any) -> None:
     trainer = trainer_of(Line(), data(), tmp_path, fp16=True, half_precision_backend=backend, **ONE_BY_ONE)
-    assert isinstance(trainer.strategy.precision.scaler, torch.amp.GradScaler)
+    assert isinstance(trainer._loopwright.strategy.precision.scaler, torch.amp.GradScaler)
 
 
 # ---- tf32 -----------------------------------------------------------------------------------------------------------

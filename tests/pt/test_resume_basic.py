@@ -235,7 +235,7 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     epochs = [row["epoch"] for row in again.state.log_history if "loss" in row]
     assert epochs[:6] == [0.25, 0.5, 0.25, 0.5, 0.75, 1.0]
     assert again.state.global_step == 10
-    assert again.progress.samples_seen == 8 + 14 + 14
+    assert again._loopwright.progress.samples_seen == 8 + 14 + 14
 
 
 # ---- callbacks ------------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class Worse(Trainer):
     """Every evaluation after the first is worse."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self._count = self.state.global_step
+        self._loopwright._count = self.state.global_step
         return super().evaluate(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -477,7 +477,7 @@ def test_saving_in_the_background_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_failed_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.pt.checkpoint.tensors import save as saving
+    from loopwright.pt.checkpoint import save as saving
 
     monkeypatch.setattr(saving, "write_optimizer", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(CheckpointError, match="disk full"):
@@ -487,7 +487,7 @@ def test_a_failed_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) 
 
 
 def test_a_failed_last_background_save_is_not_lost(tmp_path: Path, monkeypatch: Any) -> None:
-    from loopwright.pt.checkpoint.tensors import save as saving
+    from loopwright.pt.checkpoint import save as saving
 
     monkeypatch.setattr(saving, "write_optimizer", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(CheckpointError, match="disk full"):

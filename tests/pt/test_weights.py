@@ -138,7 +138,7 @@ def legacy_bert(folder: Path) -> Any:
 
 def test_a_model_from_files_with_gamma_and_beta_resumes(tmp_path: Path) -> None:
     whole = saved(legacy_bert(tmp_path / "hub"), tmp_path / "run", max_steps=3)
-    assert not [text for text in whole.notices.told if "save_pretrained" in text]
+    assert not [text for text in whole._loopwright.notices.told if "save_pretrained" in text]
     again = trainer_of(legacy_bert(tmp_path / "hub"), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
     again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
     assert_equal(state(again.model), state(whole.model))
@@ -180,7 +180,7 @@ class Wrapped(nn.Module):
 
 def test_a_save_pretrained_that_leaves_things_out_is_completed_and_told(tmp_path: Path) -> None:
     whole = saved(made(Wrapped), tmp_path, max_steps=3, remove_unused_columns=False)
-    assert [text for text in whole.notices.told if "Wrapped.save_pretrained leaves out" in text]
+    assert [text for text in whole._loopwright.notices.told if "Wrapped.save_pretrained leaves out" in text]
     checkpoint = tmp_path / "checkpoint-1"
     assert set(load_file(checkpoint / "module.safetensors")) <= {"extra.weight", "extra.bias", "inner.lm_head.weight"}
     again = trainer_of(made(Wrapped), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
@@ -196,7 +196,9 @@ def tied_by_hand() -> Any:
 
 def test_weights_a_user_has_tied_are_saved_and_the_export_is_warned_of(tmp_path: Path) -> None:
     whole = saved(tied_by_hand(), tmp_path, max_steps=3)
-    assert len([text for text in whole.notices.told if "cannot read back" in text and "up_proj" in text]) == 1
+    assert (
+        len([text for text in whole._loopwright.notices.told if "cannot read back" in text and "up_proj" in text]) == 1
+    )
     again = trainer_of(tied_by_hand(), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_equal(state(again.model), state(whole.model))
@@ -304,7 +306,7 @@ def test_a_format_that_would_not_come_back_is_an_error_before_the_first_step(tmp
 
 
 def test_values_that_do_not_come_back_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from loopwright.pt.checkpoint.tensors import conversion
+    from loopwright.pt.checkpoint import conversion
 
     model = mixtral()
     kept = conversion.to_exported

@@ -172,7 +172,7 @@ def test_the_trainer_says_whether_a_callback_looks(tmp_path: Any) -> None:
         args = TrainingArguments(str(tmp_path), max_steps=1, speed=speed, save_strategy="no", disable_tqdm=True)
         trainer = Trainer(Regression(), args, train_dataset=regression_data(8), callbacks=callbacks)
         trainer.train()
-        allowed = trainer.strategy._may_fold
+        allowed = trainer._loopwright.strategy._may_fold
         assert (allowed is None if expected is None else allowed() is expected)
 
 

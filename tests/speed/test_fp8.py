@@ -220,4 +220,4 @@ def test_a_run_changes_its_layers_and_gives_them_back(emulated: None, monkeypatc
     monkeypatch.setattr(preparing, "measured_on", lambda *args, **options: lambda *size: SLOWER)
     trainer = Trainer(Wide(), args, train_dataset=data)
     trainer.train()
-    assert any("fp8=True changes nothing here" in text for text in trainer.notices.told)
+    assert any("fp8=True changes nothing here" in text for text in trainer._loopwright.notices.told)

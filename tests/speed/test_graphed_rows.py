@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import loopwright.speed.cuda_graphs.graphed_step as graphing
 import loopwright.speed.planner.decision as speed_plan
-from loopwright import Trainer
-from loopwright.speed.layouts.rows.rows import BORDERS, LONGEST, PLACES, Limits, lay_unpadded
-from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.pt.internals import TorchInternals
+from loopwright.speed.layouts.rows import BORDERS, LONGEST, PLACES, Limits, lay_unpadded
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner.decision import FLAT, UNPADDED
 from tests.speed.architectures import build, collate, samples
 from tests.speed.test_graphing import ROWS, Recorder, dropping, even, exact, reason_of, recorder
@@ -165,7 +165,7 @@ def test_a_resumed_run_has_graphs_of_the_same_shapes(
 ) -> None:
     """Also where more shapes repeat than are recorded."""
     monkeypatch.setattr(graphing, "MOST_ROWS", 2)
-    monkeypatch.setattr(Trainer, "graph_recorder", Telling())
+    monkeypatch.setattr(TorchInternals, "graph_recorder", Telling())
     options: dict[str, Any] = {**ROWS, "max_steps": 20, "save_strategy": "steps", "save_steps": 1, "kind": InOrder}
     short, long = samples(30, "causal", longest=20), samples(90, "causal", seed=1, longest=60)
     data = [*short[:12], *long[:60], *short[12:], *long[60:]]
@@ -182,7 +182,7 @@ def fails(function: Any) -> Any:
 
 
 def given_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Run:
-    monkeypatch.setattr(Trainer, "graph_recorder", staticmethod(fails))
+    monkeypatch.setattr(TorchInternals, "graph_recorder", staticmethod(fails))
     options = {**ROWS, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "kind": InOrder, **more}
     return train(dropping("bert", "class"), samples(96, "class", longest=60), tmp_path, **options)
 

@@ -16,6 +16,7 @@ from loopwright.callbacks.metrics_file import kind_of, read_metrics
 from loopwright.callbacks.text import work_line
 from loopwright.core.throughput import Interval, Pace
 from loopwright.core.update import Update
+from loopwright.pt.internals import TorchInternals
 from loopwright.pt.token_counter import WorkCounter
 from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.pt.tiny import Tokens, samples, trainer_of
@@ -321,7 +322,9 @@ def test_sampled_updates_are_split_and_leave_no_hook(accumulation: int, tmp_path
     assert report.sampled_updates == 1
     assert {"data", "forward", "backward", "optimizer", "other"} == set(report.split)
     assert sum(report.split.values()) == pytest.approx(1)
-    assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer.split is None
+    assert (
+        not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer._loopwright.split is None
+    )
 
 
 def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> None:
@@ -337,7 +340,9 @@ def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> N
     trainer = trainer_of(Breaks(), samples([5] * 20), tmp_path, collator=pad, per_device_train_batch_size=1)
     with pytest.raises(ValueError, match="broken"):
         trainer.train()
-    assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer.split is None
+    assert (
+        not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer._loopwright.split is None
+    )
 
 
 def test_a_model_called_twice_has_no_separate_backward(tmp_path: Any) -> None:
@@ -418,13 +423,16 @@ def test_the_run_is_the_same_with_and_without_anybody_looking(tmp_path: Any) -> 
         torch.manual_seed(0)
         model = Tokens()
 
-        class Fixed(loopwright.Trainer):
+        class Fixed(TorchInternals):
             def make_pace(self) -> Pace:
                 pace = super().make_pace()
                 self.split_at = at
                 return pace
 
-        trainer = trainer_of(model, samples([5, 3] * 8), tmp_path / str(at), collator=pad, cls=Fixed,
+        class Sampled(loopwright.Trainer):
+            _loopwright_class = Fixed
+
+        trainer = trainer_of(model, samples([5, 3] * 8), tmp_path / str(at), collator=pad, cls=Sampled,
                              num_train_epochs=1, per_device_train_batch_size=2)  # fmt: skip
         trainer.train()
         return [each.detach().clone() for each in trainer.model.parameters()]

@@ -342,7 +342,7 @@ def test_saving_and_resuming(tmp_path: Any) -> None:
             resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"),
         )  # fmt: skip
         again.train()
-        counters[restored] = (counter.count, again.progress.samples_in_epoch)
+        counters[restored] = (counter.count, again._loopwright.progress.samples_in_epoch)
     assert counters == {True: (5, 20), False: (1, 4)}
     args = TF.arguments(tmp_path, metric_for_best_model="score")
     assert args.greater_is_better is True
@@ -359,5 +359,5 @@ def test_the_old_names_of_properties(tmp_path: Any) -> None:
     made = trainer(tmp_path, max_steps=2)
     made.train()
     assert (made.global_step, made.epoch_logging) == (2, pytest.approx(2 / 3))
-    assert made.steps_per_epoch == 3 and made.num_train_examples == 12
+    assert made._loopwright.steps_per_epoch == 3 and made._loopwright.num_train_examples == 12
     assert os.path.isdir(tmp_path) and np.isfinite(arrays(2)[0]).all()

@@ -47,7 +47,7 @@ def test_another_limit_of_the_norm_counts_from_the_next_update_on(tmp_path: Any)
 def test_another_accumulation_counts_from_the_next_update_on(tmp_path: Any) -> None:
     made, _ = changed(tmp_path, lambda run: setattr(run.args, "gradient_accumulation_steps", 2), max_steps=-1,
                       num_train_epochs=1)  # fmt: skip
-    assert (made.state.global_step, made.state.max_steps, made.progress.samples_seen) == (4, 4, 12)
+    assert (made.state.global_step, made.state.max_steps, made._loopwright.progress.samples_seen) == (4, 4, 12)
     assert made.state.epoch == 1.0 and len(logged(made, "loss")) > 0
 
 
@@ -58,4 +58,4 @@ def test_another_optimizer_is_refused(tmp_path: Any) -> None:
 
 def test_layers_frozen_during_training_are_said(tmp_path: Any) -> None:
     made, _ = changed(tmp_path, lambda run: setattr(run.model.layers[-1], "trainable", False))
-    assert any("layers were frozen" in told for told in made.notices.told)
+    assert any("layers were frozen" in told for told in made._loopwright.notices.told)

@@ -156,7 +156,8 @@ def test_14_15_epochs_do_not_mix_and_drop_last_drops(tmp_path: Any) -> None:
     """`.repeat().shuffle()` mixed epochs, and nothing was ever dropped."""
     made = trainer(tmp_path, data=pipeline(10), num_train_epochs=1, max_steps=-1, dataloader_drop_last=True)
     rows_of_epochs = [
-        np.concatenate([batch.features for batch in made._training_source().open(epoch)]) for epoch in range(2)
+        np.concatenate([batch.features for batch in made._loopwright._training_source().open(epoch)])
+        for epoch in range(2)
     ]
     assert [len(each) for each in rows_of_epochs] == [8, 8]
     for each in rows_of_epochs:
@@ -215,8 +216,8 @@ def test_21_numbers_are_read_at_log_points_only(tmp_path: Any) -> None:
     """Every step waited for the device."""
     reads: list[int] = []
     made = trainer(tmp_path, max_steps=6, logging_steps=3)
-    read = made.strategy.read
-    made.strategy.read = lambda scalars: (reads.append(len(scalars)), read(scalars))[1]
+    read = made._loopwright.strategy.read
+    made._loopwright.strategy.read = lambda scalars: (reads.append(len(scalars)), read(scalars))[1]
     made.train()
     assert reads == [6, 6]
 
@@ -243,7 +244,7 @@ def test_23_24_losses_are_means_over_items_not_over_batches(tmp_path: Any) -> No
     assert found[3] == pytest.approx(found[7], rel=1e-5)
 
 
-OLD_SCRIPT = '''
+OLD_SCRIPT = """
 import sys
 import numpy as np
 import tensorflow as tf
@@ -282,7 +283,7 @@ if training_args.do_eval:
     result = trainer.evaluate()
     for key, value in result.items():
         print(key, "=", value)
-'''
+"""
 
 
 def test_an_old_script_runs_after_changing_the_import(tmp_path: Path) -> None:

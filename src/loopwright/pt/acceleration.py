@@ -100,7 +100,6 @@ class SpeedMethods(TorchBase):
         return None
 
     def _situation(self) -> Situation:
-        trainer: Any = self
         model = innermost(self.model)
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
@@ -138,15 +137,14 @@ class SpeedMethods(TorchBase):
             identity=self._identity,
             wants_look=lambda batches: self.accounting.wants_look(batches),
             why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
-            recount=lambda update: trainer._count(update),
+            recount=lambda update: self._count(update),  # type: ignore[attr-defined]
             user_hook=lambda: hooked_module(self.model),
         )
 
     def _identity(self) -> str:
         """Who computes the loss of what; a plan of a checkpoint is taken up only where all of it is the same."""
-        trainer: Any = self
         attention = getattr(getattr(innermost(self.model), "config", None), "_attn_implementation", None)
-        parts = [stamp_of(trainer), fingerprint(trainer.data_collator), str(attention)]
+        parts = [stamp_of(self.trainer), fingerprint(self.trainer.data_collator), str(attention)]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def _training_objects(self) -> tuple[Any, ...]:
@@ -191,13 +189,14 @@ class SpeedMethods(TorchBase):
         return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
 
     def _graph_micro_batches(self) -> GraphedTraining:
-        trainer: Any = self
-        if trainer.split is not None:
-            trainer.split.detach()  # its hooks are no reason to refuse
+        internals: Any = self
+        if self.split is not None:
+            self.split.detach()  # its hooks are no reason to refuse
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
-                return check_loss(trainer.called_compute_loss(trainer.model_wrapped, inputs, num_items_in_batch=items))
+                model = self.trainer.model_wrapped
+                return check_loss(internals.called_compute_loss(model, inputs, num_items_in_batch=items))
 
         def put(inputs: Any) -> Any:
             self.strategy.training()  # as the training step does in whose place graphs are replayed
@@ -211,13 +210,13 @@ class SpeedMethods(TorchBase):
                 logger.info(f"speed: {text}")
 
         assert self._speed is not None
-        trainer.step = step = GraphedTraining(
+        self.step = step = GraphedTraining(
             self.model,
             loss_of=loss_of,
             weigh=self.accounting.weigh,
             backward=self.strategy.backward,
             put=put,
-            plain=trainer.step,
+            plain=self.step,
             give_up=self._speed.give_up_graphs,
             tell=tell,
             recorder=self.graph_recorder,
@@ -248,8 +247,7 @@ class SpeedMethods(TorchBase):
     ) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.accounting, None
-        trainer: Any = self
-        trainer._count_items(update)
+        self._count_items(update)  # type: ignore[attr-defined]
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)

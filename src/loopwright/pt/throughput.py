@@ -121,9 +121,8 @@ class PacingMethods(TorchBase):
             logger.info(f"MFU is not known, since the operations of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
-        trainer: Any = self
-        with trainer.compute_loss_context_manager():
-            return self.model(**trainer._for_model(trainer._prepare_inputs(inputs)))
+        with self.trainer.compute_loss_context_manager():
+            return self.model(**self._for_model(self.trainer._prepare_inputs(inputs)))  # type: ignore[attr-defined]
 
     def _number_format(self) -> str:
         """What the model's matrix products are computed in, by the names of the table of peaks."""
