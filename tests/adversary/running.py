@@ -159,8 +159,8 @@ def observe(
         trainer.train(resume_from_checkpoint=resume)
     finally:
         logger.removeHandler(ear)
-    found.layout = str((trainer.speed_plan or {}).get("layout", "as made"))
-    found.told += [text for text in trainer.notices.told if text not in found.told]
+    found.layout = str((trainer._loopwright.speed_plan or {}).get("layout", "as made"))
+    found.told += [text for text in trainer._loopwright.notices.told if text not in found.told]
     return found
 
 

@@ -82,7 +82,7 @@ def evaluated(model: Any, rows: list[Any], folder: Path, size: int, *, kind: Any
     collator = options.pop("data_collator", collate)
     arguments = TrainingArguments(str(folder), **options)
     trainer = kind(model=model, args=arguments, eval_dataset=rows, data_collator=collator)
-    return trainer.evaluate()["eval_loss"], " ".join(trainer.notices.told)
+    return trainer.evaluate()["eval_loss"], " ".join(trainer._loopwright.notices.told)
 
 
 MEANS = {

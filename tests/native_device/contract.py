@@ -59,7 +59,7 @@ def trainer_on(kind: str, name: str, folder: Path, *, cls: Any = loopwright.Trai
     args = made_of(output_dir=str(folder / kind), **{**base, **options})
     trainer = cls(model=given.pop("model", None) or build(), args=args, data_collator=pad, train_dataset=data,
                   eval_dataset=data, **given)  # fmt: skip
-    assert trainer.device.type == kind
+    assert trainer._loopwright.device.type == kind
     return trainer
 
 

@@ -125,8 +125,12 @@ def test_an_update_is_that_of_one_batch(name: str, lengths: tuple[int, ...], tmp
         trainer = trainer_of(model, data, tmp_path, compute_loss_func=loss, learning_rate=0.0, max_steps=1, **options)
         trainer.train()
         if accumulation > 1 and lengths is LENGTHS:
-            assert trainer.accounting.kind is kind, (size, trainer.accounting.rivals, trainer.accounting.reason)
-            assert trainer.accounting.is_additive
+            assert trainer._loopwright.accounting.kind is kind, (
+                size,
+                trainer.accounting.rivals,
+                trainer.accounting.reason,
+            )
+            assert trainer._loopwright.accounting.is_additive
         [gradients] = trained_gradients(model, data, tmp_path, compute_loss_func=loss, **options)
         assert_close(gradients, expected)
 
@@ -202,9 +206,9 @@ def test_what_is_made_of_no_parts_is_said(loss: Any, split: tuple[int, int], tmp
         per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1],
     )  # fmt: skip
     trainer.train()
-    told = [text for text in trainer.notices.told if "depends on how it is cut" in text]
+    told = [text for text in trainer._loopwright.notices.told if "depends on how it is cut" in text]
     assert len(told) == 1 and "(sum, count)" in told[0]
-    assert trainer.accounting.is_additive is False and trainer.accounting.reason
+    assert trainer._loopwright.accounting.is_additive is False and trainer._loopwright.accounting.reason
 
 
 @pytest.mark.parametrize("loss", ODD, ids=lambda loss: loss.__name__)
@@ -218,7 +222,7 @@ def test_without_a_split_nothing_is_asked(loss: Any, tmp_path: Any) -> None:
     trainer = trainer_of(made(Counted), data_of(LENGTHS), tmp_path, compute_loss_func=function, max_steps=2,
                          per_device_train_batch_size=4, remove_unused_columns=False)  # fmt: skip
     trainer.train()
-    assert Counted.calls == 2 and not [text for text in trainer.notices.told if "loss" in text]
+    assert Counted.calls == 2 and not [text for text in trainer._loopwright.notices.told if "loss" in text]
 
 
 def test_evaluation_says_it_too(tmp_path: Any) -> None:
@@ -227,7 +231,7 @@ def test_evaluation_says_it_too(tmp_path: Any) -> None:
                          per_device_eval_batch_size=4)  # fmt: skip
     trainer.evaluate()
     trainer.evaluate()
-    assert len([text for text in trainer.notices.told if "eval_loss depends on" in text]) == 1
+    assert len([text for text in trainer._loopwright.notices.told if "eval_loss depends on" in text]) == 1
 
 
 def test_a_loss_that_draws_numbers_is_not_called_odd(tmp_path: Any) -> None:
@@ -239,8 +243,8 @@ def test_a_loss_that_draws_numbers_is_not_called_odd(tmp_path: Any) -> None:
     trainer = trainer_of(made(Noisy), data_of(LENGTHS), tmp_path, max_steps=1, per_device_train_batch_size=4,
                          gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer.accounting.kind is LossKind.MEAN and trainer.accounting.is_additive is False
-    assert "random numbers" in trainer.accounting.reason
+    assert trainer._loopwright.accounting.kind is LossKind.MEAN and trainer._loopwright.accounting.is_additive is False
+    assert "random numbers" in trainer._loopwright.accounting.reason
 
 
 def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
@@ -253,7 +257,7 @@ def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
     trainer = trainer_of(made(Dropping), data_of(ALIKE), tmp_path, max_steps=1, per_device_train_batch_size=4,
                          gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer.accounting.kind is LossKind.MEAN and trainer.accounting.is_additive
+    assert trainer._loopwright.accounting.kind is LossKind.MEAN and trainer._loopwright.accounting.is_additive
 
 
 # ---- batches without items ------------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ def test_it_is_said_that_samples_weigh_from_there_on(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), data, tmp_path, compute_loss_func=semi_supervised, num_train_epochs=1,
                          per_device_train_batch_size=1, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert len([text for text in trainer.notices.told if "whose labels all are -100" in text]) == 1
+    assert len([text for text in trainer._loopwright.notices.told if "whose labels all are -100" in text]) == 1
 
 
 # ---- losses that divide by the accumulation -------------------------------------------------------------------------
@@ -323,7 +327,7 @@ def test_nothing_is_divided_by_the_accumulation_twice(cls: type, split: tuple[in
     assert_close(gradients, expected)
     trainer = trainer_of(model, data, tmp_path, cls=cls, max_steps=1, **options)
     trainer.train()
-    told = [text for text in trainer.notices.told if "already divided" in text]
+    told = [text for text in trainer._loopwright.notices.told if "already divided" in text]
     assert len(told) == (split[1] > 1) and trainer.args.gradient_accumulation_steps == split[1]
 
 
@@ -369,7 +373,7 @@ def test_adversarial_losses_train(way: str, speed: str, tmp_path: Any) -> None:
 def test_a_loss_that_cannot_be_tried_out_still_trains(tmp_path: Any) -> None:
     class Picky(loopwright.Trainer):
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
-            if self.is_probing:
+            if self._loopwright.is_probing:
                 raise KeyError("nobody knows this batch")
             return over_items(model(inputs["input_ids"]), inputs["labels"])
 
@@ -379,7 +383,7 @@ def test_a_loss_that_cannot_be_tried_out_still_trains(tmp_path: Any) -> None:
     assert_close(gradients, gradients_from(model, lambda model: whole(over_items)(model, data)))
     trainer = trainer_of(model, data, tmp_path, max_steps=1, **options)
     trainer.train()
-    assert len([text for text in trainer.notices.told if "could not be tried out" in text]) == 1
+    assert len([text for text in trainer._loopwright.notices.told if "could not be tried out" in text]) == 1
 
 
 def test_data_that_a_loss_draws_is_drawn_by_training_only(tmp_path: Any) -> None:
@@ -393,7 +397,7 @@ def test_data_that_a_loss_draws_is_drawn_by_training_only(tmp_path: Any) -> None
     trainer.source = (i for i in range(100))
     trainer.train()
     assert trainer.drawn == list(range(6))
-    assert [text for text in trainer.notices.told if "'source' is an iterator" in text]
+    assert [text for text in trainer._loopwright.notices.told if "'source' is an iterator" in text]
 
 
 # ---- models of transformers -----------------------------------------------------------------------------------------
@@ -470,7 +474,7 @@ def test_losses_of_transformers_that_are_no_mean_over_labels(name: str, tmp_path
     for size in (1, 3, 4):
         trainer = trainer_of(model, data, tmp_path, eval_dataset=data, per_device_eval_batch_size=size, collator=None)
         losses.append(trainer.evaluate()["eval_loss"])
-        assert trainer._accounting_of_evaluation().kind is kind
+        assert trainer._loopwright._accounting_of_evaluation().kind is kind
     with torch.no_grad():
         by_hand = float(model.eval()(**batch).loss) / (len(data) if kind is LossKind.TOTAL else 1)
     # CTC is computed in single precision, whatever the model's is.
@@ -493,8 +497,8 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
     trainer = trainer_of(made(BertForPreTraining, tiny.bert_config(2)), data, tmp_path, collator=collate, max_steps=1,
                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer.accounting.kind is LossKind.OTHER
-    assert [text for text in trainer.notices.told if "several means in one" in text]
+    assert trainer._loopwright.accounting.kind is LossKind.OTHER
+    assert [text for text in trainer._loopwright.notices.told if "several means in one" in text]
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------
@@ -513,9 +517,9 @@ def test_a_resumed_run_knows_the_loss(name: str, tmp_path: Any) -> None:
     through.train()
     again = trainer_of(made(Tokens), data, tmp_path, **options)
     looks: list[Any] = []
-    again._learn_loss = looks.append  # type: ignore[method-assign]
+    again._loopwright._learn_loss = looks.append  # type: ignore[method-assign]
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again.accounting.kind is kind and not looks
+    assert again._loopwright.accounting.kind is kind and not looks
     for mine, theirs in zip(again.model.parameters(), through.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -528,7 +532,7 @@ def test_another_loss_is_looked_at_anew(tmp_path: Any) -> None:
     again = trainer_of(made(Tokens), data, tmp_path, compute_loss_func=over_sequences, max_steps=3, learning_rate=1e-3,
                        **options)  # fmt: skip
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert again.accounting.kind is LossKind.SAMPLES
+    assert again._loopwright.accounting.kind is LossKind.SAMPLES
 
 
 # ---- labels and batches of evaluation -------------------------------------------------------------------------------

@@ -290,7 +290,9 @@ def test_an_adapter_hides_no_column_and_no_shift(tmp_path: Any) -> None:
         model, DATA, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=1
     )
     trainer.train()
-    assert trainer.accounting.shifts and not [text for text in trainer.notices.told if "withheld" in text]
+    assert trainer._loopwright.accounting.shifts and not [
+        text for text in trainer._loopwright.notices.told if "withheld" in text
+    ]
 
 
 # ---- factories ------------------------------------------------------------------------------------------------------
@@ -315,7 +317,7 @@ def test_a_factory_is_asked_anew_at_every_train(arguments: int, tmp_path: Any) -
     for name, value in weights(trainer.model).items():
         assert torch.equal(value, first[name]), "the same seed, the same model, the same run"
     assert trainer.callback_handler.context["model"] is trainer.model
-    assert trainer.strategy.model is trainer.model
+    assert trainer._loopwright.strategy.model is trainer.model
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def test_columns_are_withheld_and_reported_once(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), rows, tmp_path, collator=None, eval_dataset=rows, num_train_epochs=3,
                          eval_strategy="epoch", per_device_train_batch_size=1)  # fmt: skip
     trainer.train()
-    told = [text for text in trainer.notices.told if "withheld" in text]
+    told = [text for text in trainer._loopwright.notices.told if "withheld" in text]
     assert len(told) == 2 and all(text.endswith(": id, text") for text in told)
     assert "training" in told[0] and "evaluation" in told[1]
     assert rows[0].keys() == {"input_ids", "labels", "id", "text"}, "the dataset is the user's"
@@ -362,7 +364,7 @@ def test_a_users_collator_sees_every_column(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), rows, tmp_path, collator=collate, **BRIEF)
     trainer.train()
     assert "note" in seen
-    assert [text for text in trainer.notices.told if "withheld" in text and text.endswith(": also")]
+    assert [text for text in trainer._loopwright.notices.told if "withheld" in text and text.endswith(": also")]
 
 
 def test_nothing_is_withheld_when_that_is_asked_for(tmp_path: Any) -> None:

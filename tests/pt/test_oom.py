@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.pt.loss.out_of_memory import is_out_of_memory, run_or_halve, split_all
-from loopwright.pt.loss.splitter import BatchSplitter, CannotSplit
+from loopwright.pt.loss.out_of_memory import is_out_of_memory
+from loopwright.pt.loss.splitter import BatchSplitter, CannotSplit, split_all
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
 from tests.pt import tiny
@@ -103,29 +103,35 @@ def test_running_statistics_see_every_sample_once(tmp_path: Any) -> None:
 
 def test_the_user_is_told_and_the_found_size_stays(tmp_path: Any) -> None:
     _, tight = both(made(Tokens), 2, tmp_path)
-    assert [text for text in tight.notices.told if "out of memory" in text][-1].startswith(
+    assert [text for text in tight._loopwright.notices.told if "out of memory" in text][-1].startswith(
         "out of memory: micro-batches are cut in 4"
     )
     second_epoch = tight.model.asked[-4:]
     assert max(second_epoch) <= 2 and sum(second_epoch) == 7, "the second update does not try the whole batch again"
 
 
-def test_a_failed_try_leaves_no_trace() -> None:
+def test_a_failed_try_leaves_no_trace(tmp_path: Any) -> None:
     """Random streams and buffers stand where they stood before it."""
-    model, drawn = nn.BatchNorm1d(2), []
+    drawn: list[tuple[int, float, float, float, int]] = []
 
-    def run() -> Tensor:
-        drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
-        model(torch.randn(4, 2))
-        if len(drawn) < 3:
-            raise torch.OutOfMemoryError("out of memory")
-        return model.running_mean.clone()
+    class Drawing(Tokens):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
-    mean = run_or_halve(run, lambda: bool(torch.rand(()) >= 0), device_with(model))
-    assert drawn[0] == drawn[1] == drawn[2] and int(model.num_batches_tracked) == 1
-    torch.manual_seed(0)
-    torch.rand(())
-    assert torch.equal(mean, 0.1 * torch.randn(4, 2).mean(0))
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+            self.calls += 1
+            numbers = (torch.rand(()).item(), random.random(), float(np.random.rand()))
+            drawn.append((len(input_ids), *numbers, int(self.calls)))
+            if len(input_ids) > 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(input_ids, attention_mask, labels)
+
+    trainer = trainer_of(made(Drawing), samples(), tmp_path, **{**RUN, "max_steps": 1})
+    trainer.train()
+    tries = [each for each in drawn if each[0] > 2] + [next(each for each in drawn if each[0] <= 2)]
+    assert [each[0] for each in tries[:2]] == [7, 4]
+    assert len({each[1:] for each in tries}) == 1, "every try draws the same numbers and finds the same buffers"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
@@ -169,21 +175,19 @@ def test_a_resumed_run_starts_with_the_size_that_was_found(tmp_path: Any) -> Non
         assert torch.equal(mine, theirs)
 
 
-def test_failed_tensors_are_let_go_before_the_next_try() -> None:
+def test_failed_tensors_are_let_go_before_the_next_try(tmp_path: Any) -> None:
     held: list[weakref.ref[Tensor]] = []
 
-    def run() -> str:
-        activation = torch.zeros(3)
-        if not held:
-            held.append(weakref.ref(activation))
-            raise torch.OutOfMemoryError("out of memory")
-        return "done"
+    class Heavy(Tokens):
+        def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
+            assert not held or held[0]() is None, "the failed run's tensors are still there"
+            activation = torch.zeros(3)
+            if not held:
+                held.append(weakref.ref(activation))
+                raise torch.OutOfMemoryError("out of memory")
+            return super().forward(input_ids, attention_mask, labels)
 
-    def halve() -> bool:
-        assert held[0]() is None, "the failed run's tensors are still there"
-        return True
-
-    assert run_or_halve(run, halve, device_with(nn.Module())) == "done"
+    assert trainer_of(made(Heavy), samples(), tmp_path, **{**RUN, "max_steps": 1}).train().global_step == 1
 
 
 # ---- cutting --------------------------------------------------------------------------------------------------------
@@ -301,7 +305,7 @@ def test_a_batch_that_cannot_be_cut_is_the_original_error_with_a_word(tmp_path: 
     trainer = trainer_of(limited(made(Watching), 3), samples(), tmp_path, collator=collate, **RUN)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert [text for text in trainer.notices.told if "cannot be cut" in text and "pixel_values" in text]
+    assert [text for text in trainer._loopwright.notices.told if "cannot be cut" in text and "pixel_values" in text]
 
 
 @pytest.mark.parametrize("most", [2, 3, 6])

@@ -179,7 +179,7 @@ def test_what_a_replay_would_leave_out_keeps_graphs_off(
 ) -> None:
     run = train(build("bert", "class"), even(24, "class"), tmp_path, max_steps=4, **options)
     assert not run.plan.graphed and recorder.recorded == 0
-    assert words in str(run.trainer._speed._here.why_not_graph)
+    assert words in str(run.trainer._loopwright._speed._here.why_not_graph)
 
 
 def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkey
     monkeypatch.setattr(planning, "is_worth_it", lambda *a: False)  # layouts do not pay here
     monkeypatch.setattr(graphing, "MOST_SHAPES", 4)
     run = train(build("bert", "class"), samples(96, "class"), tmp_path, max_steps=9, gradient_accumulation_steps=1)
-    assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._speed.is_idle
+    assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._loopwright._speed.is_idle
 
 
 def test_groups_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
@@ -230,7 +230,7 @@ def test_a_recording_that_fails_is_taken_back(
         run = train(dropping("bert", "class"), data, tmp_path, max_steps=6, strict=True)
     assert run.losses == plain.losses and exact(plain, run)
     assert not run.plan.graphed and reason_of(run) == "not while recording"
-    assert run.trainer.speed_plan["graphed"] is False
+    assert run.trainer._loopwright.speed_plan["graphed"] is False
     assert caplog.text.count("speed: no CUDA graph: not while recording") == 1
 
 
@@ -284,7 +284,7 @@ def test_a_resumed_run_records_rows_when_the_whole_one_did(start: int, tmp_path:
     replays, recorder.replays = recorder.replays, 0
     rest = train(dropping("bert", "class"), data, tmp_path, resume=str(tmp_path / f"checkpoint-{start}"), **options)
     assert whole.plan.few_shapes and rest.plan == whole.plan and exact(whole, rest)
-    assert rest.trainer._speed.state_dict() == whole.trainer._speed.state_dict()
+    assert rest.trainer._loopwright._speed.state_dict() == whole.trainer._loopwright._speed.state_dict()
     assert 0 < recorder.replays <= replays
 
 

@@ -29,7 +29,7 @@ def fresh() -> nn.Module:
 def test_the_level_says_what_is_tried(tmp_path: Any) -> None:
     """speed="off" tries nothing, "auto" what pays (in a tiny run nothing does), "max" everything."""
     runs = {level: train(fresh(), DATA, tmp_path / level, speed=level, max_steps=3) for level in ("off", "auto", "max")}
-    assert runs["off"].trainer._speed is None
+    assert runs["off"].trainer._loopwright._speed is None
     assert runs["auto"].plan.layout == AS_MADE and "too small" in runs["auto"].plan.choices[0].reason
     assert runs["max"].plan.layout == FLAT
     assert runs["off"].losses == runs["auto"].losses
@@ -203,7 +203,7 @@ def test_batches_that_cannot_be_taken_apart_train_as_they_were_made(tmp_path: An
     assert laid.plan.layout == FLAT and [len(update) for update in laid.shapes] == [2, 2, 2]
     assert [update[0][0] for update in laid.shapes] == [1, 6, 1], "rows, the collator's own, rows again"
     assert laid.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert any("attention_mask has holes" in text for text in laid.trainer.notices.told)
+    assert any("attention_mask has holes" in text for text in laid.trainer._loopwright.notices.told)
 
 
 def test_what_tokenizers_collate_is_laid_out_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_unpadded_batches_are_laid_out_anew_and_never_cut_in_two(tmp_path: Any) 
     forward = model.bert.encoder.layer[0].forward
     model.bert.encoder.layer[0].forward = lambda hidden, *args, **kwargs: _fits(forward, hidden, *args, **kwargs)
     run = train(model, data, tmp_path, speed="max", max_steps=2, auto_find_batch_size=True)
-    assert run.plan.layout == UNPADDED and run.plan.budget and run.trainer.micro_split == 1
+    assert run.plan.layout == UNPADDED and run.plan.budget and run.trainer._loopwright.micro_split == 1
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
 
 

@@ -23,6 +23,7 @@ from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
 from loopwright.core.update import Place
 from loopwright.pt.data.loaders import torch_permutation
+from loopwright.pt.internals import TorchInternals
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples
@@ -42,20 +43,25 @@ def fresh() -> nn.Module:
     return build("llama", "causal")
 
 
+class Watching(TorchInternals):
+    def make_update(self, batches: list[Any]) -> Any:
+        trainer: Any = self.trainer
+        trainer.seen.append([identify(batch) for batch in batches])
+        trainer.places.append((self.progress.epoch, self.progress.samples_in_epoch))
+        update = super().make_update(batches)
+        assert update.samples == sum(map(len, trainer.seen[-1]))
+        return update
+
+
 class Watched(Trainer):
     """Keeps which samples every micro-batch came with, known by their tokens."""
+
+    _loopwright_class = Watching
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.seen: list[list[list[int]]] = []
         self.places: list[tuple[int, int]] = []
         super().__init__(*args, **options)
-
-    def make_update(self, batches: list[Any]) -> Any:
-        self.seen.append([identify(batch) for batch in batches])
-        self.places.append((self.progress.epoch, self.progress.samples_in_epoch))
-        update = super().make_update(batches)
-        assert update.samples == sum(map(len, self.seen[-1]))
-        return update
 
 
 KNOWN = {tuple(sample["input_ids"].tolist()): i for i, sample in enumerate(DATA)}
@@ -171,9 +177,9 @@ def test_columns_of_a_dataset_are_measured(tmp_path: Any) -> None:
 def test_pairs_count_with_both_their_sides(tmp_path: Any) -> None:
     data = samples(24, "pair")
     run = packed(build("t5", "pair"), tmp_path, data, kind=Trainer, max_steps=-1, num_train_epochs=1)
-    packing = run.trainer.plan.packing
+    packing = run.trainer._loopwright.plan.packing
     assert packing.lengths.tolist() == [len(sample["input_ids"]) + len(sample["labels"]) for sample in data]
-    assert run.plan.layout == GROUPED and run.trainer.progress.samples_seen == 24
+    assert run.plan.layout == GROUPED and run.trainer._loopwright.progress.samples_seen == 24
 
 
 def test_samples_without_a_length_are_refused(tmp_path: Any) -> None:
@@ -235,9 +241,11 @@ def test_an_update_is_that_of_its_samples_in_one_padded_batch(
     run = packed(
         build(name, task), tmp_path / "packed", data, kind, gradient_accumulation_steps=accumulation, learning_rate=0.0
     )
-    assert run.trainer.progress.samples_seen > accumulation
+    assert run.trainer._loopwright.progress.samples_seen > accumulation
     assert run.plan.layout == layout, run.plan.lines()
-    taken = run.trainer.plan.packing.order.epoch(0)[: run.trainer.progress.samples_seen].tolist()
+    taken = run.trainer._loopwright.plan.packing.order.epoch(0)[
+        : run.trainer._loopwright.progress.samples_seen
+    ].tolist()
     plain = train(
         build(name, task), [data[i] for i in taken], tmp_path / "plain", learning_rate=0.0, speed="off",
         per_device_train_batch_size=len(taken), gradient_accumulation_steps=1, train_sampling_strategy="sequential",
@@ -281,7 +289,7 @@ def test_where_nothing_is_proved_batches_are_padded_and_that_is_said(
 def test_memory_that_runs_out_changes_rows_and_not_updates(tmp_path: Any) -> None:
     class Small(Watched):
         def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-            if inputs["input_ids"].numel() > 60 and model.training and not getattr(self, "is_probing", False):
+            if inputs["input_ids"].numel() > 60 and model.training and not self._loopwright.is_probing:
                 raise torch.OutOfMemoryError("a small device")
             return super().compute_loss(model, inputs, return_outputs, **kwargs)
 
@@ -322,9 +330,9 @@ def test_epochs_end_at_whole_numbers_and_the_schedule_with_them(accumulation: in
     assert ends.steps == [sum(counts[: k + 1]) for k in range(4)]
     assert (state.epoch, state.num_train_epochs) == (4.0, 4)
     assert state.global_step == state.max_steps == sum(counts)
-    assert run.trainer.progress.samples_seen == 4 * len(DATA)
+    assert run.trainer._loopwright.progress.samples_seen == 4 * len(DATA)
     assert run.trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
-    assert run.trainer.set_initial_training_values(run.trainer.args, run.trainer.train_dataloader) == (
+    assert run.trainer.set_initial_training_values(run.trainer.args, run.trainer._loopwright.train_dataloader) == (
         4, counts[0], len(DATA), 4 * len(DATA), 8 * accumulation, len(expected(0)), sum(counts)
     )  # fmt: skip
 
@@ -416,7 +424,7 @@ def test_with_another_budget_the_rest_of_the_epoch_still_comes_once(
 def test_the_samples_of_an_update_can_be_loaded_again(tmp_path: Any) -> None:
     run = packed(fresh(), tmp_path, gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2)
     for update, (epoch, first) in zip(run.trainer.seen, run.trainer.places, strict=True):
-        indices, batches = run.trainer.samples_at(Place(epoch, first, sum(map(len, update))))
+        indices, batches = run.trainer._loopwright.samples_at(Place(epoch, first, sum(map(len, update))))
         assert indices == [index for batch in update for index in batch]
         assert [identify(batch) for batch in batches] == update
 
