@@ -90,11 +90,14 @@ def test_every_log_point_says_how_well_the_device_is_used() -> None:
     for row in rows:
         assert row["useful_token_share"] == 0.5 and row["peak_memory_gib"] > 0.05
         assert abs(row["computed_tokens_per_second"] / row["tokens_per_second"] - 2) < 1e-3
-    if device_peak(trainer.device, "bf16") is None:
+    if device_peak(trainer._loopwright.device, "bf16") is None:
         assert all("mfu" not in row for row in rows)
         return
     weights = WIDTH * (8 * WIDTH + VOCAB)
-    assert trainer.operations is not None and abs(trainer.operations.per_token / (6 * weights) - 1) < 1e-6
+    assert (
+        trainer._loopwright.operations is not None
+        and abs(trainer._loopwright.operations.per_token / (6 * weights) - 1) < 1e-6
+    )
     assert all(0 < row["mfu"] < 1 for row in rows)
     # All updates of the run cannot have taken longer than the run.
     assert sum(5 / row["updates_per_second"] for row in rows) < seconds

@@ -536,7 +536,7 @@ def test_the_trainer_folds_prefetches_and_does_not_wait() -> None:
             copy.deepcopy(model), data, callbacks=callbacks, num_train_epochs=1, gradient_accumulation_steps=2,
             max_grad_norm=0.05, **extra,
         )  # fmt: skip
-        assert isinstance(trainer, Trainer) and (trainer.strategy._clip is not nn.utils.clip_grad_norm_)
+        assert isinstance(trainer, Trainer) and (trainer._loopwright.strategy._clip is not nn.utils.clip_grad_norm_)
         curves.append(losses(trainer))
     for other in curves[1:]:
         off = max(abs(a - b) / abs(b) for a, b in zip(curves[0], other, strict=True))
@@ -572,8 +572,10 @@ def test_the_trainer_takes_fp8() -> None:
     trainer = Trainer(Wide(), args, train_dataset=data)
     trainer.train()
     rows = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    timings = {size: (round(t.plain, 2), round(t.fp8, 2)) for size, t in trainer.fp8.timings.items()}
-    say(f"trainer: fp8: {timings} ms, losses {[round(each, 5) for each in rows]}, told {trainer.notices.told}")
+    timings = {size: (round(t.plain, 2), round(t.fp8, 2)) for size, t in trainer._loopwright.fp8.timings.items()}
+    say(
+        f"trainer: fp8: {timings} ms, losses {[round(each, 5) for each in rows]}, told {trainer._loopwright.notices.told}"
+    )
     assert len(rows) == 4 and not any("forward" in layer.__dict__ for layer in trainer.model.layers)
 
 

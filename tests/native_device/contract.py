@@ -203,7 +203,7 @@ def compiling(folder: Path) -> None:
     trainer = trainer_on(device.NAME, "llama", folder, torch_compile=True, max_steps=2, static_lengths=[16, 32])
     trainer.train()
     assert seen and not any(seen), "compiled by the device's backend for static shapes"
-    assert not trainer.compiled.fell_back
+    assert not trainer._loopwright.compiled.fell_back
 
 
 @case

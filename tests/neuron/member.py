@@ -23,7 +23,10 @@ def main(folder: str) -> None:
     metrics = trainer.evaluate()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     if args.process_index == 0:
-        print("FOUND " + json.dumps([type(trainer.strategy).__name__, *losses, metrics["eval_loss"]]), flush=True)
+        print(
+            "FOUND " + json.dumps([type(trainer._loopwright.strategy).__name__, *losses, metrics["eval_loss"]]),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -121,6 +121,8 @@ def test_a_failed_try_leaves_no_trace(tmp_path: Any) -> None:
 
         def forward(self, input_ids: Tensor, attention_mask: Any = None, labels: Any = None) -> Any:
             self.calls += 1
+            if trainer._loopwright.is_probing:
+                return super().forward(input_ids, attention_mask, labels)
             numbers = (torch.rand(()).item(), random.random(), float(np.random.rand()))
             drawn.append((len(input_ids), *numbers, int(self.calls)))
             if len(input_ids) > 2:

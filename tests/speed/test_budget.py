@@ -11,6 +11,7 @@ from torch import nn
 
 import loopwright.pt.acceleration as speeding
 from loopwright import Trainer
+from loopwright.pt.internals import TorchInternals
 from loopwright.speed.compile.blocks import repeated_blocks
 from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.memory.estimate import POLICIES, USABLE, Kept, MemoryEstimate, usable_bytes
@@ -199,10 +200,13 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     options = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     seen: list[bool] = []
 
+    class Looking(TorchInternals):
+        def begin_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(recomputing(Run(self.trainer, 0.0, [], {}, [])))
+            return super().begin_micro_batch(*args, **kwargs)
+
     class Looks(Trainer):
-        def micro_step(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(recomputing(Run(self, 0.0, [], {}, [])))
-            return super().micro_step(*args, **kwargs)
+        _loopwright_class = Looking
 
     run = train(deep(), DATA, tmp_path / "run", **options)
     assert run.plan.activations == policy and run.plan.budget > 0, run.plan.lines()

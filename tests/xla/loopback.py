@@ -34,22 +34,25 @@ def main(folder: str) -> None:
     XlaDevice.of = classmethod(of)  # type: ignore[assignment]
     run = trainer("own", f"{folder}/summed", eval_strategy="epoch")
     noted: list[str] = []
-    step = run.strategy.optimizer_step
+    step = run._loopwright.strategy.optimizer_step
 
     def stepping(veto: Any = None) -> bool:
         noted.append(torch_xla._XLAC._get_xla_tensors_text([p.grad for p in run.model.parameters()]))
         return bool(step(veto))
 
-    run.strategy.optimizer_step = stepping
+    run._loopwright.strategy.optimizer_step = stepping
     before = runtime.graphs()
     run.train()
     graphs = runtime.graphs() - before
-    assert type(run.strategy) is XlaProcesses and len(noted) == 6
+    assert type(run._loopwright.strategy) is XlaProcesses and len(noted) == 6
     assert all(SUM in text for text in noted), noted[0]
     assert losses(run) == losses(plain) and apart(run.model, plain.model) == 0
     assert graphs <= 2, graphs
-    bad = torch.tensor(float("nan"), device=run.device)
-    assert bool(run.strategy.nonfinite(bad, None, sticky=False)) and float(run.strategy.total(5)) == 5.0
+    bad = torch.tensor(float("nan"), device=run._loopwright.device)
+    assert (
+        bool(run._loopwright.strategy.nonfinite(bad, None, sticky=False))
+        and float(run._loopwright.strategy.total(5)) == 5.0
+    )
     print("GOOD", graphs)
 
 

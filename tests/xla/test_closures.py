@@ -41,7 +41,7 @@ def history(run: Any) -> list[dict[str, Any]]:
 def order_of(run: Any) -> list[str]:
     """What the host did, in order: `step` when it handed one to the device, `read` when it asked for a number."""
     did: list[str] = []
-    end, read = run.strategy.zero_grad, run.strategy.read
+    end, read = run._loopwright.strategy.zero_grad, run._loopwright.strategy.read
 
     def ended() -> None:
         did.append("step")
@@ -51,17 +51,17 @@ def order_of(run: Any) -> list[str]:
         did.append("read")
         return read(scalars)
 
-    run.strategy.zero_grad, run.strategy.read = ended, asked
+    run._loopwright.strategy.zero_grad, run._loopwright.strategy.read = ended, asked
     run.train()
     return did
 
 
 def test_a_closure_runs_at_the_end_of_its_step(tmp_path: Any) -> None:
     run, seen = trainer("own", tmp_path), []
-    value = torch.ones(2, device=run.device) * 3
-    run.strategy.defer(lambda: seen.append(float(value.sum())))
+    value = torch.ones(2, device=run._loopwright.device) * 3
+    run._loopwright.strategy.defer(lambda: seen.append(float(value.sum())))
     assert not seen
-    run.strategy.boundary()
+    run._loopwright.strategy.boundary()
     assert seen == [6.0]
 
 

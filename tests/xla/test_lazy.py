@@ -110,7 +110,7 @@ def test_recompiling_is_said_with_the_input_that_changed(tmp_path: Any) -> None:
     options = {"static_lengths": [4, 8, 12, 16, 20, 24, 28, 32], "per_device_train_batch_size": 1, "max_recompiles": 0}
     run = trainer("own", tmp_path, num_train_epochs=1, **options)
     run.train()
-    told = [text for text in run.notices.told if "max_recompiles=0" in text]
+    told = [text for text in run._loopwright.notices.told if "max_recompiles=0" in text]
     assert len(told) == 1 and "input_ids went from (1, " in told[0]
     with pytest.raises(loopwright.LoopwrightError, match="input_ids went from"):
         other = {**options, "per_device_train_batch_size": 2}  # shapes that are not compiled yet

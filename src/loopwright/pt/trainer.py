@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ..core.checkpoint.manager import CheckpointManager
 from ..core.events import CallbackHandler
 from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
@@ -114,6 +115,16 @@ class Trainer(BaseTrainer):
     def neftune_noise_alpha(self) -> float | None:
         """The size of the noise on embeddings."""
         return self.args.neftune_noise_alpha
+
+    @derived
+    def checkpoints(self) -> CheckpointManager:
+        """The checkpoints of the output folder: which are complete, and where their files are."""
+        return self._loopwright.checkpoints
+
+    @derived
+    def compiled(self) -> Any:
+        """The compiled blocks, when torch_compile asks for them; `figures()` counts compilations."""
+        return self._loopwright.compiled
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
