@@ -381,6 +381,7 @@ class LossFindings:
         """Where nothing fits any more, micro-batches keep the weights that fitted before the model was changed."""
         if self.kind is LossKind.OTHER and before.kind not in (None, LossKind.OTHER):
             self.kind, self.rivals = before.kind, before.rivals[:1]  # what couples samples tells no rivals apart
+            self.trouble = notices.COUPLED.format(self.denominator.described())
 
     def sees_loss_without_items(self) -> None:
         """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""

@@ -24,6 +24,9 @@ from .probe import LossProbe
 from .splitter import BatchSplitter
 from .targets import LossKind, predicts_next_token
 
+LOOK_AGAIN = (2, 8, 64, 1024)
+"""Updates at which a user's loss is looked at again: a penalty on the distance to the initial model begins at zero."""
+
 
 class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
@@ -127,7 +130,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
                 return True
         return False
 
-    def _learn_loss(self, batches: Any) -> bool:
+    def _learn_loss(self, batches: Any, *, reports: bool = True) -> bool:
         """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
         accounting = self.accounting
         reason = self._why_not_tried()
@@ -146,8 +149,30 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
         if accounting.is_additive is False and normed and "running" not in accounting.reason:
             accounting.reason += " (the model keeps running statistics of its batches)"
-        self._tell_trouble()
+        if reports:
+            self._tell_trouble()
         return self._loss_is_additive()
+
+    def _is_look_due(self, made: list[Any]) -> bool:
+        """Whether a user's loss is looked at once more: a part of it may have been zero at the first update."""
+        if self.state.global_step + 1 not in LOOK_AGAIN or not self.is_alone or len(made) < 2:
+            return False
+        accounting = self.accounting
+        known = accounting.is_additive is True and not accounting.is_claimed and accounting.may_compare
+        return known and (self._loss_is_theirs() or not accounting.is_trusted)
+
+    def _look_again(self, made: list[Any]) -> bool:
+        """Find out anew what the loss is the mean of; returns whether that is something else now."""
+        before, self.accounting = self.accounting, self._make_accounting()
+        self._learn_loss(made, reports=False)
+        now = self.accounting
+        is_alike = now.kind is before.kind and now.is_additive == before.is_additive
+        if is_alike and (now.rivals == before.rivals or set(now.rivals) & set(before.rivals)):
+            self.accounting = before
+            return False
+        now.keep_weights_of(before)
+        self._tell_trouble()
+        return True
 
     def _loss_is_additive(self) -> bool:
         return self.accounting.kind is not None and self.accounting.is_additive is True

@@ -252,13 +252,15 @@ class LossMethods(LossLearningMethods):
     def _follow_model(self, update: Update) -> None:
         """Look at the loss and at the speed plan again, if the model was changed since the last update."""
         speed = self._speed if self._speed is not None and self._speed.is_active else None
+        made = update.batches if speed is None else speed.as_made(update)
         changes = self._stamp.changes() if self._stamp is not None else []
-        if not changes:
+        if not changes and self._is_look_due(made) and self._look_again(made):
+            changes = ["the loss"]
+            self._count(update)
+        elif not changes:
             return
-        if self.is_alone and not self.accounting.is_claimed and any(not each.startswith(HARMLESS) for each in changes):
-            before, self.accounting = self.accounting, self._make_accounting()
-            self._learn_loss(update.batches if speed is None else speed.as_made(update))
-            self.accounting.keep_weights_of(before)
+        elif self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
+            self._look_again(made)
             self._count(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
             self.notices.tell_once(
