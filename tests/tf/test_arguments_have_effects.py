@@ -15,8 +15,8 @@ import pytest
 from loopwright import ArgumentsError, NotAvailable, TrainerCallback
 from loopwright.args.availability import MISSING
 from loopwright.args.field import specs
+from loopwright.keras.refusals import IDLE, REFUSED
 from loopwright.tf.arguments import TFTrainingArguments
-from loopwright.tf.refusals import IDLE, REFUSED
 
 from .tools import MARKS, TF, arrays, kept, logged, rows, sentences, trainer, two_replicas
 
