@@ -46,7 +46,6 @@ class DataMethods(KerasBase, ResumingMethods):
         """The batches of the training data; an override may return a batched tf.data pipeline."""
         if self.trainer.train_dataset is None:
             raise DataError(f"training needs a train_dataset: {self.trainer_name}(..., train_dataset=...)")
-        self.total_train_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
@@ -148,7 +147,7 @@ class DataMethods(KerasBase, ResumingMethods):
     def _make_plan(self, source: Any) -> Plan:
         if source.batches is None and self.args.max_steps <= 0:
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
-        plan = make_plan(
+        return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             batches_per_epoch=source.batches,
@@ -156,8 +155,6 @@ class DataMethods(KerasBase, ResumingMethods):
             max_steps=self.args.max_steps,
             num_train_epochs=self.args.num_train_epochs,
         )
-        self.steps_per_epoch, self.num_train_examples = plan.updates_per_epoch, plan.examples
-        return plan
 
     def plan_again(self) -> Plan:
         return self._make_plan(self.source)

@@ -86,6 +86,21 @@ class KerasTrainer(BaseTrainer):
         return float(self.state.epoch or 0.0)
 
     @derived
+    def steps_per_epoch(self) -> int:
+        """Updates of an epoch, once training has begun."""
+        return int(self._loopwright.plan.updates_per_epoch)
+
+    @derived
+    def num_train_examples(self) -> int | None:
+        """Samples of the training data, once training has begun; None if that is not known."""
+        return self._loopwright.plan.examples
+
+    @derived
+    def total_train_batch_size(self) -> int:
+        """Samples of one update."""
+        return int(self.args.train_batch_size * self.args.gradient_accumulation_steps)
+
+    @derived
     def tokenizer(self) -> Any:
         """What `processing_class` was called before."""
         return self.processing_class
