@@ -359,5 +359,5 @@ def test_the_old_names_of_properties(tmp_path: Any) -> None:
     made = trainer(tmp_path, max_steps=2)
     made.train()
     assert (made.global_step, made.epoch_logging) == (2, pytest.approx(2 / 3))
-    assert made._loopwright.steps_per_epoch == 3 and made._loopwright.num_train_examples == 12
+    assert made.steps_per_epoch == 3 and made.num_train_examples == 12
     assert os.path.isdir(tmp_path) and np.isfinite(arrays(2)[0]).all()
