@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.contract.frameworks import FRAMEWORKS, rows
@@ -29,7 +31,7 @@ def start(folder: Path, devices: int, resume: str = "", dropout: float = 0.0, mo
     )  # fmt: skip
 
 
-def finished(process: Any, folder: Path, resume: bool = False) -> dict[str, Any]:
+def finished(process: Any, folder: Path, resume: bool = False) -> Any:
     try:
         _, errors = process.communicate(timeout=200)
     finally:
@@ -75,3 +77,21 @@ def test_jax_trains_evaluates_saves_and_resumes_without_tensorflow(tmp_path: Pat
     resumed = start(folders[1], 2, str(saved), 0.3, module="without_tensorflow")
     assert finished(resumed, folders[1], resume=True) == expected
     assert (folders[1] / "run" / "model.keras").is_file() and (folders[1] / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_jax_takes_a_tf_data_pipeline_where_tensorflow_is_installed(tmp_path: Path) -> None:
+    samples, pipeline = finished(start(tmp_path, 1, module="pipeline"), tmp_path)
+    assert pipeline == samples and len(samples) == 6
+
+
+def test_random_streams_of_a_checkpoint_that_held_tensorflows_too() -> None:
+    from loopwright.keras.rng import RandomStreams
+
+    streams = RandomStreams()
+    seeds = [np.array([3, 4], np.uint32)]
+    now = streams.to_json({"python": random.getstate(), "numpy": np.random.get_state(), "variables": seeds})
+    before = {**now, "tensorflow": [["int64", [1, 2, 3]], *now["keras"]]}
+    del before["keras"]
+    for encoded in (now, before):
+        assert [each.tolist() for each in streams.from_json(json.loads(json.dumps(encoded)))["variables"]] == [[3, 4]]

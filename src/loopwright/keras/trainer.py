@@ -22,9 +22,9 @@ class KerasTrainer(BaseTrainer):
     A subclass may override every method of this page, and use any other name for its own methods and attributes.
     """
 
-    _loopwright: Any
+    _loopwright: KerasInternals
     _loopwright_class: ClassVar[type[KerasInternals]]
-    args: Any
+    args: KerasTrainingArguments
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
