@@ -20,8 +20,8 @@ PACKAGE = ROOT / "src" / "loopwright"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORK_FREE = sorted([*(PACKAGE / "core").rglob("*.py"), *(PACKAGE / "args").rglob("*.py")])
 
-# What the rooms without a framework may import beside the standard library.
-ALLOWED = {"core": {"numpy"}, "args": {"yaml"}}
+# What the rooms without a framework may import beside the standard library. Keras brings numpy and ml_dtypes along.
+ALLOWED = {"core": {"numpy"}, "args": {"yaml"}, "keras": {"numpy", "ml_dtypes", "keras", "safetensors"}}
 # Rooms that a room may import from; the rest is above it. Callbacks and reporters live on one floor.
 BELOW = {
     "args": {"args", "errors", "notices"},
@@ -30,6 +30,10 @@ BELOW = {
     "speed": {"speed", "core", "args", "errors", "notices"},
     "callbacks": {"callbacks", "reporters", "core", "args", "errors", "notices"},
     "reporters": {"reporters", "callbacks", "core", "args", "errors", "notices"},
+    "keras": {"keras", "callbacks", "reporters", "core", "args", "errors", "notices"},
+    "tf": {"tf", "keras", "callbacks", "reporters", "core", "args", "errors", "notices"},
+    # Of tf only what somebody who has TensorFlow hands over; see test_jax_imports_tensorflow_for_what_is_made_of_it.
+    "jax": {"jax", "tf", "keras", "callbacks", "reporters", "core", "args", "errors", "notices"},
 }
 LONGEST = 400
 # Files that are one long table or one long list, and lose by being cut.
@@ -82,6 +86,20 @@ def test_core_and_args_import_no_framework(path):
     allowed = {*sys.stdlib_module_names, *ALLOWED[room], "loopwright"}
     foreign = {name for name in imports(path) if name.split(".")[0] not in allowed}
     assert not foreign
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "keras").rglob("*.py")), ids=relative)
+def test_keras_imports_neither_tensorflow_nor_jax(path):
+    test_core_and_args_import_no_framework(path)
+
+
+def test_jax_imports_tensorflow_for_what_is_made_of_it():
+    found = {name for path in (PACKAGE / "jax").rglob("*.py") for name in imports(path)}
+    assert not {name for name in found if name.split(".")[0] == "tensorflow"}
+    assert {name for name in found if name.startswith("loopwright.tf")} == {
+        "loopwright.tf.pipelines",
+        "loopwright.tf.summary_writer",
+    }
 
 
 @pytest.mark.parametrize("room", BELOW)
@@ -137,7 +155,7 @@ def test_import_takes_less_than_100_ms():
     assert seconds("import loopwright") - seconds("pass") < 0.1
 
 
-TF_NAMES = sorted(name for name, home in loopwright._HOME.items() if home.startswith(("tf.", "jax.")))
+TF_NAMES = sorted(name for name, home in loopwright._HOME.items() if home.startswith(("tf.", "jax.", "keras.")))
 
 
 @pytest.mark.xdist_group("tensorflow")

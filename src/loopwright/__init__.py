@@ -79,8 +79,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "pt.optim.optimizers.adafactor": ("Adafactor",),
     "jax.arguments": ("JAXTrainingArguments",),
     "jax.trainer": ("JAXTrainer",),
+    "keras.callbacks": ("KerasCallbackAdapter",),
     "tf.arguments": ("TFTrainingArguments",),
-    "tf.keras_callbacks": ("KerasCallbackAdapter",),
     "tf.optimizers": ("AdamWeightDecay", "GradientAccumulator", "WarmUp", "create_optimizer"),
     "tf.trainer": ("TFTrainer",),
     "errors": (
@@ -291,6 +291,7 @@ if TYPE_CHECKING:
     )
     from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments
     from .jax.trainer import JAXTrainer as JAXTrainer
+    from .keras.callbacks import KerasCallbackAdapter as KerasCallbackAdapter
     from .neuron.arguments import (
         NeuronTrainingArguments as NeuronTrainingArguments,
         Seq2SeqNeuronTrainingArguments as Seq2SeqNeuronTrainingArguments,
@@ -336,7 +337,6 @@ if TYPE_CHECKING:
     from .pt.trainer import Trainer as Trainer
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
     from .tf.arguments import TFTrainingArguments as TFTrainingArguments
-    from .tf.keras_callbacks import KerasCallbackAdapter as KerasCallbackAdapter
     from .tf.optimizers import (
         AdamWeightDecay as AdamWeightDecay,
         GradientAccumulator as GradientAccumulator,

@@ -26,6 +26,7 @@ def main(folder: str, result: str, resume: str, dropout: str) -> None:
     framework.seed()
     trainer = JAXTrainer(model, args, rows(26), rows(7), lambda p: {"n": len(p.predictions)})
     trainer.train(resume_from_checkpoint=resume or None)
+    trainer.save_model()
     numbers = {
         "devices": jax.device_count(),
         "loss": [row["loss"] for row in trainer.state.log_history if "loss" in row],

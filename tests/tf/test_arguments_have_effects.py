@@ -15,8 +15,8 @@ import pytest
 from loopwright import ArgumentsError, NotAvailable, TrainerCallback
 from loopwright.args.availability import MISSING
 from loopwright.args.field import specs
+from loopwright.keras.refusals import IDLE, REFUSED
 from loopwright.tf.arguments import TFTrainingArguments
-from loopwright.tf.refusals import IDLE, REFUSED
 
 from .tools import MARKS, TF, arrays, kept, logged, rows, sentences, trainer, two_replicas
 
@@ -359,5 +359,5 @@ def test_the_old_names_of_properties(tmp_path: Any) -> None:
     made = trainer(tmp_path, max_steps=2)
     made.train()
     assert (made.global_step, made.epoch_logging) == (2, pytest.approx(2 / 3))
-    assert made._loopwright.steps_per_epoch == 3 and made._loopwright.num_train_examples == 12
+    assert made.steps_per_epoch == 3 and made.num_train_examples == 12
     assert os.path.isdir(tmp_path) and np.isfinite(arrays(2)[0]).all()

@@ -73,8 +73,8 @@ def test_early_stopping_of_keras_stops_the_run(tmp_path: Any) -> None:
 
 
 def test_our_reporters_work_in_fit(tmp_path: Any) -> None:
+    from loopwright.keras.callbacks import reporter_in_fit
     from loopwright.reporters.base import Reporter
-    from loopwright.tf.keras_callbacks import reporter_in_fit
 
     class Kept(Reporter):
         name = "kept"
@@ -102,7 +102,7 @@ def test_our_reporters_work_in_fit(tmp_path: Any) -> None:
 
 def test_fit_reporters_by_name(tmp_path: Any) -> None:
     pytest.importorskip("tensorboard")
-    from loopwright.tf.keras_callbacks import fit_reporters
+    from loopwright.keras.callbacks import fit_reporters
 
     model = TF.net()
     model.compile(loss="mse", optimizer="sgd")

@@ -33,7 +33,7 @@ def tensorflow_page() -> str:
     """What TFTrainingArguments adds and refuses; TensorFlow itself is not imported."""
     from ..args.reference import markdown_reference
     from ..args.tensorflow import TensorFlowArgs
-    from ..tf.refusals import refusals_table
+    from ..keras.refusals import refusals_table
 
     added = markdown_reference(TensorFlowArgs).partition("\n\n")[2]
     head = "# TFTrainingArguments\n\nAll of [TrainingArguments](arguments.md), and these."

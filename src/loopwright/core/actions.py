@@ -16,6 +16,7 @@ from .deferred_logs import LogPoint, may_be_late
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
 from .hooks import Hooks
+from .host_memory import MemoryMeter
 from .meter import Meter, Reading
 from .outputs import speed_metrics
 from .overrides import adapt
@@ -37,6 +38,7 @@ class Acting:
     checkpoints: CheckpointManager
     notices: Notices
     meter: Meter
+    memory: MemoryMeter
     pace: Pace
     strategy: Strategy
     signals: SignalWatch
@@ -347,7 +349,8 @@ class Acting:
         self.checkpoints.wait()
 
     def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Add memory figures when skip_memory_metrics=False."""
+        if not self.args.skip_memory_metrics:
+            metrics.update(self.memory.figures(split))
 
     def _not_yet(self, what: str) -> NoReturn:
         raise NotAvailable(f"{what} is not available yet, see docs/availability.md")

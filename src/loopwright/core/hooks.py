@@ -24,6 +24,8 @@ class Hooks(Protocol):
     lr_scheduler: Any
     compute_metrics: Any
     eval_dataset: Any
+    data_collator: Any
+    processing_class: Any
     is_in_train: bool
 
     def log(self, *args: Any, **kwargs: Any) -> Any: ...

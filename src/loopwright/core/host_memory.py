@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -34,3 +35,31 @@ def host_peak() -> int:
         return 0
     peak: Any = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
+
+
+class MemoryMeter:
+    """How much host and device memory a phase added, and how far beyond that it went on the way.
+
+    `figures_of_device` gives the bytes `allocated` now and at the `peak`, or nothing where there is no device.
+    """
+
+    def __init__(self, reset_peak: Callable[[], None], figures_of_device: Callable[[], dict[str, int]]) -> None:
+        self._reset_peak, self._figures_of_device = reset_peak, figures_of_device
+        self._host = self._host_peak = self._allocated = 0
+
+    def start(self) -> None:
+        self._reset_peak()
+        self._host, self._host_peak = host_memory(), host_peak()
+        self._allocated = self._figures_of_device().get("allocated", 0)
+
+    def figures(self, phase: str) -> dict[str, int]:
+        """Bytes added since `start`, and the peak beyond what is in use now."""
+        now, peak, device = host_memory(), host_peak(), self._figures_of_device()
+        result = {
+            f"{phase}_mem_cpu_alloc_delta": now - self._host,
+            f"{phase}_mem_cpu_peaked_delta": max(0, peak - now if peak > self._host_peak else 0),
+        }
+        if "allocated" in device:
+            result[f"{phase}_mem_gpu_alloc_delta"] = device["allocated"] - self._allocated
+            result[f"{phase}_mem_gpu_peaked_delta"] = max(0, device.get("peak", 0) - device["allocated"])
+        return result

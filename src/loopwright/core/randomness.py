@@ -1,11 +1,25 @@
-"""The random streams of Python and numpy as JSON values that hold only integers: nothing is lost to rounding."""
+"""Random streams left as they were, and those of Python and numpy as JSON values that hold only integers."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+
+from .strategy import Strategy
+
+
+@contextmanager
+def untouched_rng(strategy: Strategy) -> Iterator[None]:
+    """Whatever happens inside draws no number from anybody's stream."""
+    states = strategy.rng_state()
+    try:
+        yield
+    finally:
+        strategy.load_rng_state(states)
 
 
 def _bits(value: float) -> int:

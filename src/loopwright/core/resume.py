@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..args.paths import is_url, working_folder
-from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE
+from ..errors import CheckpointError
+from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name
 from .checkpoint.json_files import read_json
 from .checkpoint.space import check_space
 from .internals import Internals
+from .overrides import is_overridden
 from .packing import PackedPlan
 from .plan import Plan
 from .state import Progress, TrainerState
@@ -74,11 +76,43 @@ class ResumingMethods(Internals):
         if warning:
             self.notices.tell_once(warning)
 
+    def _saves_models_itself(self) -> bool:
+        """Whether the user's own code writes the model."""
+        return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
+
     # ---- documents --------------------------------------------------------------------------------------------------
 
     def _state_document(self) -> dict[str, Any]:
         self.state.stateful_callbacks = self._callback_states()
         return dataclasses.asdict(self.state)
+
+    def _progress_document(self) -> dict[str, Any]:
+        return {
+            "progress": dataclasses.asdict(self.progress),
+            "meter": self.meter.state_dict(),
+            "parts": self.part_states(),
+        }
+
+    def _save_companions(self, folder: Path) -> None:
+        """What belongs to a model besides weights: its processor and the arguments."""
+        processor = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
+        if processor is not None and hasattr(processor, "save_pretrained"):
+            processor.save_pretrained(str(folder))
+        (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
+
+    def _note_best_checkpoint(self) -> None:
+        """Before a checkpoint is written: if it is that of the best model, say so in its state."""
+        step = self.state.global_step
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+
+    def _check_resumable(self, folder: Path) -> None:
+        """Refuse a folder that holds a model but no place to go on from."""
+        if not (folder / PROGRESS).is_file():
+            raise CheckpointError(
+                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
+                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
+            )
 
     def _tell_changes(self, folder: Path) -> None:
         """Say which arguments differ from the checkpoint's and what becomes of them."""
@@ -178,6 +212,12 @@ class ResumingMethods(Internals):
         self.progress.last_logged_step = logged
         self._resume_rng = None
         self.strategy.load_rng_state(rng)
+
+    def _put_back_rng(self) -> None:
+        """Random streams as the checkpoint holds them, once."""
+        if self._resume_rng is not None:
+            self.strategy.load_rng_state(self._resume_rng)
+            self._resume_rng = None
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model."""

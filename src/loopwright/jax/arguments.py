@@ -1,21 +1,25 @@
-"""JAXTrainingArguments: the arguments of TFTrainer, for the devices JAX has in this process."""
+"""JAXTrainingArguments: all shared arguments, for the devices JAX has in this process."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from ..args.problems import Problems
-from ..tf.arguments import TFTrainingArguments
+from ..keras.arguments import KerasTrainingArguments
+from ..keras.refusals import Refusal
 
 REFUSED = {
-    "xla": "JAX always compiles with XLA",
-    "fp16": "there is no loss scaling here yet; bf16=True needs none",
-    "tpu_name": "JAX finds the TPU of this machine by itself",
-    "tpu_zone": "JAX finds the TPU of this machine by itself",
-    "gcp_project": "JAX finds the TPU of this machine by itself",
+    "xla": Refusal("JAX always compiles with XLA"),
+    "torch_compile": Refusal("every update is compiled with XLA already"),
+    "torch_compile_scope": Refusal("every update is compiled with XLA already", lambda value: value != "blocks"),
+    "fp16": Refusal("there is no loss scaling here yet; bf16=True needs none"),
+    "tpu_name": Refusal("JAX finds the TPU of this machine by itself"),
+    "tpu_zone": Refusal("JAX finds the TPU of this machine by itself"),
+    "gcp_project": Refusal("JAX finds the TPU of this machine by itself"),
+    "on_nonfinite": Refusal("use 'skip'", lambda value: value == "raise"),
 }
+"""What JAX refuses, or refuses for another reason than TensorFlow."""
 
 
 class Devices:
@@ -29,16 +33,11 @@ class Devices:
 
 
 @dataclass
-class JAXTrainingArguments(TFTrainingArguments):
+class JAXTrainingArguments(KerasTrainingArguments):
     """All arguments of a run with Keras on JAX."""
 
-    def settle_framework(self, problems: Problems) -> None:
-        super().settle_framework(problems)
-        for name, why in REFUSED.items():
-            if getattr(self, name):
-                problems.add(f"{name}={getattr(self, name)!r}: not with JAXTrainer: {why}", name)
-        if self.on_nonfinite == "raise":
-            problems.add("on_nonfinite='raise': not with JAXTrainer: use 'skip'", "on_nonfinite")
+    trainer_name: ClassVar[str] = "JAXTrainer"
+    refused: ClassVar[dict[str, Refusal]] = REFUSED
 
     def _setup_strategy(self) -> Devices:
         import jax
@@ -49,3 +48,13 @@ class JAXTrainingArguments(TFTrainingArguments):
     def world_size(self) -> int:
         """One process: JAX's multi-process runs are not supported."""
         return 1
+
+    @property
+    def process_index(self) -> int:
+        """The only one."""
+        return 0
+
+    @property
+    def local_process_index(self) -> int:
+        """The only one."""
+        return 0

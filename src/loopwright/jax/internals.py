@@ -7,15 +7,18 @@ from typing import Any
 import jax
 import keras
 
-from ..core.overrides import is_overridden
-from ..errors import ArgumentsError, ModelError, OverrideError
-from ..tf.internals import TFInternals
+from ..errors import ModelError, OverrideError
+from ..keras.internals import KerasInternals
+from ..keras.sources import Source
 from .arguments import JAXTrainingArguments
 from .strategy import JaxStrategy
 
 
-class JaxInternals(TFInternals):
+class JaxInternals(KerasInternals):
     """Updates and predictions as JAX differentiates and compiles them."""
+
+    trainer_name = "JAXTrainer"
+    arguments_class = JAXTrainingArguments
 
     def _make_strategy(self, args: Any) -> JaxStrategy:
         if keras.backend.backend() != "jax":
@@ -23,14 +26,22 @@ class JaxInternals(TFInternals):
                 f"JAXTrainer needs Keras on JAX, but keras.backend() is {keras.backend.backend()!r}; set "
                 "KERAS_BACKEND=jax before keras is imported"
             )
-        if not isinstance(args, JAXTrainingArguments):
-            raise ArgumentsError(f"args must be JAXTrainingArguments, not {type(args).__name__}")
-        dead = [name for name in ("training_step", "apply_gradients") if is_overridden(self.trainer, name)]
+        dead = [name for name in ("training_step", "apply_gradients") if hasattr(self.trainer, name)]
         if dead:
             raise OverrideError(f"JAXTrainer never calls {', '.join(dead)}: override compute_loss or run_model instead")
         return JaxStrategy(args.strategy.devices)
 
-    def _micro_gradients(  # type: ignore[override]
+    def _writer_callback(self, writer: Any) -> Any:
+        from ..tf.summary_writer import SummaryWriterCallback
+
+        return SummaryWriterCallback(writer)
+
+    def _open_pipeline(self, dataset: Any, **options: Any) -> Source:
+        from ..tf.pipelines import TFDataSource
+
+        return TFDataSource(dataset, finish=self._finish, **options)
+
+    def _micro_gradients(
         self, trained: Any, states: Any, features: Any, labels: Any, weights: Any, items: Any
     ) -> Any:
         """(loss, items, gradients) of a micro-batch and the other variables after it, as JAX differentiates them."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,44 +10,31 @@ import keras
 import numpy as np
 
 from ..core.update import Update
-from ..tf.host_batch import HostBatch, mapped, pad_rows, row_weights
-from ..tf.strategy import TFStrategy, UpdateRules
+from ..keras.host_batch import HostBatch, mapped, pad_rows, row_weights
+from ..keras.rng import RandomStreams
+from ..keras.strategy import KerasStrategy, UpdateRules
 
 
-class JaxStrategy(TFStrategy):
+class JaxStrategy(KerasStrategy):
     """Carries out updates with JAX: variables are arguments and results of a pure function."""
 
     def __init__(self, devices: list[Any]) -> None:
-        self.devices, self.replicas = devices, len(devices)
-        self.rank, self.world_size, self.xla = 0, 1, False
-        self.reads_are_free = devices[0].platform == "cpu"
+        super().__init__(RandomStreams(), replicas=len(devices), reads_are_free=devices[0].platform == "cpu")
+        self.devices = devices
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self._by_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self._everywhere_alike = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        self.model: Any = None
-        self.optimizer: Any = None
-        self.learning_rate: float | None = None
-        self.rules = UpdateRules()
-        self.full_rows = 0
-        self._norm: Any = None
-        self._moved: Any = None
-        self._broken: Any = None
 
-    @property
-    def spreads(self) -> bool:
-        return False  # one process holds whole arrays; JAX itself divides them among devices
-
-    @property
-    def scales(self) -> bool:
-        return False
+    def set_tf32(self, enabled: bool) -> None:
+        jax.config.update("jax_default_matmul_precision", "tensorfloat32" if enabled else "float32")
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        self.optimizer = optimizer
+        self.optimizer, self.trained = optimizer, list(self.model.trainable_variables)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         return optimizer
 
-    def prepare(self, micro_gradients: Any, apply: Any, rules: UpdateRules) -> None:
+    def prepare(self, micro_gradients: Any, rules: UpdateRules) -> None:
         self.rules, self._loss_and_gradients = rules, micro_gradients
         self._jitted = jax.jit(self._pure_update)
         # Variables live on all devices from here on.
@@ -65,7 +51,7 @@ class JaxStrategy(TFStrategy):
         rows = max(full, batch.padded_rows)
         return pad_rows(batch, -(-rows // self.replicas) * self.replicas)
 
-    def placed(self, batches: list[HostBatch], *, loop: bool = False) -> Any:
+    def placed(self, batches: list[HostBatch]) -> Any:
         whole = [(batch.features, batch.labels, row_weights(batch)) for batch in batches]
         return mapped(lambda leaf: jax.device_put(leaf, self._by_rows), whole)
 
@@ -118,6 +104,3 @@ class JaxStrategy(TFStrategy):
 
     def rows(self, outputs: Any, rows: int) -> Any:
         return mapped(lambda leaf: np.asarray(keras.ops.convert_to_numpy(leaf))[:rows], outputs)
-
-    def scope(self) -> Any:
-        return nullcontext()

@@ -1,19 +1,22 @@
-"""JAXTrainer: TFTrainer's methods for Keras 3 on JAX (KERAS_BACKEND=jax), on the same core."""
+"""JAXTrainer: the trainer of Keras models (`keras/trainer.py`) for Keras 3 on JAX (KERAS_BACKEND=jax)."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from ..tf.internals import TFInternals
-from ..tf.trainer import TFTrainer
+from ..keras.internals import KerasInternals
+from ..keras.trainer import KerasTrainer
+from .arguments import JAXTrainingArguments
 from .internals import JaxInternals
 
 
-class JAXTrainer(TFTrainer):
+class JAXTrainer(KerasTrainer):
     """Trains Keras 3 models with JAX on the devices of this process.
 
     Overrides of `compute_loss` and `run_model` are traced by JAX; `training_step` and `apply_gradients`, which take
     TensorFlow's gradients, are not called and therefore refused.
     """
 
-    _loopwright_class: ClassVar[type[TFInternals]] = JaxInternals
+    _loopwright: JaxInternals
+    _loopwright_class: ClassVar[type[KerasInternals]] = JaxInternals
+    args: JAXTrainingArguments

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..args.base import BaseArguments
-from ..args.field import nearest
-from ..core.evaluation.loop import needs_compute_result
-from ..errors import ArgumentsError, UnknownArgument
-from ..notices import logger
+from ..core.constructor import kind_of, problems_of_arguments
+from ..errors import ArgumentsError
 from .data.collators import DataCollatorWithPadding, default_data_collator
 from .data.loaders import has_length
 
@@ -22,19 +19,6 @@ PARAMETERS = (
     "preprocess_logits_for_metrics", "tokenizer",
 )  # fmt: skip
 """Every name the constructor of a trainer takes."""
-
-
-def old_tokenizer(processing_class: Any, old_names: dict[str, Any]) -> Any:
-    """`tokenizer=` is what `processing_class=` was called before."""
-    tokenizer = old_names.pop("tokenizer", None)
-    if old_names:
-        raise UnknownArgument([f"Trainer has no argument {name!r}{nearest(name, PARAMETERS)}" for name in old_names])
-    if tokenizer is None:
-        return processing_class
-    if processing_class is not None:
-        raise ArgumentsError("tokenizer= and processing_class= are the same thing; give one of them")
-    logger.warning("Trainer(tokenizer=...) is now Trainer(processing_class=...)")
-    return tokenizer
 
 
 def check_constructor(
@@ -60,15 +44,12 @@ def check_constructor(
         )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
         problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
-    if args.eval_strategy != "no" and evaluation is None:
-        problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
-    if train is not None and not has_length(train) and args.max_steps <= 0:
-        problems.append("the train_dataset has no length, so max_steps must say how long to train")
-    if args.batch_eval_metrics and inspect.isroutine(compute_metrics) and not needs_compute_result(compute_metrics):
-        problems.append(
-            "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but this "
-            "compute_metrics has no parameter compute_result; add it, or set batch_eval_metrics=False"
-        )
+    problems += problems_of_arguments(
+        args,
+        train_length=train is None or has_length(train),
+        has_eval_dataset=evaluation is not None,
+        compute_metrics=compute_metrics,
+    )
     if problems:
         raise ArgumentsError(problems)
 
@@ -77,7 +58,7 @@ def _check_kinds(args: Any, optimizers: Any) -> None:
     """Refuse what the other checks could not even read."""
     problems = []
     if not isinstance(args, BaseArguments):
-        kind = f"{type(args).__module__}.{type(args).__qualname__}".removeprefix("builtins.")
+        kind = kind_of(args)
         problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         kind = type(optimizers).__name__
@@ -91,11 +72,3 @@ def default_collator(processing_class: Any) -> Callable[[Any], Any]:
     if callable(getattr(processing_class, "pad", None)):
         return DataCollatorWithPadding(processing_class)
     return default_data_collator
-
-
-def takes_trial(model_init: Callable[..., Any]) -> bool:
-    """Whether a model factory takes the trial of a hyper-parameter search."""
-    parameters = inspect.signature(model_init).parameters
-    if len(parameters) > 1:
-        raise ArgumentsError("model_init takes no argument, or one (the trial)")
-    return len(parameters) == 1

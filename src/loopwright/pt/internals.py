@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from ..callbacks.defaults import default_callbacks
+from ..core.constructor import adopt_tokenizer, make_model
 from ..core.overrides import accepts, is_overridden
-from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
 from .checkpoint.save import SavingMethods
 from .checkpoint.tensors import HostCopies
-from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
+from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .distributed.heartbeat import Watch, patience_for
 from .distributed.sync import SharingMethods, agreeing
 from .evaluation.metric_inputs import metrics_function
 from .evaluation.precheck import RehearsalMethods
 from .loss.targets import LabelSmoother
-from .memory_metrics import MemoryMeter
+from .memory_metrics import meter_of
 from .model.changes import ChangeMethods
 from .model.neftune import add_embedding_noise
 from .model.options import (
@@ -73,7 +73,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
     ) -> None:
         """What the constructor of the trainer does."""
         args = TrainingArguments("tmp_trainer") if args is None else args
-        processing_class = old_tokenizer(processing_class, old_names)
+        processing_class = adopt_tokenizer("Trainer", PARAMETERS, processing_class, old_names)
         check_constructor(
             model,
             model_init,
@@ -99,7 +99,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         self.trainer.accelerator = AcceleratorFace(
             self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
         )
-        self.memory = MemoryMeter(self.device)
+        self.memory = meter_of(self.device)
         self._copies = HostCopies()
         if not self.is_alone:
             self.handler_class = agreeing(self.strategy.host.rows)
@@ -149,12 +149,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         """A fresh model from `model_init`."""
         assert self.trainer.model_init is not None
         with torch.device("meta") if self.strategy.makes_empty else nullcontext():
-            model = (
-                self.trainer.model_init(trial) if takes_trial(self.trainer.model_init) else self.trainer.model_init()
-            )
-        if model is None:
-            raise ModelError("model_init() returned None; it must return the model")
-        return model
+            return make_model(self.trainer.model_init, trial)
 
     def get_tp_size(self) -> int:
         """Devices one tensor is split over."""
@@ -268,7 +263,3 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
         return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
-
-    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        if not self.args.skip_memory_metrics:
-            metrics.update(self.memory.figures(split))

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from ..core.host_memory import free_memory as free_memory, host_memory, host_peak
+from ..core.host_memory import MemoryMeter, free_memory as free_memory, host_peak as host_peak
 from .devices import memory_figures, reset_peak_memory
 
 
-class MemoryMeter:
-    """How much host and device memory a phase added, and how far beyond that it went on the way."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._host = self._host_peak = 0
-        self._allocated = 0
-
-    def start(self) -> None:
-        reset_peak_memory(self._device)
-        self._host, self._host_peak = host_memory(), host_peak()
-        self._allocated = memory_figures(self._device).get("allocated", 0)
-
-    def figures(self, phase: str) -> dict[str, int]:
-        """Bytes added since `start`, and the peak beyond what is in use now."""
-        now = host_memory()
-        peak = host_peak()
-        risen = peak - now if peak > self._host_peak else 0
-        result = {
-            f"{phase}_mem_cpu_alloc_delta": now - self._host,
-            f"{phase}_mem_cpu_peaked_delta": max(0, risen),
-        }
-        device = memory_figures(self._device)
-        if "allocated" in device:
-            result[f"{phase}_mem_gpu_alloc_delta"] = device["allocated"] - self._allocated
-            result[f"{phase}_mem_gpu_peaked_delta"] = max(0, device.get("peak", 0) - device["allocated"])
-        return result
+def meter_of(device: torch.device) -> MemoryMeter:
+    """What measures the memory of this process and of its device."""
+    return MemoryMeter(partial(reset_peak_memory, device), partial(memory_figures, device))

@@ -10,55 +10,24 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..args.base import BaseArguments
-from ..args.field import specs
-from ..args.names import ParallelMode
-from ..args.problems import Problems
-from ..args.tensorflow import TensorFlowArgs
 from ..errors import ArgumentsError
-from .refusals import IDLE, apply_refusals
-
-POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "no": None}
-"""Keras's names of mixed precision."""
+from ..keras.arguments import KerasTrainingArguments
 
 
-# TensorFlowArgs comes first so that output_dir stays the first positional argument.
 @dataclass
-class TFTrainingArguments(TensorFlowArgs, BaseArguments):
+class TFTrainingArguments(KerasTrainingArguments):
     """All arguments of a run with TensorFlow or Keras."""
 
-    framework: ClassVar[str] = "tf"
-
-    def settle_framework(self, problems: Problems) -> None:
-        apply_refusals(self, problems)
-
-    def without_effect(self) -> list[str]:
-        known, found = specs(type(self)), super().without_effect()
-        given = [name for name in IDLE if getattr(self, name) != known[name].default and name not in found]
-        return [*found, *(name for name in given if name != "dataloader_pin_memory" or not self.use_cpu)]
+    trainer_name: ClassVar[str] = "TFTrainer"
 
     # ---- the strategy -----------------------------------------------------------------------------------------------
 
-    @property
-    def strategy(self) -> Any:
-        """Where TensorFlow computes; models should be built in its `scope()`. Found once, or assigned."""
-        if getattr(self, "_strategy", None) is None:
-            self._strategy = self._setup_strategy()
-            self.set_precision()
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: Any) -> None:
-        self._strategy = strategy
-        self.set_precision()
-
     def set_precision(self) -> None:
-        """Make mixed precision Keras's global policy: it holds for the layers made from here on."""
-        policy = POLICIES[self.mixed_precision]
-        if policy is not None:
-            from .models import set_policy
+        if self.mixed_precision != "no":
+            import tensorflow as tf
 
-            set_policy(policy)
+            _ = tf.keras.__version__  # where tf.keras is tf_keras, this imports it, and the policy is set there too
+        super().set_precision()
 
     def _setup_strategy(self) -> Any:
         import tensorflow as tf
@@ -85,26 +54,6 @@ class TFTrainingArguments(TensorFlowArgs, BaseArguments):
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
             raise RuntimeError(f"Couldn't connect to TPU {self.tpu_name}! {error}") from error
 
-    @property
-    def n_replicas(self) -> int:
-        """Devices that compute together, over all workers."""
-        return int(self.strategy.num_replicas_in_sync)
-
-    @property
-    def n_gpu(self) -> int:
-        """What n_replicas was called before."""
-        return self.n_replicas
-
-    @property
-    def train_batch_size(self) -> int:
-        """Samples of one micro-batch over all replicas."""
-        return self.per_device_train_batch_size * self.n_replicas
-
-    @property
-    def eval_batch_size(self) -> int:
-        """Samples of one evaluation batch over all replicas."""
-        return self.per_device_eval_batch_size * self.n_replicas
-
     # ---- processes --------------------------------------------------------------------------------------------------
 
     @property
@@ -121,11 +70,6 @@ class TFTrainingArguments(TensorFlowArgs, BaseArguments):
     def local_process_index(self) -> int:
         """Workers are counted over all machines: TF_CONFIG does not say which ones share one."""
         return self.process_index
-
-    @property
-    def parallel_mode(self) -> ParallelMode:
-        """Whether TF_CONFIG names several workers."""
-        return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL
 
 
 def _cluster() -> dict[str, Any]:

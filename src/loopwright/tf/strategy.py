@@ -1,64 +1,41 @@
 """Where TensorFlow computes: one compiled update on one device or on the replicas of a tf.distribute strategy.
 
 An update is one call of a `tf.function`: forward and backward of all its micro-batches, the sum over replicas,
-clipping, the optimizer step. What BaseTrainer asks for afterwards (the norm, whether the weights moved) is there.
+clipping, the optimizer step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from ..core.update import Update
-from ..errors import LoopwrightError
+from ..keras.host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
+from ..keras.strategy import KerasStrategy, UpdateRules, as_host, plain_errors
 from .compiled import FlatFunction
-from .host_batch import HostBatch, can_be_stacked, even_cuts, mapped, pad_rows, row_weights, stacked
-from .models import raw
-from .rng import restore_rng, snapshot_rng
+from .rng import TFStreams
+from .variables import raw
 
 MicroGradients = Callable[[Any, Any, Any, Any], tuple[list[Any], Any, Any]]
 """(features, labels, row weights, items of the update) -> gradients, their loss and the items it is a sum over."""
 
 
-@dataclass(frozen=True)
-class UpdateRules:
-    """What is done with the gradients of an update; fixed when it is compiled."""
-
-    max_norm: float = 0.0
-    veto: str = "continue"
-    """on_nonfinite: an update that is not finite is applied (continue), left out (skip), or the last one (raise)."""
-
-
-class TFStrategy:
+class TFStrategy(KerasStrategy):
     """Carries out updates with TensorFlow."""
 
-    logs_later = False
-    # Every process goes through all batches and takes its rows of each: to the core they are all in the same place.
-    data_rank, data_world, copies = 0, 1, 1
-    is_sharded = forward_is_collective = False
-    alarm: AbstractContextManager[Any] = nullcontext()
-
-    def __init__(self, distribution: Any, *, rank: int, world_size: int, xla: bool) -> None:
-        self.distribution, self.rank, self.world_size, self.xla = distribution, rank, world_size, xla
-        self.replicas = int(distribution.num_replicas_in_sync)
-        self.reads_are_free = not tf.config.list_logical_devices("GPU") and not tf.config.list_logical_devices("TPU")
-        self.model: Any = None
-        self.optimizer: Any = None
-        self.learning_rate: float | None = None
-        """Told to the optimizer in the next update; None if its own schedule decides."""
-        self.rules = UpdateRules()
-        self.full_rows = 0
-        """Rows of a micro-batch that is not the last of its epoch."""
-        self._variables: list[Any] = []
+    def __init__(self, distribution: Any, *, apply: Callable[..., Any], rank: int, world_size: int, xla: bool) -> None:
+        devices = [*tf.config.list_logical_devices("GPU"), *tf.config.list_logical_devices("TPU")]
+        super().__init__(
+            TFStreams(), replicas=int(distribution.num_replicas_in_sync), reads_are_free=not devices, rank=rank,
+            world_size=world_size,
+        )  # fmt: skip
+        self.distribution, self.xla, self._apply = distribution, xla, apply
         self._states: list[Any] = []
         self._compiled: Any = None
-        self._norm: Any = None
-        self._moved: Any = None
         self._broken: Any = None
 
     @property
@@ -73,28 +50,25 @@ class TFStrategy:
         return self.distribution.scope() if self.spreads else nullcontext()
 
     def setup_model(self, model: Any) -> Any:
-        self.model, self._compiled = model, None
-        return model
+        self._compiled = None
+        return super().setup_model(model)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Take the optimizer, with its variables made now: a checkpoint is about to be loaded into them."""
         self.optimizer, self._compiled = optimizer, None
-        self._variables = list(self.model.trainable_variables)
-        trained = {id(variable) for variable in self._variables}
+        self.trained = list(self.model.trainable_variables)
+        trained = {id(variable) for variable in self.trained}
         self._states = [
             variable for variable in getattr(self.model, "non_trainable_variables", ())
             if id(variable) not in trained and tf.as_dtype(variable.dtype).is_floating
         ]  # fmt: skip
         with self.scope():
             if not getattr(optimizer, "built", False):
-                optimizer.build(self._variables)
+                optimizer.build(self.trained)
         return optimizer
 
-    def prepare(self, micro_gradients: MicroGradients, apply: Callable[..., Any], rules: UpdateRules) -> None:
-        """Compile updates of this kind from here on."""
+    def prepare(self, micro_gradients: MicroGradients, rules: UpdateRules) -> None:
         self.rules = rules
         self._micro_gradients = tf.function(micro_gradients, jit_compile=True) if self.xla else micro_gradients
-        self._apply = apply
         if rules.veto == "raise":
             with self.scope():
                 self._broken = tf.Variable(False, trainable=False)
@@ -104,17 +78,14 @@ class TFStrategy:
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled for float16."""
         return hasattr(self.optimizer, "dynamic_scale") or hasattr(self.optimizer, "loss_scale")
+
+    def set_tf32(self, enabled: bool) -> None:
+        tf.config.experimental.enable_tensor_float_32_execution(enabled)
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def put(self, batch: Any) -> Any:
-        """The batch as TensorFlow takes it; an array is copied to the device by the call itself."""
-        return batch
-
     def run_update(self, update: Update) -> Any:
-        """The whole update in one compiled call; returns its loss. What it computes was given to `prepare`."""
         batches = [self.padded(batch, self.full_rows) for batch in update.batches]
         loop = len(batches) > 1 and can_be_stacked(batches)
         given = self.placed(batches, loop=loop)
@@ -196,7 +167,7 @@ class TFStrategy:
             added = [a + b for a, b in zip(gradients, found[0], strict=True)]
             return index + 1, added, loss + found[1], summed if found[2] is None else summed + found[2]
 
-        zeros = [tf.zeros_like(raw(variable)) for variable in self._variables]
+        zeros = [tf.zeros_like(raw(variable)) for variable in self.trained]
         start = (tf.constant(0), zeros, tf.constant(0.0), tf.constant(0.0))
         _, gradients, loss, summed = tf.while_loop(lambda index, *_: index < count, body, start)
         return gradients, loss, summed if all(has_items) else None
@@ -266,66 +237,22 @@ class TFStrategy:
         return False
 
     def _optimize(self, gradients: list[Any]) -> None:
-        pairs = list(zip(gradients, self._variables, strict=True))
+        pairs = list(zip(gradients, self.trained, strict=True))
         if self.is_legacy_optimizer:
             self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
             return
         # Keras adds the gradients of the replicas up once more: each hands in its part of what is already the sum.
         parts = [gradient / self.replicas for gradient in gradients] if self.spreads else gradients
-        self.optimizer.apply(parts, self._variables)
+        self.optimizer.apply(parts, self.trained)
 
     @property
     def is_legacy_optimizer(self) -> bool:
         """Whether the optimizer is one of tf_keras."""
         return "tf_keras" in {each.__module__.split(".")[0] for each in type(self.optimizer).__mro__}
 
-    # ---- what BaseTrainer asks for after the update -----------------------------------------------------------------
-
-    def backward(self, loss: Any) -> None:
-        raise NotImplementedError("gradients are taken inside the compiled update")
-
-    def scale_gradients(self, factor: Any) -> None:
-        raise NotImplementedError("gradients are divided inside the compiled update")
-
-    def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        """The norm before clipping, which has happened."""
-        return self._norm if max_norm or want_norm else None
-
-    def nonfinite(self, loss: Any, norm: Any, *, sticky: bool) -> Any:
-        """The compiled update has looked itself."""
-        return None
-
-    def optimizer_step(self, veto: Any = None) -> bool:
-        """Whether the schedule may advance; the step is done. Only loss scaling makes the host wait for the answer."""
-        return True if self._moved is None else bool(self._moved)
-
-    def zero_grad(self) -> None:
-        """Gradients live inside the compiled update only."""
-
-    def free_memory(self) -> None:
-        """TensorFlow keeps its memory."""
-
-    def training(self) -> None:
-        """Keras models are told with every call whether they train."""
-
-    def evaluating(self) -> None:
-        """Keras models are told with every call whether they train."""
-
-    def hold(self) -> Any:
-        """An update is one call: nothing can find it half done."""
-        return None
-
-    def undo(self, held: Any) -> None:
-        """Nothing was held."""
-
     # ---- numbers and agreement --------------------------------------------------------------------------------------
 
-    def read(self, scalars: list[Any]) -> list[float]:
-        """Device scalars as host numbers."""
-        return [float(each) for each in scalars]
-
     def rows(self, outputs: Any, rows: int) -> Any:
-        """What the replicas gave for one batch, joined in the order of its rows, without padding, on the host."""
         return mapped(lambda leaf: self._joined(leaf)[:rows], outputs)
 
     def _joined(self, leaf: Any) -> Any:
@@ -334,15 +261,6 @@ class TFStrategy:
         if self.world_size > 1:
             return as_host(self.distribution.gather(leaf, axis=0))
         return np.concatenate([as_host(part) for part in self.distribution.experimental_local_results(leaf)])
-
-    def reduce(self, values: list[float]) -> list[float]:
-        return values
-
-    def gather(self, values: Any) -> Any:
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        return value
 
     def agree(self, flag: bool) -> bool:
         """Whether any worker says so."""
@@ -359,33 +277,20 @@ class TFStrategy:
     def _everywhere(self, value: Any) -> Any:
         return self.distribution.experimental_distribute_values_from_function(lambda context: tf.constant(value))
 
-    # ---- randomness -------------------------------------------------------------------------------------------------
+    # ---- memory -----------------------------------------------------------------------------------------------------
 
-    def rng_state(self) -> dict[str, Any]:
-        return snapshot_rng()
+    def reset_peak_memory(self) -> None:
+        for name in _gpus():
+            tf.config.experimental.reset_memory_stats(name)
 
-    def load_rng_state(self, state: dict[str, Any]) -> None:
-        restore_rng(state)
-
-
-@contextmanager
-def plain_errors() -> Iterator[None]:
-    """What loopwright raises while TensorFlow traces is raised as it is, not as TensorFlow wraps it."""
-    try:
-        yield
-    except Exception as error:
-        original: BaseException | None = error
-        while original is not None and not isinstance(original, LoopwrightError):
-            original = original.__cause__ or original.__context__
-        if original is None or original is error:
-            raise
-        raise original from None
+    def memory_figures(self) -> dict[str, int]:
+        found = [tf.config.experimental.get_memory_info(name) for name in _gpus()]
+        sums = {name: sum(each[key] for each in found) for name, key in (("allocated", "current"), ("peak", "peak"))}
+        return sums if found else {}
 
 
-def as_host(leaf: Any) -> Any:
-    """A tensor as a numpy array; number formats numpy does not know become float32."""
-    array = leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
-    return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
+def _gpus() -> list[str]:
+    return [device.name.split("device:")[-1] for device in tf.config.list_logical_devices("GPU")]
 
 
 def _at(batches: Any, index: Any) -> Any:
@@ -395,4 +300,3 @@ def _at(batches: Any, index: Any) -> Any:
 def _added(total: Any, found: Any) -> Any:
     gradients = [a + b for a, b in zip(total[0], found[0], strict=True)]
     return gradients, total[1] + found[1], None if total[2] is None or found[2] is None else total[2] + found[2]
-

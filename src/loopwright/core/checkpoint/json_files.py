@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
 
 
+def _encoded(values: Any) -> str:
+    return json.dumps(values, indent=1, sort_keys=True) + "\n"
+
+
 def write_json(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(_encoded(values), encoding="utf-8")
+
+
+def documents_writer(documents: Mapping[str, Any]) -> Callable[[Path], None]:
+    """A function that writes documents as they are now; what happens until it is called does not show."""
+    texts = {name: _encoded(values) for name, values in documents.items()}
+
+    def write(folder: Path) -> None:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    return write
 
 
 def read_json(path: Path) -> Any:

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...errors import DataError
 from ..internals import Internals
-from ..outputs import EvalLoopOutput, PredictionOutput
+from ..outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..randomness import untouched_rng
+from .loop import EvalPlan
+from .metric_objects import MetricObjects
+
+
+def named_eval_dataset(datasets: Any, name: str) -> Any:
+    """One of several named evaluation sets."""
+    sets = datasets if isinstance(datasets, Mapping) else {}
+    if name not in sets:
+        known = ", ".join(sets) or "no named sets"
+        raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
+    return sets[name]
 
 
 class AssessingMethods(Internals):
@@ -25,6 +39,14 @@ class AssessingMethods(Internals):
         """The batches of the data to predict."""
         raise NotImplementedError
 
+    def _run_loop(
+        self, batches: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
+    ) -> EvalLoopOutput:
+        """Predictions, labels and metrics of batches."""
+        raise NotImplementedError
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
     def _go_through(
         self,
         make_loader: Callable[[], Any],
@@ -35,7 +57,32 @@ class AssessingMethods(Internals):
         prefix: str,
     ) -> EvalLoopOutput:
         """Run the evaluation loop with every random stream left as it was found, and time it."""
-        raise NotImplementedError
+        started = time.time()
+        if not self.args.skip_memory_metrics:
+            self.memory.start()
+        with self.strategy.alarm, untouched_rng(self.strategy):
+            output = self._run_loop(make_loader(), description, loss_only, ignore_keys, prefix)
+        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
+        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
+        self._add_memory_metrics(prefix, output.metrics)
+        return output
+
+    def _make_evaluation_plan(self, loss_only: bool, expected_rows: int | None) -> EvalPlan:
+        """What the arguments ask of the loop; `expected_rows` is None where the data has no length."""
+        metrics, args = self.trainer.compute_metrics, self.args
+        return EvalPlan(
+            compute_metrics=metrics,
+            loss_only=loss_only,
+            per_batch_metrics=args.batch_eval_metrics or isinstance(metrics, MetricObjects),
+            concat=args.eval_do_concat_batches,
+            include=list(args.include_for_metrics),
+            weight_by_items=args.eval_loss_reduction == "item_mean",
+            host_every=args.eval_accumulation_steps or 1,
+            expected_rows=expected_rows,
+            # In host memory a small tensor that is kept splits the room its batch leaves behind.
+            read_every=1 if self.strategy.reads_are_free else 512,
+            keep_always=self._wants_predictions,
+        )
 
     # ---- what users call --------------------------------------------------------------------------------------------
 

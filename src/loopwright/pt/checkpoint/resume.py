@@ -72,11 +72,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
         foreign = is_foreign(folder)
-        if not foreign and not (folder / PROGRESS).is_file():
-            raise CheckpointError(
-                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
-                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
-            )
+        if not foreign:
+            self._check_resumable(folder)
         self._resume_from = folder
         self._adopt_state(saved)
         self._tell_changes(folder)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -14,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from ...args.paths import working_folder
-from ...core.checkpoint.folder import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
+from ...core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
+from ...core.checkpoint.json_files import documents_writer
 from ...core.checkpoint.storage import folder_for
 from ...core.checkpoint.writers import Part
 from ...core.overrides import adapt, is_overridden
@@ -82,29 +80,20 @@ class SavingMethods(ResumingMethods):
         export_writer(module, self.strategy.model_state(module) if state_dict is None else state_dict)(folder)
         self._save_companions(folder)
 
-    def _save_companions(self, folder: Path) -> None:
-        """What belongs to a model besides weights: its processor and the arguments."""
-        processor = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
-        if processor is not None and hasattr(processor, "save_pretrained"):
-            processor.save_pretrained(str(folder))
-        (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
-
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         """Publish a checkpoint of the last finished update."""
         if self.is_alone and not self.args.should_save:
             return
-        step = self.state.global_step
-        if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+        self._note_best_checkpoint()
         module = plain_module(self.model)
         theirs = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not theirs and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
-            step,
+            self.state.global_step,
             self._checkpoint_writer(copy=background),
             format=self.args.checkpoint_format,
             keep=self.args.save_total_limit,
@@ -138,9 +127,6 @@ class SavingMethods(ResumingMethods):
         """Whether this process publishes checkpoints and models."""
         return self.args.should_save if self.crew is None else self.crew.rank == self.crew.leader
 
-    def _saves_models_itself(self) -> bool:
-        return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
-
     def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
         keep, leads = self._copies if copy else dict, self.leads_saving
@@ -167,12 +153,11 @@ class SavingMethods(ResumingMethods):
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
         record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.part_states()}
-        texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
+        write_documents = documents_writer(documents if leads else {})
 
         def write(folder: Path) -> Part:
             written = [part for each in writers if isinstance(part := each(folder), Part)]
-            for name, text in texts.items() if leads else ():
-                (folder / name).write_text(text, encoding="utf-8")
+            write_documents(folder)
             files = [name for part in written for name in part.files]
             return Part(files, {name: each for part in written for name, each in part.tensors.items()}, record)
 
@@ -278,7 +263,6 @@ class SavingMethods(ResumingMethods):
             self.notices.tell_once(warning)
 
     def _resume_documents(self) -> dict[str, Any]:
-        meter = self.meter.state_dict()
         strategy = self.strategy
         size = {
             "world_size": strategy.data_world,
@@ -289,12 +273,7 @@ class SavingMethods(ResumingMethods):
             "scheduled_updates": self._scheduled_updates,
         }
         documents = {
-            PROGRESS: {
-                "progress": dataclasses.asdict(self.progress),
-                "meter": meter,
-                "parts": self.part_states(),
-                **size,
-            },
+            PROGRESS: {**self._progress_document(), **size},
             SCHEDULER: encode_schedule(self.trainer.lr_scheduler.state_dict()),
             RNG: rng_to_json(self.strategy.rng_state()),
         }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from ...core.evaluation.entry import named_eval_dataset
 from ...core.overrides import adapt, is_overridden
 from ...core.plan import Plan, make_plan
+from ...core.resume import ResumingMethods
 from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
@@ -35,11 +37,10 @@ from .shard import Share, batches_of_all, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 
 
-class DataMethods(ShapeMethods):
+class DataMethods(ShapeMethods, ResumingMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
     train_dataloader: Any = None
-    _resume_rng: dict[str, Any] | None = None
     _ordered: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
     _batches_are_theirs: bool = False
@@ -77,16 +78,9 @@ class DataMethods(ShapeMethods):
         if eval_dataset is None and self.trainer.eval_dataset is None:
             raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
         if isinstance(eval_dataset, str):
-            eval_dataset = self._named_eval_dataset(eval_dataset)
+            eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         return self._evaluation_loader(dataset, "evaluation")
-
-    def _named_eval_dataset(self, name: str) -> Any:
-        sets = self.trainer.eval_dataset if isinstance(self.trainer.eval_dataset, Mapping) else {}
-        if name not in sets:
-            known = ", ".join(sets) or "no named sets"
-            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
-        return sets[name]
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of the data to predict."""
@@ -322,12 +316,6 @@ class DataMethods(ShapeMethods):
         super().load_part_states(states)
         self._stream = states.get("stream")
         self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
-
-    def _put_back_rng(self) -> None:
-        """Random streams as the checkpoint holds them, once."""
-        if self._resume_rng is not None:
-            restore_rng(self._resume_rng)
-            self._resume_rng = None
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         self.notices.tell_once(

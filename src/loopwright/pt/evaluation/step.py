@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -16,7 +15,7 @@ from ...core.evaluation.entry import AssessingMethods
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
 from ...core.evaluation.predictions import map_nested
-from ...core.outputs import EvalLoopOutput, speed_metrics
+from ...core.outputs import EvalLoopOutput
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
 from ...errors import DataError
@@ -27,9 +26,7 @@ from ..data.static_shapes import Static
 from ..hooks import TorchBase
 from ..loss.accounting import LossAccounting
 from ..loss.targets import check_loss, count_samples
-from ..memory_metrics import MemoryMeter
 from ..precision import full_eval_dtype
-from ..rng import untouched_rng
 from .metric_inputs import metrics_function
 
 
@@ -37,7 +34,6 @@ class EvaluationMethods(TorchBase, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     accounting: LossAccounting
-    memory: MemoryMeter
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
@@ -47,26 +43,16 @@ class EvaluationMethods(TorchBase, AssessingMethods):
     def _test_batches(self, test_dataset: Any) -> Any:
         return self.trainer.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
 
-    def _go_through(
-        self, make_loader: Any, description: str, *, loss_only: bool | None, ignore_keys: Any, prefix: str
+    def _run_loop(
+        self, batches: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
-        """Run the evaluation loop with every random stream left as it was found, and time it."""
-        started = time.time()
-        if not self.args.skip_memory_metrics:
-            self.memory.start()
-        with self.strategy.alarm, untouched_rng():
-            loader = self.share_loader(make_loader())  # type: ignore[attr-defined]
-            output: EvalLoopOutput = self.trainer.evaluation_loop(
-                loader,
-                description=description,
-                prediction_loss_only=loss_only,
-                ignore_keys=ignore_keys,
-                metric_key_prefix=prefix,
-            )
-        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
-        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
-        if not self.args.skip_memory_metrics:
-            output.metrics.update(self.memory.figures(prefix))
+        output: EvalLoopOutput = self.trainer.evaluation_loop(
+            self.share_loader(batches),  # type: ignore[attr-defined]
+            description=description,
+            prediction_loss_only=loss_only,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=prefix,
+        )
         return output
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -113,19 +99,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
         dataset: Any = whole_dataset(dataloader)
-        return EvalPlan(
-            compute_metrics=self.trainer.compute_metrics,
-            loss_only=loss_only,
-            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.trainer.compute_metrics, MetricObjects),
-            concat=self.args.eval_do_concat_batches,
-            include=list(self.args.include_for_metrics),
-            weight_by_items=self.args.eval_loss_reduction == "item_mean",
-            host_every=self.args.eval_accumulation_steps or 1,
-            expected_rows=len(dataset) if has_length(dataset) else None,
-            # In host memory a small tensor that is kept splits the room its batch leaves behind.
-            read_every=1 if self.strategy.reads_are_free else 512,
-            keep_always=self._wants_predictions,
-        )
+        return self._make_evaluation_plan(loss_only, len(dataset) if has_length(dataset) else None)
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()

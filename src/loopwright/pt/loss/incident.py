@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,42 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from ...core.evaluation.predictions import map_nested
+from ...core.incident import as_json_number
 from ..checkpoint.full_tensor import whole_of
-from ..checkpoint.tensors import write_json, write_tensors
-
-FOLDER = "incident-step-{step}"
+from ..checkpoint.tensors import write_tensors
 
 
-def write_incident(
-    output_dir: str | Path,
-    *,
-    step: int,
-    sample_ids: list[int] | None,
-    batches: list[Any] | None,
-    model: nn.Module,
-    run: Callable[[Any], Any],
-) -> Path:
-    """Write a folder with the step, its samples and batch, gradient norms and the first module that went bad."""
-    folder = Path(output_dir) / FOLDER.format(step=step)
-    folder.mkdir(parents=True, exist_ok=True)
-    report: dict[str, Any] = {"step": step, "sample_ids": sample_ids, "bad_weights": _bad_weights(model)}
-    if batches is None:
-        report["note"] = "the data owns its order, so the batch could not be loaded again"
-    else:
-        write_tensors(folder / "batch.safetensors", _named_tensors(batches))
-        report |= _examine(model, batches, run)
-    write_json(folder / "incident.json", report)
-    return folder
-
-
-def _examine(model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> dict[str, Any]:
-    """Run the micro-batches again, watching every module."""
+def examine(folder: Path, model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> dict[str, Any]:
+    """Run the micro-batches again, which are written down: losses, gradient norms, the first module that went bad."""
+    write_tensors(folder / "batch.safetensors", _named_tensors(batches))
     losses: list[Any] = []
     with first_bad_output(model) as found:
         for batch in batches:
-            losses.append(_number(run(batch)))
+            losses.append(as_json_number(run(batch)))
     norms = {
-        name: _number(whole_of(parameter.grad).norm())
+        name: as_json_number(whole_of(parameter.grad).norm())
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -89,14 +66,9 @@ def _finite(value: Any) -> bool:
     return not any(bad)
 
 
-def _bad_weights(model: nn.Module) -> list[str]:
+def bad_weights(model: nn.Module) -> list[str]:
+    """Weights that hold something that is not finite."""
     return [name for name, value in model.state_dict().items() if not _finite(whole_of(value))]
-
-
-def _number(value: Any) -> float | str:
-    """A number as JSON can hold it: what is not finite becomes its name."""
-    number = float(value)
-    return number if math.isfinite(number) else str(number)
 
 
 def _named_tensors(batches: list[Any]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...args.paths import working_folder
+from ...core.incident import write_incident
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
 from ...core.update import Update
@@ -20,7 +21,7 @@ from ..data.columns import LABEL_COLUMNS
 from .accounting import LossAccounting
 from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
-from .incident import write_incident
+from .incident import bad_weights, examine
 from .learning import LossLearningMethods
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
@@ -334,16 +335,16 @@ class LossMethods(LossLearningMethods):
     def write_incident(self, step: int) -> str:
         place = self._places.get(step)
         found = self.samples_at(place) if place is not None else None
+        ids, batches = found if found else (None, None)
         self.strategy.zero_grad()
         own = working_folder(self.args.output_dir)
         folder = write_incident(
             # All processes look into it, since a forward pass may need all of them; one writes it down.
             own if self.strategy.rank == 0 else tempfile.mkdtemp(),
             step=step,
-            sample_ids=found[0] if found else None,
-            batches=found[1] if found else None,
-            model=self.model,
-            run=self._run_again,
+            sample_ids=ids,
+            bad_weights=bad_weights(self.model),
+            examine=None if batches is None else lambda place: examine(place, self.model, batches, self._run_again),
         )
         self.strategy.zero_grad()
         return str(folder)

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.evaluation.entry import named_eval_dataset
 from ..core.order import Order
 from ..core.overrides import is_overridden
 from ..core.plan import Plan, make_plan
+from ..core.resume import ResumingMethods
 from ..core.update import Place
 from ..errors import ArgumentsError, DataError
 from .hooks import KerasBase
-from .host_batch import LABEL_COLUMNS, HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
+from .host_batch import HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
 from .models import ModelInfo
-from .rng import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
 from .sources import (
     MapSource,
     Source,
     StreamSource,
-    TFDataSource,
     check_data,
     is_batched,
     is_columns,
@@ -30,12 +30,11 @@ from .sources import (
 )
 
 
-class DataMethods(KerasBase):
+class DataMethods(KerasBase, ResumingMethods):
     """Sources of batches, their order, and where they stand; every public method may be overridden."""
 
     info: ModelInfo
     source: Any = None
-    _resume_rng: Any = None
     _stream: Any = None
     """Where the data stood: the state of a stream, or the folder with a pipeline's own files."""
     _epoch_rng: Any = None
@@ -46,17 +45,17 @@ class DataMethods(KerasBase):
     def get_train_tfdataset(self) -> Any:
         """The batches of the training data; an override may return a batched tf.data pipeline."""
         if self.trainer.train_dataset is None:
-            raise DataError("training needs a train_dataset: TFTrainer(..., train_dataset=...)")
-        self.total_train_batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            raise DataError(f"training needs a train_dataset: {self.trainer_name}(..., train_dataset=...)")
         return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
         """The batches of the evaluation data, how many they are and how many samples (None if not known)."""
         if isinstance(eval_dataset, str):
-            eval_dataset = self._named_eval_dataset(eval_dataset)
+            eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            raise DataError("evaluation needs an eval_dataset: TFTrainer(..., eval_dataset=...) or evaluate(dataset)")
+            given = f"{self.trainer_name}(..., eval_dataset=...)"
+            raise DataError(f"evaluation needs an eval_dataset: {given} or evaluate(dataset)")
         source = self._make_source(dataset, "evaluation", self.args.eval_batch_size)
         return source, source.batches, source.examples
 
@@ -64,13 +63,6 @@ class DataMethods(KerasBase):
         """The batches of the data to predict, how many they are and how many samples (None if not known)."""
         source = self._make_source(test_dataset, "test", self.args.eval_batch_size)
         return source, source.batches, source.examples
-
-    def _named_eval_dataset(self, name: str) -> Any:
-        sets = self.trainer.eval_dataset if isinstance(self.trainer.eval_dataset, Mapping) else {}
-        if name not in sets:
-            known = ", ".join(sets) or "no named sets"
-            raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
-        return sets[name]
 
     # ---- sources ----------------------------------------------------------------------------------------------------
 
@@ -98,11 +90,12 @@ class DataMethods(KerasBase):
             )
         if training and self._sampling() == "group_by_length":
             raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
-        shuffled = training and self._sampling() == "random"
-        return TFDataSource(
-            dataset, size=size, drop_last=drop, finish=self._finish, batched=batched,
-            shuffle_seed=self._data_seed() if shuffled else None,
-        )  # fmt: skip
+        seed = self._data_seed() if training and self._sampling() == "random" else None
+        return self._open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
+
+    def _open_pipeline(self, dataset: Any, **options: Any) -> Source:
+        """A tf.data pipeline as a source, batched unless the options say so; whoever made one has TensorFlow."""
+        raise NotImplementedError
 
     def _finish(self, batch: Any) -> HostBatch:
         """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
@@ -154,7 +147,7 @@ class DataMethods(KerasBase):
     def _make_plan(self, source: Any) -> Plan:
         if source.batches is None and self.args.max_steps <= 0:
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
-        plan = make_plan(
+        return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
             batches_per_epoch=source.batches,
@@ -162,8 +155,6 @@ class DataMethods(KerasBase):
             max_steps=self.args.max_steps,
             num_train_epochs=self.args.num_train_epochs,
         )
-        self.steps_per_epoch, self.num_train_examples = plan.updates_per_epoch, plan.examples
-        return plan
 
     def plan_again(self) -> Plan:
         return self._make_plan(self.source)
@@ -174,9 +165,7 @@ class DataMethods(KerasBase):
         if isinstance(given, Source):
             return given
         if is_tf_data(given):
-            return TFDataSource(
-                given, size=0, drop_last=False, finish=self._finish, shuffle_seed=None, batched=True
-            )
+            return self._open_pipeline(given)
         if not is_overridden(self.trainer, "get_train_tfdataset") or not hasattr(given, "__iter__"):
             raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
         return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
@@ -193,7 +182,7 @@ class DataMethods(KerasBase):
         state, self._stream = self._stream, None
         if not done:
             self._put_back_rng()
-            self._epoch_rng = snapshot_rng()
+            self._epoch_rng = self.strategy.streams.snapshot()
             return source.open(epoch)
         place = {"samples": progress.samples_in_epoch, "batches": done, "state": state}
         return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
@@ -211,19 +200,13 @@ class DataMethods(KerasBase):
             f"this data cannot be positioned: {done} batches already trained on are read again and left out"
         )
         if self._epoch_rng is not None:
-            restore_rng(self._epoch_rng)  # whatever the data draws from is drawn again
-
-    def _put_back_rng(self) -> None:
-        """Random streams as the checkpoint holds them, once."""
-        if self._resume_rng is not None:
-            restore_rng(self._resume_rng)
-            self._resume_rng = None
+            self.strategy.streams.restore(self._epoch_rng)  # whatever the data draws from is drawn again
 
     def samples_at(self, place: Place) -> tuple[list[int], list[HostBatch]] | None:
         """An update's samples by index and its micro-batches loaded again; None if the data owns its order."""
         if not isinstance(self.source, MapSource):
             return None
-        with untouched_rng():
+        with self.strategy.streams.untouched():
             batches = self.source.open(place.epoch, samples=place.first)
             number = math.ceil(place.samples / self.plan.batch_size)
             found = [batch for batch, _ in zip(batches, range(number), strict=False)]
@@ -235,13 +218,16 @@ class DataMethods(KerasBase):
         if self.source is not None and not self.source.ordered:
             inside = bool(self.progress.batches_in_epoch)
             states["stream"] = self.source.state() if inside else None
-            states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
+            states["epoch_rng"] = (
+                None if self._epoch_rng is None else self.strategy.streams.to_json(self._epoch_rng)
+            )
         return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
         self._stream = states.get("stream")
-        self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
+        epoch_rng = states.get("epoch_rng")
+        self._epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
 
     def _source_files(self) -> Path | None:
         """The files of a pipeline's own state, made now; None where there are none, said once."""
@@ -255,6 +241,3 @@ class DataMethods(KerasBase):
                 "batches of its epoch again and leaves them out"
             )
         return folder
-
-    def _labels_of(self, sample: Any) -> list[str]:
-        return [name for name in (self.trainer.label_names or LABEL_COLUMNS) if name in sample]

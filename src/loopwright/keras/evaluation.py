@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from keras import ops
 
 from ..core.evaluation.entry import AssessingMethods
-from ..core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
+from ..core.evaluation.loop import EvalStep, run_evaluation
 from ..core.evaluation.metric_objects import MetricObjects
 from ..core.evaluation.metrics import full_name
-from ..core.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..core.outputs import EvalLoopOutput, PredictionOutput
 from ..core.overrides import is_overridden
 from ..core.signals import Interrupted
 from ..errors import DataError, MetricError
@@ -22,8 +20,7 @@ from ..notices import logger
 from .data import DataMethods
 from .host_batch import HostBatch
 from .loss_step import LossMethods
-from .rng import untouched_rng
-from .sources import Columns, Source, TFDataSource, is_columns, is_tf_data
+from .sources import Columns, Source, is_columns, is_tf_data
 from .strategy import plain_errors
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
@@ -32,7 +29,6 @@ TIMES = ("runtime", "samples_per_second", "steps_per_second")
 class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
-    memory: Any
     _predict: Any = None
     """The compiled prediction step."""
 
@@ -59,29 +55,9 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             return dataset
         if not is_tf_data(dataset):
             raise DataError(f"a {type(dataset).__name__} holds no batches; return a batched tf.data pipeline")
-        return TFDataSource(dataset, size=0, drop_last=False, finish=self._finish, shuffle_seed=None, batched=True)
+        return self._open_pipeline(dataset)
 
-    def _go_through(
-        self,
-        make_loader: Callable[[], Any],
-        description: str,
-        *,
-        loss_only: bool | None,
-        ignore_keys: Any,
-        prefix: str,
-    ) -> EvalLoopOutput:
-        started = time.time()
-        if not self.args.skip_memory_metrics:
-            self.memory.start()
-        with untouched_rng():
-            source = make_loader()
-            output = self._prediction_loop(source, description, loss_only, ignore_keys, prefix)
-        batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
-        output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
-        self._add_memory_metrics(prefix, output.metrics)
-        return output
-
-    def _prediction_loop(
+    def _run_loop(
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
         """Through `prediction_loop` where it is the user's, else straight through the batches."""
@@ -113,25 +89,11 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             self.trainer.compute_metrics.restart()
         self.callback_handler.context["eval_dataloader"] = source
         steps = self._eval_steps(source.open(0), only)
-        plan = self._evaluation_plan(source, only)
+        plan = self._make_evaluation_plan(only, source.examples)
         output = run_evaluation(steps, plan, to_host=lambda value: value, read=self.strategy.read, prefix=prefix)
         if output.num_samples == 0:
             raise DataError(f"{description}: the data gave no batch")
         return output
-
-    def _evaluation_plan(self, source: Any, loss_only: bool) -> EvalPlan:
-        return EvalPlan(
-            compute_metrics=self.trainer.compute_metrics,
-            loss_only=loss_only,
-            per_batch_metrics=self.args.batch_eval_metrics or isinstance(self.trainer.compute_metrics, MetricObjects),
-            concat=self.args.eval_do_concat_batches,
-            include=list(self.args.include_for_metrics),
-            weight_by_items=self.args.eval_loss_reduction == "item_mean",
-            host_every=self.args.eval_accumulation_steps or 1,
-            expected_rows=source.examples,
-            read_every=1 if self.strategy.reads_are_free else 512,
-            keep_always=self._wants_predictions,
-        )
 
     # ---- one batch --------------------------------------------------------------------------------------------------
 
@@ -157,21 +119,9 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
                 outputs = self.trainer.preprocess_logits_for_metrics(outputs, labels)
             return outputs, note.loss, note.items
 
-    def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
-        """Outputs of all replicas here, and loss and items summed over them."""
-        strategy = self.strategy
-        step: Any = self._traced_prediction
-        step = tf.function(step, jit_compile=True) if strategy.xla else step
-        if not strategy.spreads:
-            return step(*batches, items)
-        outputs, loss, count = strategy.distribution.run(step, args=(*batches, items))
-        if loss is not None:
-            loss = strategy.distribution.reduce("SUM", loss, axis=None)
-            count = None if count is None else strategy.distribution.reduce("SUM", count, axis=None)
-        return outputs, loss, count
-
     def _compile_prediction(self) -> Any:
-        return tf.function(self._predicted, reduce_retracing=True)
+        """`_traced_prediction` as a compiled function of a placed batch and its items, on all replicas."""
+        raise NotImplementedError
 
     def _eval_steps(self, batches: Iterator[HostBatch], loss_only: bool) -> Iterator[EvalStep]:
         if self._predict is None:
@@ -226,11 +176,10 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         callbacks, self.callback_handler.callbacks = self.callback_handler.callbacks, []
         loss_only = self.trainer.compute_metrics is None or self.args.prediction_loss_only
         try:
-            with untouched_rng():
+            with self.strategy.streams.untouched():
                 source = self._eval_batches(None)
                 first = source.first()
-                plan = self._evaluation_plan(source, loss_only)
-                plan.expected_rows = None
+                plan = self._make_evaluation_plan(loss_only, None)
                 steps = self._eval_steps(iter([] if first is None else [first]), loss_only)
                 found = run_evaluation(steps, plan, to_host=lambda each: each, read=self.strategy.read, prefix="eval")
             return set(found.metrics)
@@ -248,8 +197,8 @@ def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         return result, None
     loss, outputs = result
-    is_count = tf.is_tensor(outputs) and outputs.shape.rank == 0
-    return ((loss, outputs), None) if is_count or isinstance(outputs, (int, float)) else (loss, outputs)
+    is_count = isinstance(outputs, (int, float)) or getattr(outputs, "ndim", None) == 0
+    return ((loss, outputs), None) if is_count else (loss, outputs)
 
 
 def _plain(labels: Any) -> Any:

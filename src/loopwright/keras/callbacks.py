@@ -1,4 +1,4 @@
-"""Keras's callbacks under TFTrainer, and our reporters in `fit`."""
+"""Keras's callbacks under our trainers, and our reporters in `fit`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def adapted(callback: Any) -> Any:
 
 
 class KerasCallbackAdapter(TrainerCallback):
-    """Runs a `keras.callbacks.Callback` under TFTrainer.
+    """Runs a `keras.callbacks.Callback` under TFTrainer or JAXTrainer.
 
     Batches of `fit` are updates here. Evaluations of the trainer are its validation: their metrics come as `val_...` to
     `on_epoch_end`, and to `on_test_end` without the prefix. `model.stop_training` stops the run.

@@ -1,20 +1,18 @@
-"""Where batches come from: data that can be picked by index, tf.data pipelines, and streams of samples.
+"""Where batches come from: data that can be picked by index, and streams of samples.
 
-A source gives the batches of an epoch from any position on. Where the order is ours the position is a number; a tf.data
-pipeline is put back by its iterator's own state, or by reading again what was read.
+A source gives the batches of an epoch from any position on. Where the order is ours the position is a number; a stream
+is put back by its own state, or by reading again what was read.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from ..core.order import Order
 from ..errors import DataError
@@ -24,9 +22,6 @@ Finish = Callable[[Any], HostBatch]
 """From what a collator or a pipeline gives to a batch of host arrays."""
 
 Skipping = Callable[[], None] | None
-
-LARGEST_BUFFER = 100_000
-"""Samples a shuffle of an unbatched tf.data pipeline holds at most."""
 
 
 class Source:
@@ -127,88 +122,34 @@ class StreamSource(Source):
         return self._samples.state_dict() if has_both else None
 
 
-class TFDataSource(Source):
-    """A tf.data pipeline; an unbatched one is shuffled by seed and epoch, and batched."""
-
-    STATE = "tf_data"
-
-    def __init__(
-        self, dataset: Any, *, size: int, drop_last: bool, finish: Finish, shuffle_seed: int | None, batched: bool
-    ) -> None:
-        super().__init__()
-        self._dataset, self._size, self._drop, self._finish = dataset, size, drop_last, finish
-        self._seed, self._batched = shuffle_seed, batched
-        self._iterator: Any = None
-        self.cannot_save: str | None = None
-        """Why TensorFlow could not save the iterator, once it was asked to."""
-        known = int(dataset.cardinality())
-        if known >= 0:
-            self.batches = known if batched else (known // size if drop_last else -(-known // size))
-            self.examples = None if batched else known
-
-    def _pipeline(self, epoch: int) -> Any:
-        dataset = self._dataset
-        if self._batched:
-            return dataset
-        if self._seed is not None:
-            known = int(dataset.cardinality())
-            buffer = min(known if known > 0 else 10_000, LARGEST_BUFFER)
-            dataset = dataset.shuffle(buffer, seed=self._seed + epoch, reshuffle_each_iteration=False)
-        if _is_ragged(dataset):
-            return dataset.padded_batch(
-                self._size, drop_remainder=self._drop, padding_values=_padding(dataset.element_spec)
-            )
-        return dataset.batch(self._size, drop_remainder=self._drop)
-
-    def open(
-        self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
-    ) -> Iterator[HostBatch]:
-        pipeline = self._pipeline(epoch)
-        self._iterator = iter(pipeline.prefetch(2))
-        if batches and not self._put_back(state):
-            if skipping is not None:
-                skipping()
-            self._iterator = iter(pipeline.skip(batches).prefetch(2))
-        self.position = batches
-        for element in self._iterator:
-            self.position += 1
-            yield self._finish(element)
-
-    def _put_back(self, state: Any) -> bool:
-        """Load the iterator's own state; returns whether it could be."""
-        if state is None:
-            return False
-        try:
-            tf.train.Checkpoint(iterator=self._iterator).read(str(Path(state) / self.STATE)).assert_consumed()
-        except (tf.errors.OpError, AssertionError):
-            return False
-        return True
-
-    def files(self) -> Path | None:
-        if self._iterator is None or self.cannot_save:
-            return None
-        folder = Path(tempfile.mkdtemp(prefix="loopwright-tf-data-"))
-        try:
-            tf.train.Checkpoint(iterator=self._iterator).write(str(folder / self.STATE))
-        except tf.errors.OpError as error:
-            shutil.rmtree(folder, ignore_errors=True)
-            self.cannot_save = str(error.message).splitlines()[0][:200]
-            return None
-        return folder
-
-
 # ---- from a dataset to a source --------------------------------------------------------------------------------------
 
 
 def is_tf_data(dataset: Any) -> bool:
-    return isinstance(dataset, tf.data.Dataset)
+    """Whether a dataset is a tf.data pipeline: nobody has one who has not imported TensorFlow."""
+    tensorflow = sys.modules.get("tensorflow")
+    return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
+
+
+def has_length(dataset: Any) -> bool:
+    """Whether it is known how many samples or batches a dataset has."""
+    if is_tf_data(dataset):
+        return int(dataset.cardinality()) >= 0
+    return is_columns(dataset) or is_map_style(dataset)
 
 
 def is_columns(dataset: Any) -> bool:
     """A dict or tuple of arrays of one length: columns, one row per sample."""
     parts = list(leaves(dataset)) if isinstance(dataset, (Mapping, tuple)) else []
-    arrays = [part for part in parts if isinstance(part, np.ndarray) or (tf.is_tensor(part) and part.shape.rank)]
+    arrays = [part for part in parts if _is_array(part)]
     return bool(arrays) and len(arrays) == len(parts) and len({len(array) for array in arrays}) == 1
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array with rows, of whatever library."""
+    return isinstance(value, np.ndarray) or (
+        hasattr(value, "dtype") and hasattr(value, "__array__") and len(value.shape) > 0
+    )
 
 
 class Columns:
@@ -266,22 +207,3 @@ def is_batched(dataset: Any) -> bool:
             return False
         dataset = getattr(dataset, "_input_dataset", None)
     return False
-
-
-def _is_ragged(dataset: Any) -> bool:
-    shapes = [spec.shape for spec in tf.nest.flatten(dataset.element_spec)]
-    return any(shape.rank is None or None in shape.as_list() for shape in shapes)
-
-
-def _padding(spec: Any) -> Any:
-    """0 for features; -100, which no loss counts, for integer labels."""
-
-    def zero(each: Any) -> Any:
-        return tf.constant("" if each.dtype == tf.string else 0, each.dtype)
-
-    if not isinstance(spec, tuple) or len(spec) != 2:
-        return tf.nest.map_structure(zero, spec)
-    labels = tf.nest.map_structure(
-        lambda each: tf.constant(-100, each.dtype) if each.dtype.is_integer and each.shape.rank else zero(each), spec[1]
-    )
-    return tf.nest.map_structure(zero, spec[0]), labels

@@ -1,8 +1,8 @@
-"""What of the shared arguments means nothing to TensorFlow and is refused, with what to do instead."""
+"""What of the shared arguments means nothing to Keras and is refused, with what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-TORCH_ONLY = "it speaks to PyTorch; TFTrainer spreads work with a tf.distribute strategy (args.strategy)"
+TORCH_ONLY = "it speaks to PyTorch; work is spread over the devices of args.strategy"
 
 REFUSED: dict[str, Refusal] = {
     "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
@@ -42,7 +42,7 @@ REFUSED: dict[str, Refusal] = {
     "fp16_opt_level": Refusal("Apex is a part of PyTorch", lambda value: value != "O1"),
     "gradient_checkpointing": Refusal("activations are recomputed by layers made under keras.RematScope"),
     "gradient_checkpointing_kwargs": Refusal("activations are recomputed by layers made under keras.RematScope"),
-    "torch_empty_cache_steps": Refusal("TensorFlow never gives cached memory back"),
+    "torch_empty_cache_steps": Refusal("TensorFlow and JAX never give cached memory back"),
     "dataloader_num_workers": Refusal("there are no loading processes; use map(..., num_parallel_calls=) in a "
                                       "tf.data pipeline"),
     "optim_target_modules": Refusal("no Keras optimizer works in low rank"),
@@ -68,13 +68,13 @@ REFUSED: dict[str, Refusal] = {
     "ddp_broadcast_buffers": Refusal(TORCH_ONLY, _is_set),
     "ddp_static_graph": Refusal(TORCH_ONLY, _is_set),
     "ddp_backend": Refusal(TORCH_ONLY, _is_set),
-    "accelerator_config": Refusal("it configures Accelerate; TFTrainer spreads batches by args.strategy",
+    "accelerator_config": Refusal("it configures Accelerate; batches are spread by args.strategy",
                                   lambda config: config != AcceleratorConfig()),
 }  # fmt: skip
-"""Fields whose values TFTrainingArguments refuses."""
+"""Fields whose values are refused."""
 
 IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", "dataloader_in_order")
-"""Fields that change nothing here: batches travel by TensorFlow's own ways, and accelerations are PyTorch's."""
+"""Fields that change nothing here: batches travel by the backend's own ways, and accelerations are PyTorch's."""
 
 
 def refusals_table() -> str:
@@ -83,11 +83,11 @@ def refusals_table() -> str:
     return f"## Refused\n\nValues of these that ask for something.\n\n| argument | why |\n|---|---|\n{rows}"
 
 
-def apply_refusals(args: Any, problems: Problems) -> None:
-    """Note everything these arguments ask of TensorFlow that it cannot do."""
-    for name, refusal in REFUSED.items():
+def apply_refusals(args: Any, problems: Problems, *, trainer: str, more: Mapping[str, Refusal]) -> None:
+    """Note everything these arguments ask of a trainer that it cannot do; `more` is what its backend adds."""
+    for name, refusal in {**REFUSED, **more}.items():
         if name not in problems.broken and refusal.asked(getattr(args, name)):
-            problems.add(f"{shown(name, getattr(args, name))}: not with TFTrainer: {refusal.why}", name)
+            problems.add(f"{shown(name, getattr(args, name))}: not with {trainer}: {refusal.why}", name)
     if args.poly_power != 1.0 and str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) not in (
         "linear", "polynomial",
     ):  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 from keras import ops
 
 from ..errors import ModelError
+from .compiled_loss import is_integer, per_row
 from .host_batch import IGNORED
-from .keras_loss import is_integer, per_row
 
 
 def smoothed(outputs: Any, labels: Any, factor: float, weights: Any, *, from_logits: bool) -> tuple[Any, Any]:

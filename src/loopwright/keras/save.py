@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..args.paths import working_folder
-from ..core.checkpoint.folder import ARGUMENTS, MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE, folder_name
-from ..core.checkpoint.json_files import read_json
+from ..core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE
+from ..core.checkpoint.json_files import documents_writer, read_json
 from ..core.checkpoint.storage import folder_for
 from ..core.host_memory import free_memory
-from ..core.overrides import adapt, is_overridden
+from ..core.overrides import adapt
 from ..core.resume import ResumingMethods
 from ..core.state import TrainerState
-from ..errors import CheckpointError
 from ..notices import logger
 from .checkpoint import (
+    bytes_of,
     load_model_values,
     load_optimizer_values,
     optimizer_variables,
-    restore_old,
     values_of,
     write_values,
 )
 from .hooks import KerasBase
-from .rng import rng_from_json, rng_to_json
 
 STREAM = "tf_data"
 """The folder with a tf.data iterator's own files, in a checkpoint."""
@@ -40,8 +35,6 @@ class SavingMethods(KerasBase, ResumingMethods):
 
     source: Any
     _stream: Any
-    _old_checkpoint: str | None = None
-    """A checkpoint of TensorFlow's own kind the run goes on from."""
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -68,33 +61,22 @@ class SavingMethods(KerasBase, ResumingMethods):
             path.unlink(missing_ok=True)
             logger.warning(f"no {path.name}: the model cannot describe itself ({error}); its weights are in {MODEL}")
 
-    def _save_companions(self, folder: Path) -> None:
-        """What belongs to a model besides weights: its processor and the arguments."""
-        if callable(getattr(self.trainer.processing_class, "save_pretrained", None)):
-            self.trainer.processing_class.save_pretrained(str(folder))
-        (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
-
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         """Publish a checkpoint of the last finished update."""
-        step = self.state.global_step
-        if self.state.best_global_step == step:
-            self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
+        self._note_best_checkpoint()
         if self.args.should_save:
             own = self._saves_models_itself()
             background = self.args.async_save and not own and self._fits_in_memory()
             self.checkpoints.save(
-                step,
+                self.state.global_step,
                 self._checkpoint_writer(),
                 keep=self.args.save_total_limit,
                 protect=[self.state.best_global_step],
                 background=background and self.strategy.world_size == 1,
             )
         self.strategy.barrier()  # the others may be about to read it
-
-    def _saves_models_itself(self) -> bool:
-        return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
 
     def _checkpoint_writer(self) -> Callable[[Path], None]:
         """A function that writes everything as it is now; what happens until it is called does not show."""
@@ -112,22 +94,19 @@ class SavingMethods(KerasBase, ResumingMethods):
             files = self._source_files()  # type: ignore[attr-defined]
             if files is not None:
                 writers.append(lambda folder: _move(files, folder / STREAM))
-        texts = {name: json.dumps(values, indent=1, sort_keys=True) + "\n" for name, values in documents.items()}
+        writers.append(documents_writer(documents))
 
         def write(folder: Path) -> None:
             for each in writers:
                 each(folder)
-            for name, text in texts.items():
-                (folder / name).write_text(text, encoding="utf-8")
 
         return write
 
     def _resume_documents(self) -> dict[str, Any]:
-        meter = self.meter.state_dict()
         return {
-            PROGRESS: {"progress": dataclasses.asdict(self.progress), "meter": meter, "parts": self.part_states()},
+            PROGRESS: self._progress_document(),
             SCHEDULER: self.trainer.lr_scheduler.state_dict(),
-            RNG: rng_to_json(self.strategy.rng_state()),
+            RNG: self.strategy.streams.to_json(self.strategy.rng_state()),
         }
 
     def checkpoint_bytes(self) -> int:
@@ -135,7 +114,7 @@ class SavingMethods(KerasBase, ResumingMethods):
         variables = list(self.model.variables)
         if not self.args.save_only_model:
             variables += optimizer_variables(self.trainer.optimizer)
-        return sum(_bytes(variable) for variable in variables)
+        return sum(bytes_of(variable) for variable in variables)
 
     def _fits_in_memory(self) -> bool:
         return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0)
@@ -151,11 +130,7 @@ class SavingMethods(KerasBase, ResumingMethods):
     def _resume(self, checkpoint: str) -> None:
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
-        if not (folder / PROGRESS).is_file():
-            raise CheckpointError(
-                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
-                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
-            )
+        self._check_resumable(folder)
         self._adopt_state(saved)
         self._tell_changes(folder)
         self._resume_progress(read_json(folder / PROGRESS))
@@ -163,38 +138,12 @@ class SavingMethods(KerasBase, ResumingMethods):
         self.trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
         if (folder / STREAM).is_dir():
             self._stream = folder / STREAM
-        self._resume_rng = rng_from_json(read_json(folder / RNG))
+        self._resume_rng = self.strategy.streams.from_json(read_json(folder / RNG))
         # Now, for an evaluation that a signal put off; and once more where training goes on.
         self.strategy.load_rng_state(self._resume_rng)
 
     def _ordered_data(self) -> bool:
         return bool(self.source.ordered)
-
-    def _resume_old(self, prefix: str) -> None:
-        """Go on from a folder of the old trainer: weights, optimizer and the number of updates; the rest is guessed."""
-        step = restore_old(prefix, self.model, self.trainer.optimizer)
-        plan = self.plan
-        self.state.global_step = self.progress.last_logged_step = step
-        per_epoch = plan.updates_per_epoch
-        self.progress.epoch, inside = divmod(step, per_epoch)
-        self.progress.batches_in_epoch = inside * plan.accumulation
-        self.progress.samples_in_epoch = inside * plan.total_batch_size
-        self.state.epoch = plan.epoch_after(self.progress.epoch, self.progress.batches_in_epoch)
-        for _ in range(step):
-            self.trainer.lr_scheduler.step()
-        self.notices.tell_once(
-            f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
-            f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"
-        )
-
-
-def _bytes(variable: Any) -> int:
-    import tensorflow as tf
-
-    size = 1
-    for length in variable.shape:
-        size *= int(length)
-    return size * tf.as_dtype(variable.dtype).size
 
 
 def _move(source: Path, target: Path) -> None:

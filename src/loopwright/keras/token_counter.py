@@ -1,4 +1,4 @@
-"""How much a run has computed, and how much memory it took."""
+"""How much a run has computed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from ..core.host_memory import host_memory, host_peak
 from .host_batch import HostBatch
 
 
@@ -43,37 +41,3 @@ class WorkCounter:
             return int(np.sum(mask))
         main = self._main(batch)
         return 0 if main is None else int(np.prod(main.shape))
-
-
-class MemoryMeter:
-    """How much host and device memory a phase added, and how far beyond that it went on the way."""
-
-    def __init__(self) -> None:
-        self._host = self._host_peak = 0
-        self._device = {"current": 0, "peak": 0}
-
-    def start(self) -> None:
-        for name in _gpus():
-            tf.config.experimental.reset_memory_stats(name)
-        self._host, self._host_peak, self._device = host_memory(), host_peak(), _device_memory()
-
-    def figures(self, phase: str) -> dict[str, int]:
-        """Bytes added since `start`, and the peak beyond what is in use now."""
-        now, peak, device = host_memory(), host_peak(), _device_memory()
-        result = {
-            f"{phase}_mem_cpu_alloc_delta": now - self._host,
-            f"{phase}_mem_cpu_peaked_delta": max(0, peak - now if peak > self._host_peak else 0),
-        }
-        if _gpus():
-            result[f"{phase}_mem_gpu_alloc_delta"] = device["current"] - self._device["current"]
-            result[f"{phase}_mem_gpu_peaked_delta"] = max(0, device["peak"] - device["current"])
-        return result
-
-
-def _gpus() -> list[str]:
-    return [device.name.split("device:")[-1] for device in tf.config.list_logical_devices("GPU")]
-
-
-def _device_memory() -> dict[str, int]:
-    found = [tf.config.experimental.get_memory_info(name) for name in _gpus()]
-    return {key: sum(each[key] for each in found) for key in ("current", "peak")}

@@ -1,4 +1,4 @@
-"""Variables to and from checkpoint files: safetensors and JSON, and the checkpoints of TensorFlow's own kind."""
+"""Variables to and from checkpoint files: safetensors and JSON."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
-import tensorflow as tf
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..core.checkpoint.folder import MODEL, OPTIMIZER
 from ..core.checkpoint.json_files import write_json
 from ..errors import CheckpointError
-from ..notices import logger
-from .models import named_variables, raw
+from .compiled_loss import keras_dtype
+from .models import named_variables
 
-VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
-"""How TensorFlow's own checkpoints end the name of a variable."""
 VARIABLES = "variables.json"
 """The order of the variables in a file: names that Keras counts up differ from process to process."""
 
@@ -84,8 +82,7 @@ def load_values(variables: list[Any], values: Mapping[str, Any], *, source: str)
     if wrong:
         raise CheckpointError(f"the values in {source} do not fit. Of another shape: {'; '.join(wrong[:5])}")
     for variable, value, _ in pairs:
-        dtype = tf.as_dtype(variable.dtype)
-        variable.assign(tf.bitcast(tf.constant(value), dtype) if dtype == tf.bfloat16 else value)
+        variable.assign(value.view(ml_dtypes.bfloat16) if keras_dtype(variable) == "bfloat16" else value)
 
 
 def load_model_values(model: Any, folder: str | os.PathLike[str]) -> None:
@@ -106,60 +103,6 @@ def optimizer_variables(optimizer: Any) -> list[Any]:
     return list(variables() if callable(variables) else variables)
 
 
-# ---- the folders of the old trainer ----------------------------------------------------------------------------------
-
-
-def old_checkpoint(place: Any) -> str | None:
-    """The newest checkpoint of TensorFlow's own kind at a path: a CheckpointManager's folder, or a prefix in it."""
-    if not isinstance(place, (str, os.PathLike)):
-        return None
-    text = os.fspath(place)
-    if os.path.isfile(f"{text}.index"):
-        return text
-    if os.path.isfile(os.path.join(text, "trainer_state.json")) or not os.path.isdir(text):
-        return None
-    return tf.train.latest_checkpoint(text)
-
-
-def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
-    """Load what the old trainer saved (`optimizer` and `model`); returns the updates it had done."""
-    saved = {name for name, _ in tf.train.list_variables(prefix)}
-    try:
-        tf.train.Checkpoint(model=model).restore(prefix).assert_existing_objects_matched()
-    except (AssertionError, ValueError) as error:
-        raise CheckpointError(
-            f"{prefix} does not fit the model ({str(error).splitlines()[0]}). Weights of tf_keras models load into "
-            "tf_keras models (TF_USE_LEGACY_KERAS=1)"
-        ) from error
-    if any(".OPTIMIZER_SLOT/optimizer/" in name for name in saved):
-        _restore_slots(prefix, saved, model, optimizer)
-    else:
-        tf.train.Checkpoint(model=model, optimizer=optimizer).restore(prefix).expect_partial()
-    for name in ("optimizer/iter", "optimizer/_iterations"):
-        key = f"{name}/{VALUE}"
-        if key in saved:
-            step = int(tf.train.load_variable(prefix, key))
-            optimizer.iterations.assign(step)
-            return step
-    logger.warning(f"{prefix} does not say how many updates it had done: the run counts from 0")
-    return 0
-
-
-def _restore_slots(prefix: str, saved: set[str], model: Any, optimizer: Any) -> None:
-    """Adam's moments as the optimizers before Keras 2.11 wrote them: beside the variables they belong to."""
-    moments = {"m": getattr(optimizer, "_momentums", None), "v": getattr(optimizer, "_velocities", None)}
-    keys = _checkpoint_keys(model)
-    for index, variable in enumerate(model.trainable_variables):
-        for slot, values in moments.items():
-            key = f"{keys.get(id(raw(variable)))}/.OPTIMIZER_SLOT/optimizer/{slot}/{VALUE}"
-            if values is not None and key in saved:
-                values[index].assign(tf.train.load_variable(prefix, key))
-
-
-def _checkpoint_keys(model: Any) -> dict[int, str]:
-    """Where a checkpoint of TensorFlow's own kind keeps each variable of a model, by the variable's id."""
-    from tensorflow.python.checkpoint.graph_view import ObjectGraphView
-
-    root = tf.train.Checkpoint(model=model)  # the view holds it weakly
-    objects, paths = ObjectGraphView(root).breadth_first_traversal()
-    return {id(each): "/".join(reference.name for reference in paths[each]) for each in objects}
+def bytes_of(variable: Any) -> int:
+    """How large a variable is in a file."""
+    return int(np.prod(variable.shape)) * np.dtype(keras_dtype(variable)).itemsize

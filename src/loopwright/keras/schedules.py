@@ -8,13 +8,13 @@ from typing import Any
 from ..core.evaluation.metrics import better
 from ..core.schedules import build_schedule
 from ..errors import ArgumentsError
-from .strategy import TFStrategy
+from .strategy import KerasStrategy
 
 
 class ScheduledRate:
     """Tells the optimizer the learning rate of each update: the base times a function of the update's number."""
 
-    def __init__(self, strategy: TFStrategy, base: float, schedule: Any) -> None:
+    def __init__(self, strategy: KerasStrategy, base: float, schedule: Any) -> None:
         self._strategy, self.base, self.schedule, self.last_epoch = strategy, base, schedule, 0
         strategy.learning_rate = base * schedule(0)
 
@@ -38,7 +38,7 @@ class PlateauRate(ScheduledRate):
 
     def __init__(
         self,
-        strategy: TFStrategy,
+        strategy: KerasStrategy,
         base: float,
         *,
         mode: str = "min",
@@ -89,7 +89,7 @@ class PlateauRate(ScheduledRate):
 class KerasRate:
     """A schedule of Keras that the optimizer follows itself, by its own count of updates."""
 
-    def __init__(self, strategy: TFStrategy, schedule: Any) -> None:
+    def __init__(self, strategy: KerasStrategy, schedule: Any) -> None:
         self.schedule, self.last_epoch = schedule, 0
         strategy.learning_rate = None
 
@@ -109,7 +109,7 @@ class KerasRate:
         self.last_epoch = state["last_epoch"]
 
 
-def build_rate(args: Any, strategy: TFStrategy, base: float, total_updates: int) -> ScheduledRate:
+def build_rate(args: Any, strategy: KerasStrategy, base: float, total_updates: int) -> ScheduledRate:
     """What `lr_scheduler_type` names."""
     name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = args.lr_scheduler_kwargs or {}

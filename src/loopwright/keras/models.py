@@ -6,14 +6,13 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
-import tensorflow as tf
+import keras
 
 from ..core.overrides import accepts
 from ..errors import ModelError
-from .optimizers import variable_name
+from .host_batch import leaves
 
 NEXT_TOKEN = ("CausalLM", "LMHeadModel")
 """Parts of class names whose loss leaves out the first target of each row."""
@@ -26,13 +25,9 @@ def set_policy(name: str) -> None:
 
 
 def _families() -> list[Any]:
-    """Keras 3, and tf_keras if somebody has imported it or tf.keras is it."""
-    import keras
-
+    """Keras 3, and tf_keras if somebody has imported it."""
     legacy = sys.modules.get("tf_keras")
-    if legacy is None and not str(tf.keras.__version__).startswith("3"):
-        legacy = import_module("tf_keras")
-    return [keras, *([legacy] if legacy is not None else [])]
+    return [keras] if legacy is None else [keras, legacy]
 
 
 def family_of(model: Any) -> Any:
@@ -89,16 +84,12 @@ def _inputs(model: Any, call: Any) -> tuple[str, ...] | None:
     """The names a dict of features may have: a functional model's inputs, or the parameters of a model of old."""
     found = getattr(model, "inputs", None) if getattr(model, "built", True) else None
     if found:
-        names = getattr(model, "input_names", None) or [each.name for each in _flat(found)]
+        names = getattr(model, "input_names", None) or [each.name for each in leaves(found)]
         return tuple(names)
     names = _names(call)
     if "labels" in names and "input_ids" in names:
         return tuple(name for name in names if name not in ("self", "training", "kwargs"))
     return None
-
-
-def _flat(value: Any) -> list[Any]:
-    return list(tf.nest.flatten(value))
 
 
 def call_model(model: Any, info: ModelInfo, features: Any, labels: Any, training: bool) -> Any:
@@ -129,7 +120,7 @@ def _single(outputs: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-# ---- building and rebuilding -----------------------------------------------------------------------------------------
+# ---- variables and formats -------------------------------------------------------------------------------------------
 
 
 def trainable(model: Any) -> list[Any]:
@@ -138,11 +129,6 @@ def trainable(model: Any) -> list[Any]:
     if not found:
         raise ModelError(f"{type(model).__name__} has no trainable variables, so there is nothing to train")
     return found
-
-
-def raw(variable: Any) -> Any:
-    """The tf.Variable inside a Keras variable."""
-    return variable.value if isinstance(variable, _families()[0].Variable) else variable
 
 
 def is_built(model: Any) -> bool:
@@ -162,34 +148,9 @@ def check_policy(model: Any, policy: str | None) -> None:
         )
 
 
-def in_scope(model: Any, strategy: Any) -> bool:
-    """Whether the model's variables belong to the strategy."""
-    extended = strategy.extended
-    return all(extended.variable_created_in_scope(raw(variable)) for variable in model.variables)
-
-
-def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
-    """The same model with the same weights, made inside the strategy's scope."""
-    try:
-        values = [tf.convert_to_tensor(variable).numpy() for variable in model.variables]
-        with strategy.scope():
-            if isinstance(model, family.Sequential) or getattr(model, "_is_graph_network", False) or _functional(model):
-                fresh = family.models.clone_model(model)
-            else:
-                fresh = type(model).from_config(model.get_config())
-                fresh.build_from_config(model.get_build_config())
-            for variable, value in zip(fresh.variables, values, strict=True):
-                variable.assign(value)
-    except Exception as error:
-        raise ModelError(
-            f"the model was built outside args.strategy.scope() and cannot be built again inside it ({error}). Build "
-            "it there (with args.strategy.scope(): model = ...), or give model_init="
-        ) from error
-    return fresh
-
-
-def _functional(model: Any) -> bool:
-    return type(model).__name__ == "Functional"
+def variable_name(variable: Any) -> str:
+    """The full name of a variable: its path in Keras 3, its name elsewhere."""
+    return str(getattr(variable, "path", None) or variable.name)
 
 
 def named_variables(variables: list[Any]) -> dict[str, Any]:

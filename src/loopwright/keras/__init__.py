@@ -1,0 +1,1 @@
+"""Keras, whatever computes: what the trainers of TensorFlow and JAX share. Imports neither of them."""

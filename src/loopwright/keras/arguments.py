@@ -1,0 +1,83 @@
+"""KerasTrainingArguments: all shared arguments, and the devices that compute together.
+
+Keras and its backends are imported when the strategy is asked for, not before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..args.base import BaseArguments
+from ..args.field import specs
+from ..args.problems import Problems
+from ..args.tensorflow import TensorFlowArgs
+from .refusals import IDLE, Refusal, apply_refusals
+
+POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "no": None}
+"""Keras's names of mixed precision."""
+
+
+# TensorFlowArgs comes first so that output_dir stays the first positional argument.
+@dataclass
+class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
+    """All arguments of a run with Keras, whatever computes."""
+
+    trainer_name: ClassVar[str]
+    """What messages call the trainer."""
+    refused: ClassVar[dict[str, Refusal]] = {}
+    """What the backend refuses besides."""
+
+    def settle_framework(self, problems: Problems) -> None:
+        apply_refusals(self, problems, trainer=self.trainer_name, more=self.refused)
+
+    def without_effect(self) -> list[str]:
+        known, found = specs(type(self)), super().without_effect()
+        given = [name for name in IDLE if getattr(self, name) != known[name].default and name not in found]
+        return [*found, *(name for name in given if name != "dataloader_pin_memory" or not self.use_cpu)]
+
+    # ---- the strategy -----------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Any:
+        """Where updates are computed; models should be built in its `scope()`. Found once, or assigned."""
+        if getattr(self, "_strategy", None) is None:
+            self._strategy = self._setup_strategy()
+            self.set_precision()
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.set_precision()
+
+    def _setup_strategy(self) -> Any:
+        raise NotImplementedError
+
+    def set_precision(self) -> None:
+        """Make mixed precision Keras's global policy: it holds for the layers made from here on."""
+        policy = POLICIES[self.mixed_precision]
+        if policy is not None:
+            from .models import set_policy
+
+            set_policy(policy)
+
+    @property
+    def n_replicas(self) -> int:
+        """Devices that compute together, over all workers."""
+        return int(self.strategy.num_replicas_in_sync)
+
+    @property
+    def n_gpu(self) -> int:
+        """What n_replicas was called before."""
+        return self.n_replicas
+
+    @property
+    def train_batch_size(self) -> int:
+        """Samples of one micro-batch over all replicas."""
+        return self.per_device_train_batch_size * self.n_replicas
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of one evaluation batch over all replicas."""
+        return self.per_device_eval_batch_size * self.n_replicas

@@ -1,0 +1,86 @@
+"""The trainer's methods that take gradients with TensorFlow, inside the compiled update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ..errors import ModelError
+from ..keras.loss_step import LossMethods, LossNote
+from .hooks import TFHooks
+from .variables import raw
+
+
+class GradientMethods(LossMethods):
+    """Gradients on one replica; every public method may be overridden, and is traced."""
+
+    trainer: TFHooks
+
+    def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
+        """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
+        variables = [raw(variable) for variable in self.model.trainable_variables]
+        with tf.GradientTape() as tape:
+            loss = self._called_compute_loss(features, labels, nb_instances_in_global_batch)
+            total, items = self._summed(loss, labels)
+            total = total / nb_instances_in_global_batch
+            scaled = self.trainer.optimizer.scale_loss(total) if self._scales_loss() else total
+        self.trainer.train_loss.update_state(total, items)
+        return tape.gradient(scaled, variables)
+
+    def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
+        """One update on one replica: `features` and `labels` are lists of its micro-batches.
+
+        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
+        (None without it). Gradients are summed over replicas before they are clipped.
+        """
+        batches, loop = self._micro_batches(features, labels)
+        found = self.strategy.accumulate(batches, nb_instances_in_global_batch, loop)
+        return self.strategy.finish(*found, nb_instances_in_global_batch)
+
+    # ---- inside the compiled update ---------------------------------------------------------------------------------
+
+    def _apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
+        """What one replica does in an update: `apply_gradients`, an override's result made complete."""
+        self._weights_of = [each[2] for each in batches] if not loop else batches[2]
+        self._loops = loop
+        features = batches[0] if loop else [each[0] for each in batches]
+        labels = batches[1] if loop else [each[1] for each in batches]
+        with self.trainer.train_loss.collecting() as note:
+            result = self.trainer.apply_gradients(features, labels, items)
+            if isinstance(result, tuple):
+                return result
+            return self._reduced_note(note), None, None
+
+    def _micro_batches(self, features: Any, labels: Any) -> tuple[Any, bool]:
+        if self._loops:
+            return (features, labels, self._weights_of), True
+        return list(zip(features, labels, self._weights_of, strict=True)), False
+
+    def _reduced_note(self, note: LossNote) -> Any:
+        loss = tf.constant(float("nan")) if note.loss is None else note.loss
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", loss) if self.strategy.spreads and context is not None else loss
+
+    def _micro_gradients(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[list[Any], Any, Any]:
+        """Gradients, loss and items of one micro-batch; dense, so that repeated indices add up."""
+        self._row_weights = weights
+        before = (self.trainer.train_loss.loss, self.trainer.train_loss.items)
+        with self.trainer.train_loss.collecting() as note:
+            gradients = self._called_training_step(features, labels, items)
+            loss, summed = note.loss, note.items
+        self.trainer.train_loss.loss, self.trainer.train_loss.items = before
+        if gradients is None:
+            raise ModelError("training_step returned None; it must return the gradients of the micro-batch")
+        dense = [
+            tf.zeros_like(raw(variable)) if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(gradients, self.model.trainable_variables, strict=True)
+        ]
+        return dense, tf.constant(float("nan")) if loss is None else loss, summed
+
+    def _bind_overrides(self) -> None:
+        super()._bind_overrides()
+        self._called_training_step = self.trainer.training_step
+
+    def _scales_loss(self) -> bool:
+        return self.strategy.scales and hasattr(self.trainer.optimizer, "scale_loss")

@@ -1,0 +1,27 @@
+"""What is logged, through a tf.summary writer the user made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from ..core.events import TrainerCallback
+
+
+class SummaryWriterCallback(TrainerCallback):
+    """Writes what is logged through a tf.summary writer the user made."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        with self.writer.as_default():
+            for name, value in logs.items():
+                if isinstance(value, (int, float)):
+                    tf.summary.scalar(name, value, step=state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.writer.flush()
