@@ -69,11 +69,12 @@ def report(situation: str, folder: str) -> None:
     again = trainer(name, f"{folder}/again", **options)
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     weights = [parameter.cpu().tolist() for parameter in run.model.parameters()]
+    ours = run._loopwright
     found = {
-        "situation": situation, "strategy": type(run._loopwright.strategy).__name__, "device": run._loopwright.device.type,
-        "spans": getattr(run._loopwright.strategy, "spans", None), "losses": losses(run), "again": losses(again),
+        "situation": situation, "strategy": type(ours.strategy).__name__, "device": ours.device.type,
+        "spans": getattr(ours.strategy, "spans", None), "losses": losses(run), "again": losses(again),
         "predictions": predictions.tolist(), "weights": weights,
-        "alike": not run._loopwright.strategy.agree(run._loopwright.strategy.broadcast(weights) != weights),
+        "alike": not ours.strategy.agree(ours.strategy.broadcast(weights) != weights),
     }  # fmt: skip
     if run.args.process_index == 0:
         print("FOUND " + json.dumps(found), flush=True)
