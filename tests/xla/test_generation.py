@@ -42,7 +42,7 @@ def generating(name: str, folder: Any, *, kind: Any = NEURON, width: int = 32, *
 )
 def test_generated_tokens_are_those_of_the_cpu(name: str, kind: Any, options: dict[str, Any], tmp_path: Any) -> None:
     cpu, xla = (generating(name, tmp_path / str(use), kind=kind, use_cpu=use, **options) for use in (True, False))
-    assert xla.device.type == "xla"
+    assert xla._loopwright.device.type == "xla"
     outputs = []
     for each in (cpu, xla):
         each.train()

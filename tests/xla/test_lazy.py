@@ -27,7 +27,7 @@ def test_training_evaluating_predicting_and_saving_match_the_cpu(name: str, tmp_
     options = {"eval_strategy": "epoch", "save_strategy": "epoch"}
     cpu = trainer(name, tmp_path / "cpu", use_cpu=True, **options)
     xla = trainer(name, tmp_path / "xla", **options)
-    assert xla.device.type == "xla" and cpu.device.type == "cpu"
+    assert xla._loopwright.device.type == "xla" and cpu._loopwright.device.type == "cpu"
     cpu.train()
     before = runtime.graphs()
     xla.train()
@@ -103,7 +103,7 @@ def test_the_weighted_loss_of_everybodys_first_override_runs_unchanged(tmp_path:
     cpu.train()
     xla.train()
     assert losses(xla) == pytest.approx(losses(cpu), abs=CLOSE)
-    assert not any("not filled up" in text for text in xla.notices.told)
+    assert not any("not filled up" in text for text in xla._loopwright.notices.told)
 
 
 def test_recompiling_is_said_with_the_input_that_changed(tmp_path: Any) -> None:
