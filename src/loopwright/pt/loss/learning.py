@@ -161,13 +161,12 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         known = accounting.is_additive is True and not accounting.is_claimed and accounting.may_compare
         return known and (self._loss_is_theirs() or not accounting.is_trusted)
 
-    def _look_again(self, made: list[Any]) -> bool:
-        """Find out anew what the loss is the mean of; returns whether that is something else now."""
+    def _look_again(self, made: list[Any], *, only_if_wrong: bool = False) -> bool:
+        """Find out anew what the loss is the mean of; returns whether what was known before is given up."""
         before, self.accounting = self.accounting, self._make_accounting()
         self._learn_loss(made, reports=False)
         now = self.accounting
-        is_alike = now.kind is before.kind and now.is_additive == before.is_additive
-        if is_alike and (now.rivals == before.rivals or set(now.rivals) & set(before.rivals)):
+        if only_if_wrong and not _contradicts(now, before):
             self.accounting = before
             return False
         now.keep_weights_of(before)
@@ -292,6 +291,13 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 
         return LossProbe(compute, self.model, trainer=self.trainer)
+
+
+def _contradicts(now: LossAccounting, before: LossAccounting) -> bool:
+    """Whether a second look at a loss has shown that it is not what it was taken for."""
+    if now.is_additive is not True or not now.rivals:
+        return now.is_additive is False
+    return bool(before.rivals) and not set(now.rivals) & set(before.rivals)
 
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:

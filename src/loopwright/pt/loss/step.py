@@ -255,7 +255,7 @@ class LossMethods(LossLearningMethods):
         speed = self._speed if self._speed is not None and self._speed.is_active else None
         made = update.batches if speed is None else speed.as_made(update)
         changes = self._stamp.changes() if self._stamp is not None else []
-        if not changes and self._is_look_due(made) and self._look_again(made):
+        if not changes and self._is_look_due(made) and self._look_again(made, only_if_wrong=True):
             changes = ["the loss"]
             self._count(update)
         elif not changes:
