@@ -45,12 +45,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.printer": ("PrinterCallback",),
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
-    "pt.checkpoint.tensors.weights": ("load_model",),
+    "pt.checkpoint.weights": ("load_model",),
     "pt.optim.greedy_lr": ("GreedyLR",),
-    "pt.data.pipeline.loaders": ("has_length",),
-    "pt.loss.targets.targets": ("LabelSmoother",),
+    "pt.data.loaders": ("has_length",),
+    "pt.loss.targets": ("LabelSmoother",),
     "pt.rng": ("enable_full_determinism", "set_seed"),
-    "pt.data.pipeline.collators": (
+    "pt.data.collators": (
         "DataCollatorForLanguageModeling",
         "DataCollatorForMultipleChoice",
         "DataCollatorForSeq2Seq",

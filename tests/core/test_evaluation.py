@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from loopwright.core.evaluation.loop.loop import EvalPlan, EvalStep, WeightedLoss, needs_compute_result, run_evaluation
+from loopwright.core.evaluation.loop import EvalPlan, EvalStep, WeightedLoss, needs_compute_result, run_evaluation
 
 whole = st.integers(-1000, 1000).map(float)
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import loopwright
-from loopwright.core.base import BaseTrainer
 from loopwright.core.overrides import (
     NEVER_CALLED,
     accepts,
@@ -18,6 +17,7 @@ from loopwright.core.overrides import (
     reaches_ours,
     refuse_dead_overrides,
 )
+from loopwright.core.trainer import BaseTrainer
 
 
 def two(a: Any, b: Any) -> Any:

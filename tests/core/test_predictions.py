@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from loopwright.core.evaluation.loop import predictions as module
-from loopwright.core.evaluation.loop.predictions import Column, PredictionStore, first_leaf, map_nested
+from loopwright.core.evaluation.predictions import Column, PredictionStore, first_leaf, map_nested
 
 
 def joined(blocks: list[np.ndarray]) -> np.ndarray:

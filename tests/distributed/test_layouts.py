@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loopwright.core.checkpoint.manifest import damage, read_manifest
-from loopwright.pt.checkpoint.tensors.tensors import read_tensors
+from loopwright.pt.checkpoint.tensors import read_tensors
 
 from .pool import Pool
 from .test_contract import assert_same_run, zero

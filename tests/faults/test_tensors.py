@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.pt.checkpoint.tensors.tensors import HostCopies, copy_into, host_copy, read_tensors, write_tensors
+from loopwright.pt.checkpoint.tensors import HostCopies, copy_into, host_copy, read_tensors, write_tensors
 
 KINDS: dict[str, Any] = {
     "tied": lambda base: {"a": base, "b": base},

@@ -16,9 +16,8 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
-from loopwright.speed.attention.dispatch import dispatch as attention, varlen as document_attention
-from loopwright.speed.attention.dispatch.dispatch import Request
-from loopwright.speed.attention.dispatch.document_mask import as_mask
+from loopwright.speed.attention.dispatch import Request, dispatch as attention, varlen as document_attention
+from loopwright.speed.attention.document_mask import as_mask
 from loopwright.speed.proof.prober import gradient_distance
 from tests.gpu.script import needs_gpu, run_tests
 

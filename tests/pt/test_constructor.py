@@ -16,7 +16,7 @@ import loopwright
 from loopwright import ArgumentsError, Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.overrides import NEVER_CALLED
 from loopwright.pt.constructor_checks import PARAMETERS
-from loopwright.pt.data.pipeline.collators import DataCollatorWithPadding, default_data_collator
+from loopwright.pt.data.collators import DataCollatorWithPadding, default_data_collator
 from tests.side_by_side.tasks import Regression, bert, regression_data
 
 transformers = pytest.importorskip("transformers")

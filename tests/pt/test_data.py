@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 import loopwright
 from loopwright import ArgumentsError, DataError, Trainer, TrainingArguments
-from loopwright.pt.data.pipeline.loaders import build_loader
+from loopwright.pt.data.loaders import build_loader
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopwright.pt.loss.targets import comparison as looking
-from loopwright.pt.loss.targets.targets import LossKind
+from loopwright.pt.loss.targets import LossKind, comparison as looking
 from tests.pt.tiny import ShiftedTokens, Tokens, assert_close, made, pad, samples, trained_gradients, trainer_of
 
 ENOUGH = 8

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import loopwright
-from loopwright.pt.loss.targets.targets import LossKind, count_targets
+from loopwright.pt.loss.targets import LossKind, count_targets
 from tests.pt import tiny
 from tests.pt.tiny import (
     ShiftedTokens,

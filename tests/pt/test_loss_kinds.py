@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loopwright
-from loopwright.pt.loss.targets.targets import LossKind
+from loopwright.pt.loss.targets import LossKind
 from tests.pt import tiny
 from tests.pt.tiny import (
     Tokens,

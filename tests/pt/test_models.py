@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.notices import Notices
-from loopwright.pt.data.pipeline.columns import ColumnFilter, find_labels, forward_parameters, innermost
+from loopwright.pt.data.columns import ColumnFilter, find_labels, forward_parameters, innermost
 from loopwright.pt.model.neftune import add_embedding_noise
 from loopwright.speed.compile.blocks import repeated_blocks
 from tests.pt import tiny

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from loopwright.pt.checkpoint.tensors.module_state import LARGEST, ModuleState
+from loopwright.pt.checkpoint.module_state import LARGEST, ModuleState
 from tests.pt import tiny
 from tests.pt.tiny import Tokens, made, samples, trainer_of, weights
 

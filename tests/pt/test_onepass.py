@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from loopwright.pt.data.collators import padding as padding_module
+from loopwright.pt.data.collators.onepass import pad_in_one_pass, pad_rows_in_one_pass
+from loopwright.pt.data.collators.padding import pad
 from loopwright.pt.data.pipeline import collators
-from loopwright.pt.data.pipeline.collators import padding as padding_module
-from loopwright.pt.data.pipeline.collators.onepass import pad_in_one_pass, pad_rows_in_one_pass
-from loopwright.pt.data.pipeline.collators.padding import pad
 
 transformers = pytest.importorskip("transformers")
 from transformers.tokenization_utils_base import BatchEncoding, PreTrainedTokenizerBase  # noqa: E402

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.pt.loss.targets.out_of_memory import is_out_of_memory, run_or_halve, split_all
-from loopwright.pt.loss.targets.splitter import BatchSplitter, CannotSplit
+from loopwright.pt.loss.out_of_memory import is_out_of_memory, run_or_halve, split_all
+from loopwright.pt.loss.splitter import BatchSplitter, CannotSplit
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
 from tests.pt import tiny

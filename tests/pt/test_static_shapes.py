@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loopwright
-from loopwright.pt.data.pipeline.static_shapes import IGNORED, SHORTEST, Static, StaticShapes
+from loopwright.pt.data.static_shapes import IGNORED, SHORTEST, Static, StaticShapes
 
 from .tiny import Tokens, assert_close, bert_classes, bert_tokens, llama, made, pad, samples, t5, trainer_of, weights
 

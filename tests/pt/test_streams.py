@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.pt.data.pipeline.streams import StreamLoader
+from loopwright.pt.data.streams import StreamLoader
 from tests.side_by_side.tasks import Regression, regression_data
 
 

@@ -10,9 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.attention.dispatch import varlen as document_attention
-from loopwright.speed.attention.dispatch.dispatch import AttentionRefused, Request, attend, one_by_one
-from loopwright.speed.attention.dispatch.document_mask import as_mask, borders_of
+from loopwright.speed.attention.dispatch import (
+    AttentionRefused,
+    Request,
+    attend,
+    one_by_one,
+    varlen as document_attention,
+)
+from loopwright.speed.attention.document_mask import as_mask, borders_of
 
 LENGTHS = [7, 1, 12, 4]
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.attention.dispatch.dispatch import AttentionRefused
-from loopwright.speed.attention.dispatch.document_mask import as_given, borders_of, split_at_chunks
-from loopwright.speed.attention.dispatch.mask_patterns import Pattern, mask_of_documents, pattern_of
-from loopwright.speed.attention.dispatch.switch import AttentionSwitch
-from loopwright.speed.layouts.rows.candidates import make_layout
-from loopwright.speed.layouts.rows.positions import longest_alike
-from loopwright.speed.layouts.rows.rows import Limits
-from loopwright.speed.layouts.rows.samples import NoSamples, real_tokens, take_apart
+from loopwright.speed.attention.dispatch import AttentionRefused
+from loopwright.speed.attention.document_mask import as_given, borders_of, split_at_chunks
+from loopwright.speed.attention.mask_patterns import Pattern, mask_of_documents, pattern_of
+from loopwright.speed.attention.switch import AttentionSwitch
+from loopwright.speed.layouts.candidates import make_layout
+from loopwright.speed.layouts.positions import longest_alike
+from loopwright.speed.layouts.rows import Limits
+from loopwright.speed.layouts.samples import NoSamples, real_tokens, take_apart
 from loopwright.speed.planner.decision import AS_MADE, FLAT, UNPADDED
 from loopwright.speed.proof.prober import gradient_distance
 from tests.speed.architectures import build, collate, samples

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.speed.inputs import Situation
-from loopwright.speed.layouts.rows.candidates import Layout, make_layout
+from loopwright.speed.layouts.candidates import Layout, make_layout
 from loopwright.speed.planner.decision import BIASED
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import gradients_of

@@ -12,7 +12,7 @@ from torch import nn
 import loopwright.pt.acceleration as speeding
 from loopwright import Trainer
 from loopwright.speed.compile.blocks import repeated_blocks
-from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.memory.estimate import POLICIES, USABLE, Kept, MemoryEstimate, usable_bytes
 from loopwright.speed.memory.recompute import is_recomputing
 from loopwright.speed.memory.token_budget import Demand, at_length, choose_budget, demand_of

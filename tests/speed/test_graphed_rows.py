@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import loopwright.speed.cuda_graphs.graphed_step as graphing
 import loopwright.speed.planner.decision as speed_plan
 from loopwright import Trainer
-from loopwright.speed.layouts.rows.rows import BORDERS, LONGEST, PLACES, Limits, lay_unpadded
-from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.speed.layouts.rows import BORDERS, LONGEST, PLACES, Limits, lay_unpadded
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner.decision import FLAT, UNPADDED
 from tests.speed.architectures import build, collate, samples
 from tests.speed.test_graphing import ROWS, Recorder, dropping, even, exact, reason_of, recorder

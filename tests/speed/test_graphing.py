@@ -305,7 +305,7 @@ def test_filling_that_changes_the_model_is_no_graph(
     tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What fills rows up is proved to count for nothing."""
-    import loopwright.speed.layouts.rows.rows as layouts
+    import loopwright.speed.layouts.rows as layouts
 
     def spoil(batch: dict[str, Any], samples: Any, width: int) -> None:
         spoiled.append(batch["input_ids"][0, 0].fill_(1))

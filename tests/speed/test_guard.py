@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from loopwright.speed.layouts.rows.samples import OddSamples, Samples
+from loopwright.speed.layouts.samples import OddSamples, Samples
 from loopwright.speed.proof.guard import Coverage, Seen, image_tokens_of, samples_of
 
 

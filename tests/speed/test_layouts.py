@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from loopwright.speed.attention.dispatch.document_mask import as_mask, borders_in, borders_of, is_documents, longest_in
-from loopwright.speed.layouts.rows.cutting import cut_by_length, padded_size, split_evenly, split_into_rows
-from loopwright.speed.layouts.rows.rows import (
+from loopwright.speed.attention.document_mask import as_mask, borders_in, borders_of, is_documents, longest_in
+from loopwright.speed.layouts.cutting import cut_by_length, padded_size, split_evenly, split_into_rows
+from loopwright.speed.layouts.rows import (
     BORDERS,
     LONGEST,
     PLACES,
@@ -22,7 +22,7 @@ from loopwright.speed.layouts.rows.rows import (
     lay_grouped,
     lay_unpadded,
 )
-from loopwright.speed.layouts.rows.samples import NoSamples, Samples, few_of, take_apart
+from loopwright.speed.layouts.samples import NoSamples, Samples, few_of, take_apart
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
 

@@ -22,7 +22,7 @@ from loopwright import (
 from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
 from loopwright.core.update import Place
-from loopwright.pt.data.pipeline.loaders import torch_permutation
+from loopwright.pt.data.loaders import torch_permutation
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples

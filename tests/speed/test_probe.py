@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import loopwright.speed.attention.dispatch.dispatch as attention
-import loopwright.speed.layouts.rows.candidates as candidates
-import loopwright.speed.layouts.rows.rows as layouts
-from loopwright.speed.attention.dispatch.document_mask import as_mask, borders_in, borders_of
+import loopwright.speed.attention.dispatch as attention
+import loopwright.speed.layouts.candidates as candidates
+import loopwright.speed.layouts.rows as layouts
+from loopwright.speed.attention.document_mask import as_mask, borders_in, borders_of
 from loopwright.speed.planner.decision import AS_MADE, FLAT
 from loopwright.speed.proof.distance import gradient_distance
 from loopwright.speed.proof.prober import whole_precision

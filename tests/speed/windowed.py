@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.layouts.rows.candidates import make_layout
-from loopwright.speed.layouts.rows.rows import Limits
-from loopwright.speed.layouts.rows.samples import take_apart
+from loopwright.speed.layouts.candidates import make_layout
+from loopwright.speed.layouts.rows import Limits
+from loopwright.speed.layouts.samples import take_apart
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED
 from tests.speed.architectures import GQA, NO_DROPOUT, SIZES, collate
 
