@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from loopwright.core.evaluation.loop import predictions as module
+from loopwright.core.evaluation import predictions as module
 from loopwright.core.evaluation.predictions import Column, PredictionStore, first_leaf, map_nested
 
 
