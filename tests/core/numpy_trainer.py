@@ -116,7 +116,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         )
 
     def _prepare_optimizer(self) -> None:
-        args, updates = self.args, self.plan.max_steps
+        args, updates = self.args, self.plan_again().max_steps  # the schedule stays that of the run's beginning
         optimizer = self.strategy.setup_optimizer(Momentum(self.model.parameters, args.learning_rate))
         schedule = build_schedule(args.lr_scheduler_type, args.get_warmup_steps(updates), updates)
         self.trainer.optimizer = optimizer
