@@ -45,7 +45,7 @@ def test_the_device_gives_what_the_cpu_gives(outcome: dict[str, Any], name: str)
 ALLOWED = {
     "args/legacy.py", "args/precision.py", "args/names.py",  # names of old arguments and values
     "pt/devices.py",  # whether a card has bf16 itself cannot be asked by trying
-    "pt/checkpoint/tensors/transformers_format.py",  # the key transformers' checkpoints use
+    "pt/checkpoint/transformers_format.py",  # the key transformers' checkpoints use
     "pt/acceleration.py",  # CUDA graphs
     "pt/distributed/process_group.py",  # the communication libraries torch itself knows by device
     "pt/strategies/single.py",  # clipping inside the fused optimizer, which was proved equal on CUDA only
@@ -61,4 +61,4 @@ def test_core_args_and_pt_name_no_device() -> None:
             words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
             if words & {"cuda", "mps", "xpu", "hip", "neuron", "tpu"} - {"mps"}:
                 named.add(path.relative_to(package).as_posix())
-    assert named <= ALLOWED | {"pt/device_traits.py"}
+    assert named <= ALLOWED
