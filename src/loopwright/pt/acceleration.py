@@ -138,7 +138,7 @@ class SpeedMethods(TorchBase):
             identity=self._identity,
             wants_look=lambda batches: self.accounting.wants_look(batches),
             why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
-            recount=lambda update: trainer._count(update),
+            recount=lambda update: trainer.count_update(update),
             user_hook=lambda: hooked_module(self.model),
         )
 
@@ -249,7 +249,7 @@ class SpeedMethods(TorchBase):
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.accounting, None
         trainer: Any = self
-        trainer._count_items(update)
+        trainer.count_items(update)
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)

@@ -175,7 +175,7 @@ class TFInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             self.strategy.prepare(self._micro_gradients, self._apply, self._rules())
 
     def tell_unfollowed(self) -> None:
-        trained = getattr(self.strategy, "_variables", None)
+        trained = getattr(self.strategy, "trained_variables", None)
         if trained is not None and list(map(id, trained)) != list(map(id, self.model.trainable_variables)):
             self.notices.tell_once(
                 "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "

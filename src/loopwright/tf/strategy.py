@@ -54,7 +54,7 @@ class TFStrategy:
         self.rules = UpdateRules()
         self.full_rows = 0
         """Rows of a micro-batch that is not the last of its epoch."""
-        self._variables: list[Any] = []
+        self.trained_variables: list[Any] = []
         self._states: list[Any] = []
         self._compiled: Any = None
         self._norm: Any = None
@@ -79,15 +79,15 @@ class TFStrategy:
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Take the optimizer, with its variables made now: a checkpoint is about to be loaded into them."""
         self.optimizer, self._compiled = optimizer, None
-        self._variables = list(self.model.trainable_variables)
-        trained = {id(variable) for variable in self._variables}
+        self.trained_variables = list(self.model.trainable_variables)
+        trained = {id(variable) for variable in self.trained_variables}
         self._states = [
             variable for variable in getattr(self.model, "non_trainable_variables", ())
             if id(variable) not in trained and tf.as_dtype(variable.dtype).is_floating
         ]  # fmt: skip
         with self.scope():
             if not getattr(optimizer, "built", False):
-                optimizer.build(self._variables)
+                optimizer.build(self.trained_variables)
         return optimizer
 
     def prepare(self, micro_gradients: MicroGradients, apply: Callable[..., Any], rules: UpdateRules) -> None:
@@ -196,7 +196,7 @@ class TFStrategy:
             added = [a + b for a, b in zip(gradients, found[0], strict=True)]
             return index + 1, added, loss + found[1], summed if found[2] is None else summed + found[2]
 
-        zeros = [tf.zeros_like(raw(variable)) for variable in self._variables]
+        zeros = [tf.zeros_like(raw(variable)) for variable in self.trained_variables]
         start = (tf.constant(0), zeros, tf.constant(0.0), tf.constant(0.0))
         _, gradients, loss, summed = tf.while_loop(lambda index, *_: index < count, body, start)
         return gradients, loss, summed if all(has_items) else None
@@ -266,13 +266,13 @@ class TFStrategy:
         return False
 
     def _optimize(self, gradients: list[Any]) -> None:
-        pairs = list(zip(gradients, self._variables, strict=True))
+        pairs = list(zip(gradients, self.trained_variables, strict=True))
         if self.is_legacy_optimizer:
             self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
             return
         # Keras adds the gradients of the replicas up once more: each hands in its part of what is already the sum.
         parts = [gradient / self.replicas for gradient in gradients] if self.spreads else gradients
-        self.optimizer.apply(parts, self._variables)
+        self.optimizer.apply(parts, self.trained_variables)
 
     @property
     def is_legacy_optimizer(self) -> bool:
@@ -373,7 +373,7 @@ def plain_errors() -> Iterator[None]:
     """What loopwright raises while TensorFlow traces is raised as it is, not as TensorFlow wraps it."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # looked through for one of ours; all others go on as they are
         original: BaseException | None = error
         while original is not None and not isinstance(original, LoopwrightError):
             original = original.__cause__ or original.__context__
