@@ -103,7 +103,6 @@ def trainer_of(
         "learning_rate": 0.02,
         "logging_steps": 2,
         "save_strategy": "no",
-        "log_level": "error",
         **options,
     }
     return cls(
