@@ -79,6 +79,10 @@ OF_OTHERS: dict[str, str] = {
 """Private names of other packages that some file of ours happens to have as well, and why they are used."""
 
 
+READS_ALL = pytest.mark.xdist_group("house")
+"""Tests that read all files: in one process, so that each is parsed once."""
+
+
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -121,7 +125,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def _run_time_nodes(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
             for other in child.orelse:
                 yield other
                 yield from _run_time_nodes(other)
@@ -140,6 +144,7 @@ def _called(node: ast.Call) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
+@READS_ALL
 def test_core_and_args_import_no_framework():
     foreign = [
         f"{relative(path)}: {name}"
@@ -151,6 +156,7 @@ def test_core_and_args_import_no_framework():
     assert not foreign
 
 
+@READS_ALL
 def test_packages_import_only_what_is_below_them():
     above = []
     for path in FILES:
@@ -181,7 +187,7 @@ MODULE = re.compile(r"loopwright(\.[a-z_][a-z_0-9]*){2,}")
 def module_strings(path: Path) -> list[tuple[int, str]]:
     """Strings in the code that name modules of loopwright by two words or more, with their lines."""
     found = []
-    for node in code_nodes(path):
+    for node in code_nodes(path) if "loopwright." in path.read_text(encoding="utf-8") else []:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             match = MODULE.match(node.value)
             if match is not None and _is_module(match.group()):
@@ -194,6 +200,7 @@ def _is_module(name: str) -> bool:
     return place.is_dir() or place.with_suffix(".py").is_file()
 
 
+@READS_ALL
 def test_modules_are_named_by_strings_only_where_there_is_a_reason():
     found = {relative(path) for path in FILES if module_strings(path) or _imports_by_string(path)}
     assert found - {*BY_STRING} == set(), "import them, or give a reason in BY_STRING"
@@ -202,7 +209,7 @@ def test_modules_are_named_by_strings_only_where_there_is_a_reason():
 
 def _imports_by_string(path: Path) -> bool:
     """Whether a file imports something whose name is not written there, or is one of ours."""
-    for node in code_nodes(path):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             name = node.args[0]
             if not isinstance(name, ast.Constant) or str(name.value).startswith((".", "loopwright")):
@@ -255,23 +262,32 @@ def test_import_takes_less_than_100_ms():
     assert seconds("import loopwright") - seconds("pass") < 0.1
 
 
-TF_NAMES = sorted(name for name, home in loopwright._HOME.items() if home.startswith(("tf.", "jax.")))
+NAMES = {family: [name for name, home in loopwright._HOME.items() if home.startswith(f"{family}.")] for family in BELOW}
 
 
 @pytest.mark.xdist_group("tensorflow")
-@pytest.mark.parametrize("name", TF_NAMES)
-def test_public_name_of_tensorflow_is_there(name):
+@pytest.mark.parametrize("package", ["tf", "jax"])
+def test_public_names_of_keras_are_there(package):
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
-    if loopwright._HOME[name].startswith("jax."):
+    if package == "jax":
         pytest.importorskip("jax", reason="JAX is not installed")
-    test_public_name_is_there(name)
+    assert NAMES[package] and missing_names(NAMES[package]) == []
 
 
-@pytest.mark.parametrize("name", sorted({*loopwright._HOME} - {*TF_NAMES}))
-def test_public_name_is_there(name):
-    home = loopwright._HOME[name]
-    assert getattr(loopwright, name) is getattr(import_module(f"loopwright.{home}"), name)
-    assert name in dir(loopwright) and name in loopwright.__all__
+def test_public_names_are_there():
+    rest = {*loopwright._HOME} - {*NAMES["tf"], *NAMES["jax"]}
+    assert rest and missing_names(rest) == []
+
+
+def missing_names(names: Iterable[str]) -> list[str]:
+    """Public names that are not what their module has, or are not listed."""
+    listed = {*dir(loopwright)} & {*loopwright.__all__}
+    return [
+        name
+        for name in names
+        if name not in listed
+        or getattr(loopwright, name) is not getattr(import_module(f"loopwright.{loopwright._HOME[name]}"), name)
+    ]
 
 
 def test_names_taken_from_transformers_are_its_own():
@@ -337,6 +353,7 @@ def _code_lines(path: Path) -> list[str]:
     return [line.split("#")[0] for line in lines]
 
 
+@READS_ALL
 def test_public_functions_of_core_and_args_are_annotated():
     bare = [
         f"{relative(path)}: {name}"
@@ -371,6 +388,7 @@ def test_a_long_file_has_a_reason():
 # ---- walls ---------------------------------------------------------------------------------------------------------
 
 
+@READS_ALL
 def test_what_is_private_stays_in_its_module():
     """`x._name` of another object, where the name is defined in our package but not in this file."""
     ours = {name for path in FILES for name in private_names(path)}
@@ -441,6 +459,7 @@ def override_points() -> set[str]:
 BROAD = {"Exception", "BaseException"}
 
 
+@READS_ALL
 def test_a_broad_except_says_why():
     silent = []
     for path in FILES:
@@ -516,7 +535,7 @@ def test_versions_are_pinned():
     assert all("==" in pin for pin in pins if pin and not pin.startswith("#"))
 
 
-@pytest.mark.xdist_group("house")
+@READS_ALL
 def test_tests_of_a_group_run_in_one_process(request: pytest.FixtureRequest) -> None:
     """What is costly to build is built once: pytest-xdist 3.8 cannot tell groups to pytest 9.2."""
     if not request.config.getoption("loadgroup", default=False):
