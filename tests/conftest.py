@@ -23,13 +23,14 @@ os.environ.update(
 )
 
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
-torch.set_num_threads(1)  # the suite runs on several processes, and results must not depend on how many there are
+FREE = SOURCES.parent / "tests" / "core"
+"""The folder whose tests run without torch."""
 
 hypothesis.settings.register_profile(
     "house",
@@ -45,7 +46,6 @@ hypothesis.settings.load_profile("house")
 def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,14 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _determinism_put_back() -> object:
-    """Undo what a test that switches on determinism leaves in torch."""
+def _torch_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Seed torch, and undo what a test that switches on determinism leaves in it."""
+    if not needs_torch(request.node):
+        yield
+        return
+    import torch
+
+    torch.manual_seed(0)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     yield
@@ -64,10 +70,23 @@ def _determinism_put_back() -> object:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
+def needs_torch(item: pytest.Item) -> bool:
+    """Whether a test may use torch."""
+    return FREE not in item.path.parents
+
+
 @pytest.fixture
 def output_dir(tmp_path: Path) -> str:
     """A folder for a run, not made yet."""
     return str(tmp_path / "run")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before the first test: the suite runs on several processes, and results must not depend on how many there are."""
+    if any(map(needs_torch, session.items)):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 
 import pytest
 
@@ -59,16 +60,19 @@ def test_nothing_else_is_here_but_the_new_arguments():
     assert {name: SPECS[name].default for name in SPECS if name not in theirs()} == NEW
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_every_argument_has_one_sentence_of_help(name):
-    assert SPECS[name].help.endswith(".") and len(SPECS[name].help) < 140
+def test_every_argument_has_one_sentence_of_help():
+    assert [name for name, spec in SPECS.items() if not spec.help.endswith(".") or len(spec.help) >= 140] == []
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_every_default_is_accepted_when_given(name):
-    given = copy.copy(SPECS[name].default)
-    args = Seq2SeqTrainingArguments("out", **{name: given}) if name != "output_dir" else Seq2SeqTrainingArguments(given)
-    assert args == Seq2SeqTrainingArguments("out" if name != "output_dir" else None)
+def test_every_default_is_accepted_when_given():
+    unlike = [
+        name
+        for name, spec in SPECS.items()
+        if name != "output_dir"
+        and Seq2SeqTrainingArguments("out", **{name: copy.copy(spec.default)}) != Seq2SeqTrainingArguments("out")
+    ]
+    assert unlike == []
+    assert Seq2SeqTrainingArguments(SPECS["output_dir"].default) == Seq2SeqTrainingArguments(None)
 
 
 def test_output_dir_is_the_first_positional_argument():
@@ -81,26 +85,34 @@ WRONG = {bool: "perhaps", int: 1.5, float: "many", str: 3}
 PLAIN = {name: kind for name, spec in SPECS.items() for kind in WRONG if spec.hint in (kind, kind | None)}
 
 
-@pytest.mark.parametrize("name", [name for name in PLAIN if not SPECS[name].as_given])
-def test_a_value_of_another_type_is_refused_by_name(name):
-    with pytest.raises(ArgumentsError, match=f"{name}: "):
-        Seq2SeqTrainingArguments(**{name: WRONG[PLAIN[name]]})
+def refusal(**values: object) -> str:
+    """What is said about arguments that are refused; nothing if they are accepted."""
+    try:
+        Seq2SeqTrainingArguments(**values)
+    except ArgumentsError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.choices])
-def test_a_value_outside_the_choices_is_refused_with_the_nearest(name):
-    valid = next(choice for choice in SPECS[name].choices if len(choice) > 1)
-    with pytest.raises(ArgumentsError, match=f"{name}='{valid}x': must be one of .*did you mean"):
-        Seq2SeqTrainingArguments(**{name: f"{valid}x"})
+def test_a_value_of_another_type_is_refused_by_name():
+    plain = {name: WRONG[kind] for name, kind in PLAIN.items() if not SPECS[name].as_given}
+    assert [name for name, value in plain.items() if f"{name}: " not in refusal(**{name: value})] == []
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, spec in SPECS.items() if PLAIN.get(name) in (int, float) and spec.check]
-)
+def test_a_value_outside_the_choices_is_refused_with_the_nearest():
+    accepted = []
+    for name in (name for name, spec in SPECS.items() if spec.choices):
+        valid = next(choice for choice in SPECS[name].choices if len(choice) > 1)
+        said = refusal(**{name: f"{valid}x"})
+        if not re.search(f"{name}='{valid}x': must be one of .*did you mean", said):
+            accepted.append((name, said))
+    assert accepted == []
+
+
 @pytest.mark.parametrize("value", [-0.5, -3, float("nan"), float("inf")])
-def test_numbers_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(ArgumentsError, match=name):
-        Seq2SeqTrainingArguments(**{name: value})
+def test_numbers_out_of_range_are_refused_by_name(value):
+    numbers = [name for name, spec in SPECS.items() if PLAIN.get(name) in (int, float) and spec.check]
+    assert numbers and [name for name in numbers if name not in refusal(**{name: value})] == []
 
 
 @pytest.mark.parametrize(

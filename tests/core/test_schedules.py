@@ -1,4 +1,4 @@
-"""Schedules equal transformers' at every update, and say clearly what is wrong with their options."""
+"""Schedules end where they should, and say clearly what is wrong with their options."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given, strategies as st
 
+from loopwright.args.names import SchedulerType
 from loopwright.core import schedules
 from loopwright.core.schedules import SCHEDULES, build_schedule, register_schedule, schedule_options
 from loopwright.errors import ArgumentsError
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
 
 BASE_LR = 3e-4
 OPTIONS = {
@@ -41,41 +38,10 @@ OPTIONS = {
         {"num_decay_steps": 5, "num_cycles": 1.5},
     ],
 }
-CASES = [(name, options) for name, rows in OPTIONS.items() for options in rows]
-
-
-def theirs(name, warmup, total, options):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE_LR)
-    scheduler = transformers.get_scheduler(name, optimizer, warmup, total, dict(options))
-    return scheduler.lr_lambdas[0]
 
 
 def test_the_grid_covers_every_schedule():
     assert set(OPTIONS) == set(SCHEDULES)
-
-
-def test_every_closed_form_of_transformers_is_here():
-    stepped_by_a_metric = {"reduce_lr_on_plateau", "greedy"}
-    assert {t.value for t in transformers.SchedulerType} - stepped_by_a_metric == set(SCHEDULES)
-
-
-@pytest.mark.filterwarnings("ignore:Both num_training_steps")
-@pytest.mark.parametrize(("name", "options"), CASES)
-@pytest.mark.parametrize(("warmup", "total"), [(0, 20), (1, 20), (5, 20), (19, 20), (0, 1), (3, 4), (30, 20)])
-def test_values_equal_transformers_at_every_update(name, options, warmup, total):
-    ours = build_schedule(name, warmup, total, base_lr=BASE_LR, options=options)
-    other = theirs(name, warmup, total, options)
-    for update in range(total + 15):
-        assert ours(update) == pytest.approx(other(update), rel=0, abs=1e-12)
-
-
-@given(warmup=st.integers(0, 500), rest=st.integers(1, 2000), data=st.data())
-def test_common_schedules_equal_transformers_anywhere(warmup, rest, data):
-    total = warmup + rest
-    update = data.draw(st.integers(0, total + 10))
-    for name in ("linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant_with_warmup"):
-        ours = build_schedule(name, warmup, total, base_lr=BASE_LR)(update)
-        assert ours == pytest.approx(theirs(name, warmup, total, {})(update), rel=0, abs=1e-12)
 
 
 @pytest.mark.parametrize("total", [1, 7, 1000])
@@ -134,7 +100,7 @@ def test_an_unknown_name_gets_the_nearest_one():
 
 
 def test_names_may_be_enums():
-    assert build_schedule(transformers.SchedulerType.LINEAR, 0, 10)(5) == 0.5
+    assert build_schedule(SchedulerType.LINEAR, 0, 10)(5) == 0.5
 
 
 def test_a_schedule_can_be_registered_from_outside(monkeypatch):

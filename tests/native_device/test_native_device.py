@@ -61,4 +61,4 @@ def test_core_args_and_pt_name_no_device() -> None:
             words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
             if words & {"cuda", "mps", "xpu", "hip", "neuron", "tpu"} - {"mps"}:
                 named.add(path.relative_to(package).as_posix())
-    assert named <= ALLOWED | {"pt/device_traits.py"}
+    assert named <= ALLOWED

@@ -22,7 +22,7 @@ class Setters:
             setattr(self, name, value)
         try:
             self.settle()
-        except Exception:
+        except Exception:  # whatever went wrong, the arguments stay as they were
             vars(self).update(before)
             raise
         return self

@@ -161,7 +161,7 @@ def run(words: list[str]) -> int:
         with launcher:
             _rehearse(drill)
             rows = _all_rows(drill, names)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: nothing is left behind, and the error goes on
         shutil.rmtree(home, ignore_errors=True)
         raise
     print(table(rows))

@@ -156,7 +156,7 @@ class ReplayCallback(TrainerCallback):
     def _samples(self) -> list[int] | None:
         """Which samples the last update took, where the order is loopwright's own."""
         internals = self.replay.trainer._loopwright
-        sampler = getattr(internals, "_ordered", None)
+        sampler = getattr(internals, "order_sampler", None)
         if sampler is None:
             return None
         epoch, start = self._place

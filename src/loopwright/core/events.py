@@ -161,7 +161,7 @@ class CallbackHandler:
         for callback, method in self._listeners[event] if fresh else self.listening_to(event):
             try:
                 answer = method(self.args, self.state, control, **self.context, **extra)
-            except Exception as error:
+            except Exception as error:  # a callback may raise anything; it goes on with a note
                 where = f"{type(callback).__name__}.{event} at step {self.state.global_step}"
                 error.add_note(f"raised in the callback {where}")
                 raise

@@ -130,7 +130,8 @@ class Meter:
         """Take losses and norms that are all finite, in one go."""
         self.losses += values[:updates]
         self._last_norm = values[-1]
-        self.total_loss += sum(values[:updates])
+        for loss in values[:updates]:  # one by one: the sum of a part would depend on when it is read
+            self.total_loss += loss
         self.total_updates += updates
 
     def _take(self, loss: float, norm: float | None) -> None:

@@ -212,6 +212,11 @@ class ResumingMethods(Internals):
         self.progress.last_logged_step = logged
         self._resume_rng = None
         self.strategy.load_rng_state(rng)
+        # Samples without an update that counts: a run of so many updates takes more data, one of so many epochs ends
+        # with fewer updates, the last of which it has to know.
+        self._is_resized = True
+        self.plan = self.replanned()
+        self.state.max_steps, self.state.num_train_epochs = self.plan.max_steps, self.plan.epochs
 
     def _put_back_rng(self) -> None:
         """Random streams as the checkpoint holds them, once."""

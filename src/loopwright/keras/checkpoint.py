@@ -51,7 +51,7 @@ def read_values(path: Path) -> dict[str, Any]:
     try:
         with safe_open(str(path), framework="numpy") as file:
             values = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:
+    except Exception as error:  # a damaged file fails in many ways
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     order = path.with_suffix(f".{VARIABLES}")
     names = json.loads(order.read_text(encoding="utf-8")) if order.is_file() else list(values)

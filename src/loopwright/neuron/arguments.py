@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +120,12 @@ class NeuronRules:
         args: Any = self
         return bool(args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights)
 
+    def own_precision(self, device: torch.device) -> Any:
+        """How weights that are bf16 themselves are rounded on a device."""
+        from .rounding import bf16_weights
+
+        return bf16_weights(self, device)
+
     @property
     def spreads(self) -> bool:
         """Whether one process is to drive all devices of lazy XLA as one."""
@@ -142,10 +147,12 @@ class NeuronRules:
     def device(self) -> torch.device:
         """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
         args: Any = self
-        from ..pt.devices import LAZY_RUNTIME, choose_device
+        from ..pt.devices import choose_device
 
         if args.spreads and not args.use_cpu:
-            import_module(LAZY_RUNTIME).use_spmd()  # before the first operation, or not at all
+            from ..xla.runtime import use_spmd
+
+            use_spmd()  # before the first operation, or not at all
         return choose_device(args.use_cpu, args.local_process_index, native_first=True)
 
 

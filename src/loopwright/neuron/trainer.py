@@ -13,7 +13,7 @@ from torch import nn
 from ..notices import logger
 from ..pt.checkpoint.tensors import copy_into, host_copy, plain_module
 from ..pt.data.static_shapes import Static, StaticShapes
-from ..pt.device_traits import KINDS
+from ..pt.device_traits import known_kinds
 from ..pt.devices import is_lazy
 from ..pt.internals import TorchInternals
 from ..pt.rng import untouched_rng
@@ -178,5 +178,5 @@ def tell_device(device: torch.device, asked_for_cpu: bool) -> None:
     if device.type != "cpu" or asked_for_cpu:
         logger.info(f"training on {device}")
         return
-    commands = "\n".join(f"  {name}: {kind.install}" for name, kind in KINDS.items())
+    commands = "\n".join(f"  {name}: {kind.install}" for name, kind in known_kinds().items())
     logger.warning(f"no accelerator was found, so training runs on the CPU; to get one into torch:\n{commands}")

@@ -137,7 +137,7 @@ class SpeedMethods(TorchBase):
             identity=self._identity,
             wants_look=lambda batches: self.accounting.wants_look(batches),
             why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
-            recount=lambda update: self._count(update),  # type: ignore[attr-defined]
+            recount=lambda update: self.count_update(update),  # type: ignore[attr-defined]
             user_hook=lambda: hooked_module(self.model),
         )
 
@@ -247,7 +247,7 @@ class SpeedMethods(TorchBase):
     ) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.accounting, None
-        self._count_items(update)  # type: ignore[attr-defined]
+        self.count_items(update)  # type: ignore[attr-defined]
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             items = accounting.begin(update, index)

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+from ..device_packages import PACKAGES, import_device_package
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LazyRuntime(Protocol):
+    """What computes on a device whose operations are only noted."""
+
+    def start(self) -> torch.device: ...
+    def wait(self) -> None: ...
+    def identity(self, tensor: torch.Tensor) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -15,35 +28,37 @@ class Kind:
     """Whether each new shape costs a compilation."""
     compile_backend: str | None = None
     """The backend of torch.compile that belongs to it."""
-    strategy: str | None = None
-    """`module:class` of the strategy that carries out updates on it, if that is a special one."""
-    processes: str | None = None
+    strategy: Callable[..., Any] | None = None
+    """Makes the strategy that carries out updates on it, if that is a special one."""
+    processes: Callable[..., Any] | None = None
     """The same, for several processes that each have such a device; None where torch's own ones are used."""
+    runtime: Callable[[], Any] | None = None
+    """Imports its `LazyRuntime`, if it is a lazy device."""
     install: str = ""
     """What its vendor says to run."""
 
 
-NEURON_INDEX = "https://pip.repos.neuron.amazonaws.com"
+KINDS: dict[str, Kind] = {}
+"""The kinds that were registered so far, by the type of their torch devices."""
 
-KINDS: dict[str, Kind] = {
-    "neuron": Kind(
-        static_shapes=True,
-        compile_backend="neuron",
-        install=f"pip install torch-neuronx --extra-index-url {NEURON_INDEX} (Trn2 and Trn3; the package of that name "
-        "on PyPI is an empty one)",
-    ),
-    "tpu": Kind(static_shapes=True, compile_backend="tpu", install="pip install torch-tpu libtpu"),
-    "xla": Kind(
-        static_shapes=True,
-        compile_backend="openxla",
-        strategy="loopwright.xla.strategy:XlaDevice",
-        processes="loopwright.xla.processes:XlaProcesses",
-        install="pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*', and PJRT_DEVICE=TPU in the environment; on Trn1 "
-        f"torch-neuronx of the same torch from {NEURON_INDEX}, and PJRT_DEVICE=NEURON",
-    ),
-}  # fmt: skip
+
+def register(device_type: str, kind: Kind) -> None:
+    """Make a kind of device known; packages that bring one do this when they are imported."""
+    KINDS[device_type] = kind
 
 
 def kind_of(device: torch.device) -> Kind:
     """What is known about the device's kind; nothing special for most."""
-    return KINDS.get(device.type, Kind())
+    return kind_named(device.type)
+
+
+def kind_named(device_type: str) -> Kind:
+    """What is known about devices of this type."""
+    if device_type not in KINDS:
+        import_device_package(device_type)
+    return KINDS.get(device_type, Kind())
+
+
+def known_kinds() -> dict[str, Kind]:
+    """Every kind something special is known about."""
+    return {**KINDS, **{device_type: kind_named(device_type) for device_type in PACKAGES}}

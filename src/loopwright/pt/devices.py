@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-LAZY_RUNTIME = "loopwright.xla.runtime"
+from .device_traits import LazyRuntime, kind_named
+
+LAZY = "xla"
+"""torch's type of the device of torch_xla."""
 
 
 def choose_device(use_cpu: bool, local_rank: int, *, native_first: bool = False) -> torch.device:
@@ -32,8 +34,15 @@ def lazy_device() -> torch.device | None:
     """The device of lazy torch_xla, started; None where nobody asks for it or it is not installed."""
     if not os.environ.get("PJRT_DEVICE") or find_spec("torch_xla") is None:
         return None
-    device: torch.device = import_module(LAZY_RUNTIME).start()
-    return device
+    return lazy_runtime().start()
+
+
+def lazy_runtime() -> LazyRuntime:
+    """What computes on the lazy device."""
+    load = kind_named(LAZY).runtime
+    assert load is not None, "the package of the lazy device registers its runtime"
+    runtime: LazyRuntime = load()
+    return runtime
 
 
 @functools.cache
@@ -84,7 +93,7 @@ def _works(attempt: Any) -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done everything it was given."""
     if is_lazy(device):
-        import_module(LAZY_RUNTIME).wait()
+        lazy_runtime().wait()
     elif device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -92,13 +101,13 @@ def synchronize(device: torch.device) -> None:
 def address_of(tensor: torch.Tensor, *, of_storage: bool = False) -> int:
     """Where a tensor, or all of the memory it looks at, begins: equal for tensors that are one on their device."""
     if is_lazy(tensor.device):  # no memory to point to
-        return int(import_module(LAZY_RUNTIME).identity(tensor))
+        return lazy_runtime().identity(tensor)
     return tensor.untyped_storage().data_ptr() if of_storage else tensor.data_ptr()
 
 
 def is_lazy(device: torch.device) -> bool:
     """Whether operations on the device only note what is to be computed."""
-    return device.type == "xla"
+    return device.type == LAZY
 
 
 def empty_cache(device: torch.device) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor, nn
 from ..errors import ArgumentsError, MissingPackage
 from ..speed.device.fp8 import refuse_without_fp8
 from .devices import supports_bf16
-
-BF16_WEIGHTS = "loopwright.neuron.rounding"
-"""Where weights that are bf16 themselves are rounded."""
 
 
 class Precision:
@@ -139,8 +135,9 @@ def choose_precision(args: Any, device: torch.device) -> Precision:
     """The precision the arguments ask for, checked against the device."""
     if args.fp8:
         refuse_without_fp8(device)
-    if getattr(args, "bf16_weights", False):
-        return import_module(BF16_WEIGHTS).bf16_weights(args, device)  # type: ignore[no-any-return]
+    if getattr(args, "bf16_weights", False):  # arguments that have such weights know how to round them
+        own: Precision = args.own_precision(device)
+        return own
     if args.bf16:
         if not supports_bf16(device):
             raise ArgumentsError(f"bf16=True, but {device} has no bfloat16; use fp16=True or no mixed precision")

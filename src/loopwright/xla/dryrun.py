@@ -306,7 +306,7 @@ def compile_for(trainer: Any, batch: dict[str, Any], topology: Topology) -> dict
     }  # fmt: skip
     try:
         compiled = lowered.compile()
-    except Exception as error:
+    except Exception as error:  # too little memory, or whatever else the compiler says: it is the report
         return {**report, **_failure(error), "seconds": time.perf_counter() - started}
     return {**report, **_contents(compiled, report["hbm_bytes"]), "seconds": time.perf_counter() - started}
 
@@ -322,7 +322,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=topology.name, chips_per_host_bounds=topology.host_bounds
         )
-    except Exception as error:
+    except Exception as error:  # what JAX raises here has no public class in every version
         kind = ArgumentsError if "INVALID_ARGUMENT" in str(error) else NotAvailable
         raise kind(f"--topology {topology.name}: libtpu cannot describe it: {_first_line(error)}") from error
     step = build_step(trainer, batch, len(found.devices))
@@ -342,7 +342,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         )  # fmt: skip
     except LoopwrightError:
         raise
-    except Exception as error:
+    except Exception as error:  # tracing runs the user's model through two other libraries
         raise NotAvailable(
             f"the dry run cannot follow {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
             f"{_first_line(error)}. It sees the model through torchax and JAX, as shapes without values; this is a "

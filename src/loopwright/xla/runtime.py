@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import MissingPackage, NotAvailable
-from ..pt.device_traits import KINDS
+from ..pt.device_traits import kind_named
 from ..pt.rng import MORE_STREAMS
 
 STREAM = "xla"
@@ -23,7 +23,7 @@ def start() -> torch.device:
     try:
         import torch_xla
     except ImportError as error:
-        raise MissingPackage("torch_xla", needed_for="PJRT_DEVICE", install=KINDS["xla"].install) from error
+        raise MissingPackage("torch_xla", needed_for="PJRT_DEVICE", install=kind_named("xla").install) from error
     join_processes()
     device = torch_xla.device()
     # autograd counts devices at the first backward of the process, and knows none that has not computed before.

@@ -103,7 +103,7 @@ def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
     result, error = None, None
     try:
         result = action()
-    except Exception as raised:
+    except Exception as raised:  # the others are waiting, and are told of any error
         error = raised
     told = (
         None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))

@@ -219,7 +219,7 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
         back = _by_table(model, exported, source="an export of this model")
     except CheckpointError as error:
         return str(error)
-    except Exception as error:
+    except Exception as error:  # a table may fail in any way: the reason is the answer
         return f"transformers cannot convert its tensors: {type(error).__name__}: {error}"
     for name, tensor in bare.items():
         if name not in back:

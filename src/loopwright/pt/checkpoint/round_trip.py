@@ -41,7 +41,7 @@ def _check_kinds(own: Mapping[str, Tensor]) -> None:
     for dtype, name in first.items():
         try:
             save({"one": torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(dtype)})
-        except Exception as error:
+        except Exception as error:  # safetensors does not say what it raises
             raise CheckpointError(
                 f"{name} has the dtype {dtype}, which safetensors cannot hold ({error}); convert it, or leave it out "
                 "of the state dict (persistent=False)"
@@ -76,7 +76,7 @@ def check_companions(module: nn.Module) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             save_config(module, Path(folder))
-        except Exception as error:
+        except Exception as error:  # save_pretrained is the model's own code
             raise CheckpointError(
                 f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint could be: {error}. "
                 "Correct model.config or model.generation_config"

@@ -194,7 +194,7 @@ class BoxReader:
 def _opened(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
-    except Exception as error:
+    except Exception as error:  # a damaged file fails in many ways
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 

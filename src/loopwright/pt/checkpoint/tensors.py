@@ -141,7 +141,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
-    except Exception as error:
+    except Exception as error:  # a damaged file fails in many ways
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
 
@@ -229,7 +229,7 @@ def rehearsed(optimizer: Any) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             shadow.step()
-    except Exception:
+    except Exception:  # an optimizer that needs its real parameters: no rehearsal, its state is empty
         return optimizer
     return shadow
 

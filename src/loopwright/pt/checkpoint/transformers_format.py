@@ -78,7 +78,7 @@ def _read(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # unpickling what is not harmless raises many things
         raise CheckpointError(f"{path} cannot be read safely: {error}") from error
 
 

@@ -109,10 +109,10 @@ class ColumnFilter:
             return self.collator(features)
         try:
             return self.collator([dict(each) for each in features])  # copies: it may pop from them before it fails
-        except Exception as error:
+        except Exception as error:  # the collator is the user's: it may choke on a column it does not know
             try:
                 batch = self.collator([{n: each[n] for n in self._kept(features[0])} for each in features])
-            except Exception:
+            except Exception:  # the columns were not to blame: the first error is the one to see
                 raise error from None
             self._before = True
             return batch

@@ -41,7 +41,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
     train_dataloader: Any = None
-    _ordered: OrderedSampler | None = None
+    order_sampler: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
     _batches_are_theirs: bool = False
     _kept_accumulation: int | None = None
@@ -281,7 +281,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
                 self._held = self.strategy.hold()
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
-        self._ordered = sampler = ordered_sampler(loader)
+        self.order_sampler = sampler = ordered_sampler(loader)
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)
@@ -305,7 +305,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
 
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
-        if self._ordered is None and self.train_dataloader is not None:
+        if self.order_sampler is None and self.train_dataloader is not None:
             now = self._stream_before if self._undone else stream_state(self.train_dataloader)
             now = now if self._stream is None else self._stream  # a save before the stream was put back
             states["stream"] = now if self.progress.batches_in_epoch else None
@@ -325,24 +325,24 @@ class DataMethods(ShapeMethods, ResumingMethods):
 
     def _samples_in(self, batches: list[Any]) -> int:
         """The samples of an update: from the order where it is ours, else as counted in the batches."""
-        if self._ordered is None:
+        if self.order_sampler is None:
             return sum(map(count_samples, batches))
-        if self._ordered.packing is not None:
-            return packed_samples(self._ordered, len(batches), self.progress.samples_in_epoch)
-        if self._ordered.part is not None:
-            return self._ordered.samples_ahead(len(batches), self.progress.samples_in_epoch)
+        if self.order_sampler.packing is not None:
+            return packed_samples(self.order_sampler, len(batches), self.progress.samples_in_epoch)
+        if self.order_sampler.part is not None:
+            return self.order_sampler.samples_ahead(len(batches), self.progress.samples_in_epoch)
         whole = len(batches) * self.plan.batch_size
-        left = self._ordered.order.n - self.progress.samples_in_epoch
+        left = self.order_sampler.order.n - self.progress.samples_in_epoch
         return whole if whole < left else left
 
     def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
         """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
-        if self._ordered is None:
+        if self.order_sampler is None:
             return None
         dataset: Any = self.trainer.train_dataset
-        indices = self._ordered.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
+        indices = self.order_sampler.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
         collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description="training")
-        packing, size = self._ordered.packing, self.plan.batch_size
+        packing, size = self.order_sampler.packing, self.plan.batch_size
         parts = [indices[k : k + size] for k in range(0, len(indices), size)]
         if packing is not None:
             parts = packing.cut(indices)
@@ -351,7 +351,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
         return indices, batches
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        if self._ordered is None and self._may_be_undone():
+        if self.order_sampler is None and self._may_be_undone():
             self._stream_before = stream_state(self.train_dataloader)
         if self._batches_are_theirs:
             theirs = adapt(self.trainer.get_batch_samples, "device")

@@ -82,7 +82,7 @@ class ShapeMethods(TorchBase):
         try:
             with untouched_rng():
                 batch = collate([dataset[0]])
-        except Exception:
+        except Exception:  # dataset and collator are the user's; training will raise it
             return "a sample could not be looked at"
         if not isinstance(batch, Static) or batch.full == 1:
             return None  # nothing is added to such batches anyway
@@ -101,7 +101,7 @@ class ShapeMethods(TorchBase):
         self.model.eval()
         try:
             one, all_rows = self._mean_loss_of(dict(batch)), self._mean_loss_of(everywhere)
-        except Exception as error:
+        except Exception as error:  # the loss is the user's: how it fails is the reason
             return f"the loss cannot do with labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
         finally:
             self.model.train(was_training)

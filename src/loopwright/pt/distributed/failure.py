@@ -81,7 +81,7 @@ class Alarm:
                 if not self._store.check([key]):
                     continue
                 self.heard = self._store.get(key).decode()
-            except Exception:
+            except Exception:  # the store is gone, and with it whoever could tell
                 return
             if not over.wait(GRACE):
                 print(f"{self.heard}\nThis process was waiting for it and stops too.", file=sys.stderr, flush=True)

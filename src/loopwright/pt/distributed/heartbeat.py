@@ -161,7 +161,7 @@ class Watch:
     def _explain_to(self, found: list[str | None], seconds: float) -> None:
         try:
             found.append(self._explanation(seconds))
-        except Exception:
+        except Exception:  # in a thread, after a failure: without the store there is no explanation
             logger.debug("the store cannot be reached", exc_info=True)
 
     def _explanation(self, seconds: float) -> str | None:

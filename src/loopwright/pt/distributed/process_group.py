@@ -84,7 +84,7 @@ class Processes:
         global _opened
         _opened = None
         if self._ours and dist.is_initialized():
-            with suppress(Exception):
+            with suppress(Exception):  # at the end of the process: a peer may be gone already
                 dist.destroy_process_group()
 
 

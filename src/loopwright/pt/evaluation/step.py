@@ -213,7 +213,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
             not self.trainer.label_names and inputs.get("return_loss", self.trainer.can_return_loss)
         ):
             with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
-                outputs = model(**self._for_model(inputs))  # type: ignore[attr-defined]
+                outputs = model(**self.for_model(inputs))  # type: ignore[attr-defined]
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
             return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
         items = self._eval_items(inputs)

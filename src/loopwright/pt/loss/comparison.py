@@ -213,7 +213,7 @@ def padding_is_neutral(
     padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
     try:
         found = [probe.measure(each, told(each)).value for each in (dict(short), padded)]
-    except Exception as error:
+    except Exception as error:  # a model that cannot take the padded batch shows that padding counts
         if is_out_of_memory(error):
             raise
         return False

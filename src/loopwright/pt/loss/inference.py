@@ -177,7 +177,7 @@ class LossFindings:
                     if self._wants_comparison():
                         self._look([rows_of(batch, self.label_names) for batch in whole], probe, splitter)
                 return None
-            except Exception as error:
+            except Exception as error:  # the loss is the user's: what it raises is the finding
                 if not is_out_of_memory(error) or count_samples(batches[0]) == 1:
                     return error
             try:
@@ -271,7 +271,7 @@ class LossFindings:
         try:
             with probe.trying(training=training):
                 return self._looked(pieces, probe), None
-        except Exception as error:
+        except Exception as error:  # the caller decides what an error of the user's loss means
             if is_out_of_memory(error):
                 raise
             return None, error
@@ -364,7 +364,7 @@ class LossFindings:
         batch, items = part_of(batch, self.label_names), self.items_in(batch)
         try:
             self.divides = probe.divided_by(batch, items, said)
-        except Exception as error:
+        except Exception as error:  # a loss that cannot be asked divides by nothing we know of
             if is_out_of_memory(error):
                 raise
             return

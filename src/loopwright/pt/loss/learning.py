@@ -36,7 +36,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     _micro_batches: int | None = None
     """How many the current update has; None before the first."""
     called_compute_loss: Callable[..., Any]
-    _for_model: Callable[..., Any]
+    for_model: Callable[..., Any]
     _items_are_theirs: bool
     _forward_takes: list[str] | None
 
@@ -120,7 +120,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         for batch in empty if empty and self._why_not_tried() is None else []:
             try:
                 found = self._probe(with_gradients=False).measure(batch, 1)
-            except Exception as error:
+            except Exception as error:  # the user's loss may refuse a batch without targets
                 if is_out_of_memory(error):
                     raise
                 continue  # it has no loss
@@ -287,7 +287,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self.trainer._prepare_inputs(inputs)
             with self.trainer.compute_loss_context_manager(), self._as_written():
-                loss = find_loss(self.strategy.unwrap(self.trainer.model_wrapped)(**self._for_model(inputs)))
+                loss = find_loss(self.strategy.unwrap(self.trainer.model_wrapped)(**self.for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 
         return LossProbe(compute, self.model, trainer=self.trainer)

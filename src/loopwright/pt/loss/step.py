@@ -75,12 +75,12 @@ class LossMethods(LossLearningMethods):
         An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
         """
         if self.trainer.compute_loss_func is None and self.trainer.label_smoother is None:
-            outputs = model(**self._for_model(inputs, num_items_in_batch))
+            outputs = model(**self.for_model(inputs, num_items_in_batch))
             loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
             loss = loss_in(outputs, inputs) if loss is None else loss
         else:
             labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
-            outputs = model(**self._for_model(inputs))
+            outputs = model(**self.for_model(inputs))
             loss = self._loss_from(outputs, labels, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -95,7 +95,7 @@ class LossMethods(LossLearningMethods):
             outputs, labels, shift_labels=self.accounting.shifts, num_items_in_batch=num_items_in_batch
         )
 
-    def _for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
+    def for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
         """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
         takes = self._forward_takes
         if takes is not None and not self._forward_takes_any:
@@ -180,7 +180,7 @@ class LossMethods(LossLearningMethods):
             update.batches = self._cut(update.batches, self.micro_split)
         needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
-            self._count(update)
+            self.count_update(update)
         self._stamp_model(update)
         return update
 
@@ -202,7 +202,7 @@ class LossMethods(LossLearningMethods):
                 pieces.append(batch)
         return pieces
 
-    def _count(self, update: Update) -> None:
+    def count_update(self, update: Update) -> None:
         # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
         as_made = self._speed is None or not self._speed.is_active
         has_parts = len(update.batches) > 1
@@ -212,15 +212,15 @@ class LossMethods(LossLearningMethods):
         elif self.is_alone and as_made and self._must_know_shift():
             self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
         batches = update.batches
-        self._count_items(update)
+        self.count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
             update.batches = batches
-            self._count_items(update)
+            self.count_items(update)
         self._tell_trouble()
         if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
             update.total_items = self.trainer._get_num_items_in_batch(update.batches, self.device)
 
-    def _count_items(self, update: Update) -> None:
+    def count_items(self, update: Update) -> None:
         """Count what the loss is divided by, and note what it has been divided by already."""
         self.accounting.count(update)
         if self.accounting.divides is not None:
@@ -257,12 +257,12 @@ class LossMethods(LossLearningMethods):
         changes = self._stamp.changes() if self._stamp is not None else []
         if not changes and self._is_look_due(made) and self._look_again(made, only_if_wrong=True):
             changes = ["the loss"]
-            self._count(update)
+            self.count_update(update)
         elif not changes:
             return
         elif self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
             self._look_again(made)
-            self._count(update)
+            self.count_update(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
             self.notices.tell_once(
                 f"{changes[0]} was changed during training. With several processes, what the loss is the mean of is "
@@ -316,7 +316,7 @@ class LossMethods(LossLearningMethods):
             self.micro_split *= 2
             update.batches = self._cut(update.batches, 2)
         self._micro_batches = len(update.batches)
-        self._count(update)
+        self.count_update(update)
         if rearranged:
             return True
         self.notices.tell_once(

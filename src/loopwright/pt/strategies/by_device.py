@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,16 +17,11 @@ def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
     special = kind_of(device).strategy
     if special is None:
         return SingleDevice(device, precision, non_blocking=non_blocking)
-    return _made(special, args, device, precision)
+    return special(args, device, precision)
 
 
 def processes_on(args: Any, device: torch.device, precision: Precision) -> Any:
     """Carries out updates on several processes with a device of a kind that has its own way to do that."""
     special = kind_of(device).processes
     assert special is not None
-    return _made(special, args, device, precision)
-
-
-def _made(place: str, args: Any, device: torch.device, precision: Precision) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(import_module(module), name).of(args, device, precision)
+    return special(args, device, precision)

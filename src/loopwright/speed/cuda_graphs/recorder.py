@@ -240,7 +240,7 @@ class GraphedStep:
                 error = self._difference(graph, inputs, weight)
             if not error <= TOLERANCE:
                 raise Uncapturable(f"a replay differs from the eager run by {error:.1e}")
-        except Exception as error:
+        except Exception as error:  # any trouble means: no graphs, and the log says why
             self._give_up(error)
             return None
         return graph
@@ -291,7 +291,7 @@ class CudaRecorder:
             # The stream is entered once more: a recording that breaks off does not leave its own.
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 loss = self._capture(graph, function)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: a half recording would break what comes after
             self._repair(graph, generator)
             raise
         return graph.replay, loss
@@ -309,7 +309,7 @@ class CudaRecorder:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     loss = function()
-                except Exception as error:
+                except Exception as error:  # kept, because ending the recording raises another one
                     cause = error
                     raise
                 finally:

@@ -1,0 +1,22 @@
+"""The trainer refuses overrides nobody would call, and has no method it tells others not to override."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import loopwright
+from loopwright.core.overrides import NEVER_CALLED
+
+
+def test_the_trainer_refuses_when_it_is_created(tmp_path: Any) -> None:
+    cls = type("Mine", (loopwright.Trainer,), {"_inner_training_loop": lambda self: None})
+    with pytest.raises(loopwright.OverrideError, match="training_step or compute_loss"):
+        cls(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+@pytest.mark.parametrize("name", NEVER_CALLED)
+def test_what_is_refused_does_not_exist_here(name: str) -> None:
+    assert not hasattr(loopwright.Trainer, name)
