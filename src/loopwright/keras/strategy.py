@@ -181,7 +181,7 @@ def plain_errors() -> Iterator[None]:
     """What loopwright raises while a backend traces is raised as it is, not as the backend wraps it."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # searched for one of ours; all others are raised as they are
         original: BaseException | None = error
         while original is not None and not isinstance(original, LoopwrightError):
             original = original.__cause__ or original.__context__

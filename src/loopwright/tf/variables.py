@@ -33,7 +33,7 @@ def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
                 fresh.build_from_config(model.get_build_config())
             for variable, value in zip(fresh.variables, values, strict=True):
                 variable.assign(value)
-    except Exception as error:
+    except Exception as error:  # a model's own get_config and build may raise anything
         raise ModelError(
             f"the model was built outside args.strategy.scope() and cannot be built again inside it ({error}). Build "
             "it there (with args.strategy.scope(): model = ...), or give model_init="
