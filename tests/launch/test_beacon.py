@@ -67,7 +67,7 @@ def test_reports_name_the_missing_before_the_late():
     seen = {0: at(0, 5, "backward", still=12), 1: at(1, 5, "data", still=12, stack="  File x\n    sleep()")}
     text = describe(seen, {}, 2, 12)
     assert "late: rank 1 on host1 (process 101) is at step 5, in data, for 12 s" in text and "sleep()" in text
-    assert "the others are at step 5, in backward" in text
+    assert "the other ranks are at step 5, in backward" in text
     text = describe(seen, {1: 8.0}, 2, 12)
     assert "missing: rank 1 on host1" in text and "no sign of life for 8 s" in text and "sleep()" not in text
     assert "rank 2 has never been seen" in describe(seen, {}, 3, 12)

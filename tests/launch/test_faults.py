@@ -87,7 +87,7 @@ def test_a_killed_rank_brings_the_job_back_from_the_last_checkpoint(command, tmp
         killed = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
         os.kill(killed[1], signal.SIGKILL)
         assert started.wait(300) == 0, started.text()
-        assert "the launcher has started this run again: it goes on from" in started.text()
+        assert "restarted by the launcher, resuming from" in started.text()
     assert_same_run(run, reference, ROWS)
     assert len({line["time"] for line in lines(run) if line["step"] == 1}) == 1  # it did not begin again
 

@@ -108,8 +108,8 @@ def test_columns_that_match_no_argument_of_the_forward_show_both_lists(
     with pytest.raises(DataError) as caught:
         train(data=data, data_collator=collator, options={"dataloader_num_workers": workers})
     text = str(caught.value)
-    assert "Columns: inputs" in text
-    assert "The model takes:" in text and "x" in text.split("The model takes:")[1]
+    assert "columns: inputs" in text
+    assert "arguments:" in text and "x" in text.split("arguments:")[1]
     assert "remove_unused_columns=False" in text
     assert left_behind(tmp_path) == []
 

@@ -452,7 +452,7 @@ def test_auto_starts_fresh_and_true_does_not(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no such folder"):
+    with pytest.raises(CheckpointError, match="no such folder"):
         make(tmp_path).train(str(tmp_path / "nowhere"))
 
 

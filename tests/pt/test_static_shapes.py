@@ -81,7 +81,7 @@ def test_one_length_makes_all_batches_alike(tmp_path: Any) -> None:
 
 
 def test_a_batch_longer_than_allowed_is_an_error(tmp_path: Any) -> None:
-    with pytest.raises(loopwright.DataError, match="29 tokens long, and static_lengths allows 16"):
+    with pytest.raises(loopwright.DataError, match="29 tokens long, but static_lengths allows at most 16"):
         run("llama", tmp_path, static_lengths=[16]).train()
 
 
@@ -132,7 +132,7 @@ def test_a_loss_that_minds_added_rows_is_found_out_and_stays_right(cls: Any, rea
         trainer.train()
         made_of.append(weights(trainer.model))
     assert_close(made_of[1], made_of[0])
-    told = [text for text in trainer._loopwright.notices.told if "not filled up" in text]
+    told = [text for text in trainer._loopwright.notices.told if "not padded with rows" in text]
     assert bool(told) is (reason is not None)
     assert reason is None or reason in told[0]
 

@@ -75,7 +75,7 @@ def test_what_is_not_computed_is_refused(name: str) -> None:
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.ones(1, 3)])
 def test_a_mask_of_the_models_own_is_refused(mask: Any) -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(AttentionRefused, match="mask of its own"):
+    with pytest.raises(AttentionRefused, match="its own attention mask"):
         attend(nn.Module(), q, q, q, mask)
 
 

@@ -158,7 +158,7 @@ def test_the_head_and_layers_of_another_kind_are_left_alone() -> None:
     model.model.patched = patched
     found = use_fp8(model, lambda *_: FASTER)
     assert model.get_output_embeddings() not in found.layers
-    assert found.layers and found.left["of another kind"] == 2
+    assert found.layers and found.left["of an unsupported type"] == 2
 
 
 def test_evaluation_computes_with_the_weights_as_they_are(emulated: None) -> None:
@@ -220,4 +220,4 @@ def test_a_run_changes_its_layers_and_gives_them_back(emulated: None, monkeypatc
     monkeypatch.setattr(preparing, "measured_on", lambda *args, **options: lambda *size: SLOWER)
     trainer = Trainer(Wide(), args, train_dataset=data)
     trainer.train()
-    assert any("fp8=True changes nothing here" in text for text in trainer._loopwright.notices.told)
+    assert any("fp8=True has no effect here" in text for text in trainer._loopwright.notices.told)

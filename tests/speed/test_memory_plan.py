@@ -179,7 +179,7 @@ def test_the_arguments_ask_for_it(tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"policy": "selectiv"}, "must be one of full, selective"),
-        ({"policy": "selective", "use_reentrant": True}, "no other option"),
+        ({"policy": "selective", "use_reentrant": True}, "accepts no option besides"),
         ({"policy": "selective"}, "has no list of blocks of one class"),
     ],
 )

@@ -85,7 +85,7 @@ def test_sums_of_the_runtime_are_part_of_the_step(tmp_path: Path) -> None:
 
 def test_a_runtime_knows_all_processes_or_this_one() -> None:
     assert spans_all(8, 8) and not spans_all(1, 8) and spans_all(1, 1)
-    with pytest.raises(loopwright.LoopwrightError, match="has 4 devices and the launcher started 8 processes"):
+    with pytest.raises(loopwright.LoopwrightError, match="has 4 devices, but the launcher started 8 processes"):
         spans_all(4, 8)
 
 

@@ -76,8 +76,8 @@ class TriggerFile(Watch):
             # A file that stays would mean a checkpoint at every update.
             self.ignored = True
             logger.warning(
-                f"save_trigger_file: {self.path} cannot be deleted ({error}). A checkpoint is saved now; "
-                "the file is ignored for the rest of this run."
+                f"save_trigger_file: {self.path} cannot be deleted ({error}). A checkpoint is saved now; the file is "
+                "ignored for the rest of this run."
             )
 
 
@@ -98,7 +98,7 @@ class RuntimeLimit(Watch):
         control.should_save = control.should_training_stop = True
         logger.warning(
             f"max_runtime: stopping at step {state.global_step} after {now - self.started:.0f} of {self.limit:.0f} "
-            "seconds, with a checkpoint to go on from."
+            "seconds, with a checkpoint to resume from."
         )
 
     def evaluated(self) -> None:
@@ -144,5 +144,5 @@ def seconds_in(duration: float | str) -> float:
         return float(duration)
     except ValueError:
         raise ArgumentsError(
-            f"max_runtime={duration!r} is not a duration. Give seconds (3600), HH:MM:SS or D-HH:MM:SS."
+            f"max_runtime={duration!r} is not a duration. Use seconds (3600), HH:MM:SS or D-HH:MM:SS."
         ) from None

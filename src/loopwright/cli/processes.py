@@ -95,7 +95,7 @@ class Warm(Anew):
         assert self._nurse.stdout is not None
         line = self._nurse.stdout.readline()
         if not line:
-            raise ArgumentsError(f"{self.python} cannot run loopwright; its message is above")
+            raise ArgumentsError(f"{self.python} cannot run loopwright; see its output above")
         self._has_answered = True
         return line
 

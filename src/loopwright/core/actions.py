@@ -143,7 +143,9 @@ class Acting:
         self.checkpoints.wait()
         good = [each for each in self.checkpoints.complete() if each <= step]
         if not good:
-            self.notices.tell_once(f"the loss jumped after step {step}; there is no earlier checkpoint to go back to")
+            self.notices.tell_once(
+                f"the loss spiked after step {step}, and there is no earlier checkpoint to roll back to"
+            )
             return
         jumped = self.state.global_step
         self.restore_weights(max(good))
@@ -151,8 +153,8 @@ class Acting:
             if callable(getattr(callback, "rewind", None)):
                 callback.rewind(self.args, self.state)
         logger.warning(
-            f"the loss jumped between steps {step} and {jumped}: back to checkpoint-{max(good)}; "
-            "the samples since then are left out"
+            f"the loss spiked between steps {step} and {jumped}: rolling back to checkpoint-{max(good)} and skipping "
+            "the samples since then"
         )
 
     def restore_weights(self, step: int) -> None:
@@ -171,15 +173,15 @@ class Acting:
             folder = self.write_incident(first)
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
-                f"{first - 1}. What was found by running that step again is in {folder}. "
-                'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
+                f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
+                'rate, or set on_nonfinite="skip" to skip such updates'
             )
         if self.meter.nonfinite > reading.nonfinite:
             return  # told at an earlier log point
-        done = "were left out" if policy == "skip" else "were applied all the same"
+        done = "skipped" if policy == "skip" else "applied anyway"
         self.notices.tell_once(
-            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates "
-            f"{done}. Every log says how many there were (nonfinite_updates)"
+            f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "
+            f"updates are {done}. The number of them is logged as nonfinite_updates"
         )
 
     def write_incident(self, step: int) -> str:
@@ -221,7 +223,7 @@ class Acting:
         self.checkpoints.raise_if_failed()
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
-        logger.warning(f"stopped by {self.signals.received} after saving step {step}; start again to go on")
+        logger.warning(f"stopped by {self.signals.received} after saving step {step}; run again to resume")
         note_stop()
         self.signals.chained()
         raise SystemExit(STOPPED_AFTER_SAVING)
@@ -272,7 +274,7 @@ class Acting:
         name = full_name(wanted)
         if name not in metrics:
             known = ", ".join(sorted(metrics))
-            raise MetricError(f"metric_for_best_model={wanted!r} is not among the metrics of the evaluation: {known}")
+            raise MetricError(f"metric_for_best_model={wanted!r} is not one of the metrics of the evaluation: {known}")
         return name
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -301,7 +303,9 @@ class Acting:
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
         left = restore_callback_states(self.callback_handler.callbacks, states)
         if left:
-            self.notices.tell_once(f"the checkpoint holds state of callbacks that are not there now: {', '.join(left)}")
+            self.notices.tell_once(
+                f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
+            )
 
     def _check_output_dir(self) -> None:
         if not self.args.should_save:
@@ -312,8 +316,8 @@ class Acting:
             self.checkpoints.storage.check_writable()
         except OSError as error:
             raise OutputError(
-                f"the output folder {folder!r} cannot be written ({error.strerror or error}); "
-                "choose another output_dir or change its permissions"
+                f"the output folder {folder!r} cannot be written ({error.strerror or error}); choose another "
+                "output_dir or change its permissions"
             ) from error
 
     # ---- small things users call ------------------------------------------------------------------------------------
@@ -366,4 +370,4 @@ class Acting:
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write a model card (not available yet): a script that ends with this has done its work, so it goes on."""
-        self.notices.tell_once("create_model_card is not available yet: no README.md was written")
+        self.notices.tell_once("create_model_card is not available yet; no README.md was written")

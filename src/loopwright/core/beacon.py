@@ -117,12 +117,12 @@ def describe(seen: Mapping[int, Sighting], silent: Mapping[int, float], world: i
     """What a process that waits can say about the others: who is gone, who is late, where, and what it is doing."""
     lines = [f"no progress for {waited:.0f} s"]
     unseen = [rank for rank in range(world) if rank not in seen]
-    lines += [f"rank {rank} has never been seen: it was not started, or cannot reach the others" for rank in unseen]
+    lines += [f"rank {rank} was never seen; it was not started, or cannot reach the other ranks" for rank in unseen]
     for rank in sorted(silent):
         last = seen[rank]
         lines.append(
-            f"missing: {last.name} has given no sign of life for {silent[rank]:.0f} s (last: {last.where}); "
-            "its process has ended, or its machine is cut off"
+            f"missing: {last.name} has sent no heartbeat for {silent[rank]:.0f} s (last: {last.where}); its process "
+            "exited, or its node is unreachable"
         )
     if not silent and not unseen:
         lines += _late_lines(seen)
@@ -135,7 +135,7 @@ def _late_lines(seen: Mapping[int, Sighting]) -> list[str]:
         lines = ["no rank is behind the others:"]
         return [*lines, *(line for each in seen.values() for line in _lines(each, "standing"))]
     others = [each for each in seen.values() if each not in late]
-    return [*(line for each in late for line in _lines(each, "late")), f"the others are at {others[0].where}"]
+    return [*(line for each in late for line in _lines(each, "late")), f"the other ranks are at {others[0].where}"]
 
 
 def _lines(each: Sighting, word: str) -> list[str]:

@@ -40,8 +40,8 @@ class ChangingMethods(Acting):
         Where updates are compiled as a whole it is refused.
         """
         raise NotAvailable(
-            f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, and updates "
-            "are compiled with those they began with; assign them before train()"
+            f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, but "
+            "updates are already compiled with the previous ones; assign them before train()"
         )
 
     def tell_unfollowed(self) -> None:
@@ -52,7 +52,7 @@ class ChangingMethods(Acting):
         asked, before, step = self.args.gradient_accumulation_steps, self.plan, self.state.global_step
         if not isinstance(asked, int) or asked < 1:
             raise ArgumentsError(
-                f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be a whole number above 0"
+                f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be an integer above 0"
             )
         self._asked_accumulation = asked
         if asked == before.accumulation:
@@ -63,8 +63,8 @@ class ChangingMethods(Acting):
         told = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
         if self.plan.max_steps != before.max_steps:
             told += (
-                f": the run has {self.plan.max_steps:,} updates now instead of {before.max_steps:,}, and the learning "
-                "rate keeps the schedule it was started with"
+                f": the run now has {self.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
+                "learning rate schedule is unchanged"
             )
         self.notices.tell_once(told)
 

@@ -96,7 +96,9 @@ class Internals(ChangingMethods):
         """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
         resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
-            raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
+            raise NotAvailable(
+                "train(trial=...): hyper-parameter search is not available yet, see docs/availability.md"
+            )
         self.ignore_keys_for_eval = ignore_keys_for_eval
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
@@ -108,7 +110,7 @@ class Internals(ChangingMethods):
         if older:
             self.notices.tell_once(
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
-                "takes the highest step; choose another output_dir, or delete them"
+                "would pick the highest step; choose another output_dir, or delete them"
             )
         self.trainer.is_in_train = True
         try:
@@ -147,7 +149,7 @@ class Internals(ChangingMethods):
         if problem is not None:
             raise problem
         if self.strategy.agree(found is not None and not os.path.isdir(found)):
-            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+            raise CheckpointError(f"{found} does not exist on every node; resume from a shared folder")
         return found
 
     def release_data(self) -> None:
@@ -232,8 +234,10 @@ class Internals(ChangingMethods):
 
     def _no_batches(self, epoch: int) -> None:
         if epoch == 0:
-            raise DataError("the training data gave no batch; with dataloader_drop_last the dataset may be too small")
-        self.notices.tell_once(f"the training data gave no batch in epoch {epoch}: training stops here")
+            raise DataError(
+                "the training data returned no batch; with dataloader_drop_last the dataset may be too small"
+            )
+        self.notices.tell_once(f"the training data returned no batch in epoch {epoch}; stopping training")
         self.control.should_training_stop = True
 
     def part_states(self) -> dict[str, Any]:
@@ -413,7 +417,7 @@ class Internals(ChangingMethods):
             newest = self._find_checkpoint("auto")
             if newest is not None:
                 if self.args.should_log:
-                    logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                    logger.warning(f"restarted by the launcher, resuming from {newest}")
                 return newest
         return self._find_checkpoint(request)
 

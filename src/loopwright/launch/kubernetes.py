@@ -19,7 +19,7 @@ RESTARTS = 10
 def manifest(request: Request) -> str:
     """The manifest as YAML."""
     if not request.own.image:
-        raise ArgumentsError("--kubernetes needs --image: the container image with the script and loopwright in it")
+        raise ArgumentsError("--kubernetes needs --image, a container image with the script and loopwright")
     return str(yaml.safe_dump(KINDS[request.own.kind](request), sort_keys=False))
 
 
@@ -51,7 +51,7 @@ def train_job(request: Request) -> dict[str, Any]:
     """A TrainJob on the cluster's `torch-distributed` runtime."""
     if request.is_elastic:
         raise ArgumentsError(
-            f"--nnodes {request.values.nnodes}: a TrainJob has a fixed number of machines; use --kind PyTorchJob"
+            f"--nnodes {request.values.nnodes}: a TrainJob has a fixed number of nodes; use --kind PyTorchJob"
         )
     own = request.own
     trainer: dict[str, Any] = {
@@ -108,7 +108,7 @@ def _variables(request: Request) -> list[dict[str, str]]:
     for given in request.own.variable:
         name, equals, value = given.partition("=")
         if not equals or not name:
-            raise ArgumentsError(f"--variable {given!r}: say it as NAME=VALUE")
+            raise ArgumentsError(f"--variable {given!r}: use the form NAME=VALUE")
         variables[name] = value
     return [{"name": name, "value": value} for name, value in variables.items()]
 
@@ -132,7 +132,7 @@ def _volumes(request: Request) -> tuple[list[dict[str, Any]], list[dict[str, str
     for number, given in enumerate(request.own.claim):
         claim, colon, path = given.partition(":")
         if not colon or not path.startswith("/"):
-            raise ArgumentsError(f"--claim {given!r}: say it as CLAIM:/path/in/the/container")
+            raise ArgumentsError(f"--claim {given!r}: use the form CLAIM:/path/in/the/container")
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
     return volumes, mounts

@@ -26,7 +26,7 @@ def workers(text: str) -> int | tuple[int, int]:
     except ValueError:
         bounds = (0, 0)
     if not 1 <= bounds[0] <= bounds[1]:
-        raise ArgumentsError(f"--ray {text}: give a number of workers, or MIN:MAX such as 1:4")
+        raise ArgumentsError(f"--ray {text}: use a number of workers, or MIN:MAX such as 1:4")
     return bounds if colon else bounds[0]
 
 
@@ -37,7 +37,7 @@ def settings(request: Request, machine: Machine) -> dict[str, Any]:
     if own.processes is not None:
         given.append("--processes")
     if given:
-        raise ArgumentsError(f"--ray places the processes itself; without effect there: {', '.join(given)}")
+        raise ArgumentsError(f"--ray places the processes itself and ignores {', '.join(given)}")
     accelerated = machine.devices > 0
     cores = own.threads or 1
     resources = {"CPU": cores, **({"GPU": 1} if accelerated else {})}
@@ -107,7 +107,7 @@ def _ended(error: BaseException) -> int:
         texts.append(str(chain))
         chain = chain.__cause__ or chain.__context__
     if any(StoppedAfterSaving.MARK in text for text in texts):
-        logger.warning("every worker has saved and stopped; start again to go on")
+        logger.warning("every worker saved and stopped; run again to resume")
         return STOPPED_AFTER_SAVING
     raise LoopwrightError(f"the run on Ray failed: {texts[0]}") from error
 
@@ -135,4 +135,4 @@ def _work(script: dict[str, Any]) -> None:
         if end.code == STOPPED_AFTER_SAVING:
             raise StoppedAfterSaving(StoppedAfterSaving.MARK) from end
         if end.code not in (None, 0):
-            raise RuntimeError(f"the script ended with {end.code!r}") from end
+            raise RuntimeError(f"the script exited with {end.code!r}") from end

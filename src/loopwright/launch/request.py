@@ -34,7 +34,7 @@ class Request:
         except ValueError:
             nodes = (0, 0)
         if not 1 <= nodes[0] <= nodes[1]:
-            raise ArgumentsError(f"--nnodes {self.values.nnodes}: give a number of machines, or MIN:MAX such as 1:4")
+            raise ArgumentsError(f"--nnodes {self.values.nnodes}: use a number of nodes, or MIN:MAX such as 1:4")
         return nodes
 
     @property
@@ -76,7 +76,7 @@ def read(
     mine, theirs, script = split(words, own, torchrun)
     options = own.parse_args(mine)
     if not script:
-        raise ArgumentsError("no script was named: loopwright launch [options] train.py [the script's own options]")
+        raise ArgumentsError("no script was given: loopwright launch [options] train.py [the script's own options]")
     values = torchrun.parse_args([*theirs, *script])
     named = {action.dest for word in theirs if (action := _action(word, torchrun)) is not None}
     preset = {name.removeprefix("PET_").lower() for name in environment if name.startswith("PET_")}
@@ -110,4 +110,7 @@ def _unknown(word: str, *parsers: argparse.ArgumentParser) -> str:
     known = [option for parser in parsers for option in parser._option_string_actions]
     close = get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else "see loopwright launch --help and torchrun --help."
-    return f"{name} is no option of loopwright launch or torchrun: {advice} Options of the script come after the script"
+    return (
+        f"{name} is not an option of loopwright launch or torchrun: {advice} Options of the script come after the "
+        "script"
+    )

@@ -13,7 +13,7 @@ TEMPLATE = """\
 {directives}
 
 # Written by `loopwright launch --slurm`. {before_limit} seconds before the time limit, and when the job is preempted,
-# every process saves one checkpoint and exits with {saved}; the job goes back into the queue and goes on from there.
+# every rank saves one checkpoint and exits with {saved}; the job is requeued and resumes from there.
 set -uo pipefail
 {before}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -29,7 +29,7 @@ wait "$step"; code=$?
 while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done  # a trap ends `wait` early
 
 if [ "$code" -eq {saved} ]; then
-    echo "saved and stopped: back into the queue"
+    echo "saved and stopped: requeuing"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -67,7 +67,7 @@ def _directives(request: Request) -> list[tuple[str, str]]:
     for given in own.sbatch:
         name, _, value = given.removeprefix("--").partition("=")
         if not name:
-            raise ArgumentsError(f"--sbatch {given!r}: say it as option=value, such as partition=gpu")
+            raise ArgumentsError(f"--sbatch {given!r}: use the form option=value, such as partition=gpu")
         table[name] = value
     return [(name, value) for name, value in table.items() if value is not None]
 

@@ -37,7 +37,8 @@ def find_way(request: Request) -> Way:
     given = request.own.host or request.values.rdzv_endpoint
     if not given:
         raise ArgumentsError(
-            f"--nnodes {request.values.nnodes} needs --host ADDRESS: the machine where all meet, the same words on each"
+            f"--nnodes {request.values.nnodes} needs --host ADDRESS, the rendezvous node; use the same value on each "
+            "node"
         )
     host, port = network.endpoint(given)
     local = network.address_towards(host, port)

@@ -44,7 +44,7 @@ BATCHES_ARE_THEIRS = {
 }
 """Overrides that see micro-batches as the collator made them, so that they stay that way."""
 INPUTS_ARE_THEIRS = {
-    "compute_loss": "compute_loss is overridden, and may look at the mask",
+    "compute_loss": "compute_loss is overridden and may read the mask",
     "_prepare_inputs": "_prepare_inputs is overridden",
     "_prepare_input": "_prepare_input is overridden",
     "compute_loss_context_manager": "compute_loss_context_manager is overridden",
@@ -75,9 +75,11 @@ class SpeedMethods(TorchBase):
             self.speed_plan = plan.as_dict()
             if self.args.speed == "off":
                 return None
-            logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            logger.info(f"speed: keeping the collator's micro-batches: {reason}")
             if self.args.per_device_train_batch_tokens:
-                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
+                self.notices.tell_once(
+                    f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
+                )
             return None
         return Conductor(self._situation, announce=self._announce_plan, tell=self.notices.tell_once)
 
@@ -86,17 +88,17 @@ class SpeedMethods(TorchBase):
             if is_overridden(self.trainer, name):
                 return reason
         if self.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha is set, and the size of its noise depends on the length of rows"
+            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
         if self.callback_handler.listens("on_substep_end"):
-            return "a callback listens to on_substep_end, which comes after each micro-batch"
+            return "a callback uses on_substep_end, which is called after each micro-batch"
         if self.wants_static_shapes():  # type: ignore[attr-defined]
-            return "batches keep few shapes, since this device compiles for each one"
+            return "this device compiles for each shape, so batches keep few shapes"
         if self.strategy.is_sharded:
-            return "parameters are in shards, and nothing is proved there yet"
+            return "parameters are sharded, which is not supported yet"
         if self.strategy.world_size > self.strategy.data_world:
-            return "several processes take the same samples, and nothing is proved there yet"
+            return "several ranks use the same samples, which is not supported yet"
         if self.strategy.world_size > 1 and self.strategy.forward_is_collective:
-            return "all processes must have equally many micro-batches"
+            return "all ranks must have the same number of micro-batches"
         return None
 
     def _situation(self) -> Situation:
@@ -157,12 +159,12 @@ class SpeedMethods(TorchBase):
             if is_overridden(self.trainer, name):
                 return reason
         if self.trainer.compute_loss_func is not None:
-            return "compute_loss_func is given, and may look at the outputs of padded batches"
+            return "compute_loss_func is set and may read the outputs of padded batches"
         return None
 
     def _why_not_compile(self) -> str | None:
         if self.args.torch_compile:
-            return "torch_compile has done it"
+            return "torch_compile already does it"
         if not repeated_blocks(self.model):
             return "the model has no repeated blocks"
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
@@ -174,11 +176,11 @@ class SpeedMethods(TorchBase):
         args, kind = self.args, self.device.type
         reasons = (
             (f"{kind} has none", kind != "cuda" and self.graph_recorder is None),
-            ("there is more than one process", self.strategy.world_size > 1),
+            ("there is more than one rank", self.strategy.world_size > 1),
             ("torch_compile is on", args.torch_compile),
             ("gradient_checkpointing is on", args.gradient_checkpointing),
             ("fp8 is on", args.fp8),
-            ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
+            ("loss scaling is on", type(self.strategy.precision) not in (Precision, Autocast)),
             (
                 "autocast_smart_context_manager is overridden",
                 is_overridden(self.trainer, "autocast_smart_context_manager"),

@@ -32,7 +32,7 @@ def old_tokenizer(processing_class: Any, old_names: dict[str, Any]) -> Any:
     if tokenizer is None:
         return processing_class
     if processing_class is not None:
-        raise ArgumentsError("tokenizer= and processing_class= are the same thing; give one of them")
+        raise ArgumentsError("tokenizer= and processing_class= are the same; pass only one of them")
     logger.warning("Trainer(tokenizer=...) is now Trainer(processing_class=...)")
     return tokenizer
 
@@ -51,19 +51,22 @@ def check_constructor(
     train, evaluation = datasets
     problems = []
     if (model is None) == (model_init is None):
-        problems.append("give exactly one of model and model_init")
+        problems.append("pass exactly one of model and model_init")
     elif model is not None and not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if model_init is not None and any(part is not None for part in optimizers):
         problems.append(
-            "optimizers= holds parameters of one model and cannot go with model_init: override create_optimizer"
+            "optimizers= holds parameters of one model and cannot be combined with model_init; override "
+            "create_optimizer"
         )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
-        problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
+        problems.append("pass optimizers= or optimizer_cls_and_kwargs=, not both")
     if args.eval_strategy != "no" and evaluation is None:
-        problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
+        problems.append(
+            f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset; pass one, or set eval_strategy='no'"
+        )
     if train is not None and not has_length(train) and args.max_steps <= 0:
-        problems.append("the train_dataset has no length, so max_steps must say how long to train")
+        problems.append("the train_dataset has no length, so set max_steps")
     if args.batch_eval_metrics and inspect.isroutine(compute_metrics) and not needs_compute_result(compute_metrics):
         problems.append(
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but this "
@@ -81,7 +84,7 @@ def _check_kinds(args: Any, optimizers: Any) -> None:
         problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         kind = type(optimizers).__name__
-        problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {kind}")
+        problems.append(f"optimizers must be a pair (optimizer, scheduler), either of which may be None, not {kind}")
     if problems:
         raise ArgumentsError(problems)
 

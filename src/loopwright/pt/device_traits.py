@@ -29,8 +29,10 @@ KINDS: dict[str, Kind] = {
     "neuron": Kind(
         static_shapes=True,
         compile_backend="neuron",
-        install=f"pip install torch-neuronx --extra-index-url {NEURON_INDEX} (Trn2 and Trn3; the package of that name "
-        "on PyPI is an empty one)",
+        install=(
+            f"pip install torch-neuronx --extra-index-url {NEURON_INDEX} (Trn2 and Trn3; the package of that name on "
+            "PyPI is empty)"
+        ),
     ),
     "tpu": Kind(static_shapes=True, compile_backend="tpu", install="pip install torch-tpu libtpu"),
     "xla": Kind(
@@ -38,8 +40,10 @@ KINDS: dict[str, Kind] = {
         compile_backend="openxla",
         strategy="loopwright.xla.strategy:XlaDevice",
         processes="loopwright.xla.processes:XlaProcesses",
-        install="pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*', and PJRT_DEVICE=TPU in the environment; on Trn1 "
-        f"torch-neuronx of the same torch from {NEURON_INDEX}, and PJRT_DEVICE=NEURON",
+        install=(
+            "pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*', and set PJRT_DEVICE=TPU; on Trn1, torch-neuronx for "
+            f"the same torch from {NEURON_INDEX}, and PJRT_DEVICE=NEURON"
+        ),
     ),
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ class PacingMethods(TorchBase):
                 self.split, self.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 self.split_at = -1
-                logger.info(f"the time of updates is not split into parts: {self.device} has no timed events: {error}")
+                logger.info(f"step timing is not available: {self.device} has no timed events: {error}")
             return
         self.split.end(micro_batches=len(update.batches), waited=self.pace.last_wait)
         assert self._time_split is not None
@@ -118,7 +118,7 @@ class PacingMethods(TorchBase):
                 untouched=untouched_rng,
             )
         except Exception as error:
-            logger.info(f"MFU is not known, since the operations of the model could not be counted: {error}")
+            logger.info(f"MFU is unknown, since the FLOPs of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
         with self.trainer.compute_loss_context_manager():

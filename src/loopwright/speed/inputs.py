@@ -77,7 +77,7 @@ class Situation:
     """Whether the user has activations recomputed already."""
     graph: Callable[[], Any] | None = None
     """Run micro-batches as graphs from here on; returns the training step that does."""
-    why_not_graph: str | None = "nobody asked for graphs"
+    why_not_graph: str | None = "CUDA graphs were not requested"
 
     @property
     def insists(self) -> bool:

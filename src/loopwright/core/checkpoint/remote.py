@@ -135,7 +135,7 @@ class FsspecStorage:
         note = {"reason": reason, "manifest": manifest and asdict(manifest)}
         self._fs.pipe_file(self._inside(name, DAMAGED), json.dumps(note, indent=1).encode())
         self._fs.rm_file(self._inside(name, MANIFEST))
-        return f"It stays there, with {DAMAGED} in the place of its manifest"
+        return f"It is kept there, with {DAMAGED} in place of its manifest"
 
     # ---- names and listings -----------------------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class FsspecStorage:
         for file in files:
             size = (staged / file).stat().st_size
             if arrived.get(file) != size:
-                raise OSError(f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}")
+                raise OSError(
+                    f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}"
+                )
         self._fs.put_file(str(staged / MANIFEST), self._inside(name, MANIFEST))
 
     def _download(self, name: str, files: list[str], folder: Path) -> None:
@@ -268,5 +270,5 @@ def _names_outside(files: Iterable[str]) -> str | None:
     """What is wrong with a manifest that names files outside of its folder."""
     for file in files:
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            return f"its manifest names {file}, which is no file of a checkpoint"
+            return f"its manifest names {file}, which is not a checkpoint file"
     return None

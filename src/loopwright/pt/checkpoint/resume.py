@@ -74,8 +74,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         foreign = is_foreign(folder)
         if not foreign and not (folder / PROGRESS).is_file():
             raise CheckpointError(
-                f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
-                "is an output folder and not a checkpoint in it (resume_from_checkpoint=True takes the newest one)"
+                f"{folder} cannot be resumed from (no {PROGRESS}): it was saved with save_only_model=True, or it is "
+                "an output folder. Use resume_from_checkpoint=True for the newest checkpoint in it"
             )
         self._resume_from = folder
         self._adopt_state(saved)
@@ -103,8 +103,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
             return
         if not (folder / f"{OPTIMIZER}.json").is_file():
             raise CheckpointError(
-                f"{folder.name} holds no {OPTIMIZER}.json: DeepSpeed has saved it in files of its own. Resume with "
-                "deepspeed= and as many processes as then, or start anew from its weights"
+                f"{folder.name} has no {OPTIMIZER}.json because DeepSpeed saved it in its own files. Resume with "
+                "deepspeed= and the same number of ranks, or start a new run from its weights"
             )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
             self.strategy.load_optimizer(*read_optimizer(folder), self.trainer.optimizer, module)
@@ -161,8 +161,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         if kept == args.gradient_accumulation_steps:
             return None
         self.notices.tell_once(
-            f"updates stay at {samples} samples with {self.strategy.data_world} processes: "
-            f"{kept} micro-batches each instead of {args.gradient_accumulation_steps}"
+            f"the effective batch size is kept at {samples} samples with {self.strategy.data_world} ranks: {kept} "
+            f"micro-batches per update instead of {args.gradient_accumulation_steps}"
         )
         return kept
 
@@ -183,8 +183,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         before, now = document.get("world_size", 1), self.strategy.data_world
         if before != now:
             self.notices.tell_once(
-                f"saved by {before} processes, resumed on {now}: those that were there go on with their random states, "
-                "new ones begin with states made from the seed, their number and the step"
+                f"saved by {before} ranks, resumed on {now}: existing ranks restore their RNG state; new ranks are "
+                "seeded from (seed, rank, step)"
             )
             return {"stream": None}
         record = None if self._resume_from is None else record_of(
@@ -197,8 +197,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         plan, step = self.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(
-                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
-                "these do not say which samples are done; resume without packing, or load its weights and start anew"
+                f"a transformers checkpoint at step {step} counts updates, which with packing={self.args.packing!r} "
+                "do not identify the samples used; resume without packing, or start a new run from its weights"
             )
         place = foreign_progress(
             step,
@@ -209,7 +209,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         for name, value in place.items():
             setattr(self.progress, name, value)
         self.progress.last_logged_step = step
-        self.notices.tell_once(f"resuming a checkpoint of transformers at step {step}: epoch {place['epoch']}")
+        self.notices.tell_once(f"resuming a transformers checkpoint at step {step}: epoch {place['epoch']}")
 
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)

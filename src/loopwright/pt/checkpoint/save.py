@@ -129,7 +129,9 @@ class SavingMethods(ResumingMethods):
         if self.args.save_on_each_node:
             shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, strategy.saving.gather)
             if shared:
-                self.notices.tell_once("save_on_each_node: all machines share the output folder, so one of them saves")
+                self.notices.tell_once(
+                    "save_on_each_node: all nodes share the output folder, so only one of them saves"
+                )
             leader = 0 if shared else strategy.rank - self.args.local_process_index
         return SavingCrew(strategy.rank, leader, strategy.saving.gather)
 

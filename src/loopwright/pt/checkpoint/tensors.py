@@ -173,7 +173,7 @@ def check_fit(
         if name in own and shape != tuple(own[name].shape)
     ]
     if wrong or (strict and (missing or unexpected)):
-        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
+        parts = [("missing", missing), ("unexpected", unexpected), ("with a different shape", wrong)]
         listed = "; ".join(f"{what}: {some(names)}" for what, names in parts if names)
         raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
 
@@ -251,8 +251,8 @@ def decode_optimizer(
     ]
     if len(options) != len(current["param_groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(options)} parameter groups, "
-            f"this one has {len(current['param_groups'])}"
+            f"the checkpoint's optimizer has {len(options)} parameter groups, but this one has "
+            f"{len(current['param_groups'])}"
         )
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {

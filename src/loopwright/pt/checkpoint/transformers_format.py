@@ -66,8 +66,8 @@ def read_foreign(folder: Path) -> dict[str, Any]:
     missing = [name for name in ("optimizer", "scheduler") if found[name] is None]
     if missing:
         raise CheckpointError(
-            f"{folder.name} holds no {' and no '.join(missing)} state; resuming would silently start those afresh. "
-            "Load its weights and train without resume_from_checkpoint instead"
+            f"{folder.name} has no {' and no '.join(missing)} state, so it cannot be resumed. Load its weights and "
+            "train without resume_from_checkpoint instead"
         )
     return found
 

@@ -237,7 +237,7 @@ class DataMethods(ShapeMethods):
             return packed_plan(loader, self.args, self.notices)
         sized = has_length(loader)
         if not sized and self.args.max_steps <= 0:
-            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+            raise ArgumentsError("the training data has no length, so set max_steps")
         return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self._accumulation(),
@@ -330,9 +330,7 @@ class DataMethods(ShapeMethods):
             self._resume_rng = None
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
-        self.notices.tell_once(
-            f"this data cannot be positioned: {count} batches already trained on are read again and left out"
-        )
+        self.notices.tell_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
 
     def _samples_in(self, batches: list[Any]) -> int:

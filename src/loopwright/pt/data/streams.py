@@ -154,5 +154,5 @@ def replay(batches: Iterator[Any], count: int, say: Callable[[str], None]) -> in
             said = now
             rate = (done + 1) / (now - started)
             left = (count - done) / rate
-            say(f"reading again: {done + 1:,} of {count:,} batches, {rate:,.0f} a second, {left:,.0f} s left")
+            say(f"re-reading: {done + 1:,} of {count:,} batches, {rate:,.0f} per second, {left:,.0f} s left")
     return count

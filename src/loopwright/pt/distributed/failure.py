@@ -68,7 +68,7 @@ class Alarm:
         """Leave the error for the others; returns that of another process that was first, if there is one."""
         where = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-2:]))
         name = self._processes.names[self._processes.rank]
-        text = f"process {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"
+        text = f"rank {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"
         try:
             kept = self._store.compare_set(self._key, "", text).decode()
         except Exception:  # the store may be gone with the process that held it
@@ -84,5 +84,5 @@ class Alarm:
             except Exception:
                 return
             if not over.wait(GRACE):
-                print(f"{self.heard}\nThis process was waiting for it and stops too.", file=sys.stderr, flush=True)
+                print(f"{self.heard}\nThis rank was waiting for it and stops too.", file=sys.stderr, flush=True)
                 os._exit(1)

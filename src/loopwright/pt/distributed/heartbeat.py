@@ -86,7 +86,7 @@ class Watch:
                 work(store)
                 self._over.wait(TICK)
         except Exception:  # the store is gone: whoever held it has ended, and training finds that out by itself
-            logger.debug("the beacon has lost the store", exc_info=True)
+            logger.debug("the hang detector has lost the store", exc_info=True)
 
     # ---- being seen -------------------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Watch:
         if found:
             return found[0]
         return (
-            f"the meeting point {os.environ.get('MASTER_ADDR', '')} cannot be reached from {socket.gethostname()}: "
-            "its machine is gone, or this one is cut off"
+            f"the rendezvous host {os.environ.get('MASTER_ADDR', '')} cannot be reached from {socket.gethostname()}; "
+            "one of the two nodes is down or disconnected"
         )
 
     def _explain_to(self, found: list[str | None], seconds: float) -> None:

@@ -113,8 +113,8 @@ def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if missing:
         raise ArgumentsError(
-            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} says there are several processes, but {', '.join(missing)} is "
-            "not set, so they cannot find each other; start the script with torchrun, which sets all of them"
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} means several ranks, but {', '.join(missing)} is not set, so "
+            "they cannot find each other; start the script with torchrun, which sets all of them"
         )
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     name = agree_on_round(store, rank, world, timeout)
@@ -127,8 +127,8 @@ def backend_for(device: torch.device, asked: str | None) -> str:
     if device.type == "cpu":
         if asked in ACCELERATED.values():
             raise ArgumentsError(
-                f"ddp_backend={asked!r} moves tensors between accelerators, and this run is on the CPU; "
-                "leave it out, or use 'gloo'"
+                f"ddp_backend={asked!r} communicates between accelerators, but this run is on the CPU; remove it, or "
+                "use 'gloo'"
             )
         return asked or "gloo"
     # A device that came with a package of its own has told torch the library it talks with.

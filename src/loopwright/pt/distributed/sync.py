@@ -57,7 +57,7 @@ class SharingMethods(LossMethods):
         )
         if len(set(accumulations)) > 1:
             raise ArgumentsError(
-                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the ranks of this run; "
                 "change it on all of them at the same step"
             )
         if any(signals):

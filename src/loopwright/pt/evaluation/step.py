@@ -108,7 +108,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
             if was_training:
                 strategy.training()
         if output.num_samples == 0:
-            raise DataError(f"{description}: the data gave no batch")
+            raise DataError(f"{description}: the data returned no batch")
         return output
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:

@@ -32,7 +32,7 @@ def write_incident(
     folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"step": step, "sample_ids": sample_ids, "bad_weights": _bad_weights(model)}
     if batches is None:
-        report["note"] = "the data owns its order, so the batch could not be loaded again"
+        report["note"] = "the dataset decides its own order, so the batch could not be loaded again"
     else:
         write_tensors(folder / "batch.safetensors", _named_tensors(batches))
         report |= _examine(model, batches, run)

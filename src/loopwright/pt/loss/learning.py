@@ -109,7 +109,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         drawn = first_iterator(self.trainer) if self._loss_is_theirs() else None
         if drawn is None:
             return None
-        return f"the trainer's {drawn!r} is an iterator, and what would be drawn from it is gone"
+        return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
 
     def _look_at_empty(self, batches: list[Any]) -> bool:
         """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
@@ -211,12 +211,14 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
             self.notices.tell_once(
-                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the sum "
-                f"of the losses of its parts. Batches are weighed by {accounting.denominator.described()}; return "
-                "(sum, count) from compute_loss to be exact"
+                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the "
+                f"sum of the losses of its parts. Batches are weighted by {accounting.denominator.described()}; "
+                "return (sum, count) from compute_loss to be exact"
             )
         elif accounting.kind is LossKind.TOTAL:
-            self.notices.tell_once("the loss is a sum over its batch: eval_loss is that of all, divided by samples")
+            self.notices.tell_once(
+                "the loss is a sum over its batch: eval_loss is the total divided by the number of samples"
+            )
 
     def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and what it counts for."""

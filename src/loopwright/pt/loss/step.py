@@ -138,8 +138,8 @@ class LossMethods(LossLearningMethods):
         if self._speed is not None:
             self._speed.finish()
             self.notices.tell_once(
-                f"a method of the trainer or its loss was replaced after step {self.state.global_step}: what is done "
-                "about speed is decided again"
+                f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
+                "accelerations are chosen again"
             )
             # Several processes would have to decide together, and only those where it was replaced come here.
             self._speed = self._start_speed() if self.is_alone else None
@@ -185,7 +185,7 @@ class LossMethods(LossLearningMethods):
 
     def _leave_layouts(self) -> None:
         """The loss turned out to be one whose batches may not be laid out anew."""
-        self.notices.tell_once(f"speed: from here on micro-batches stay as they are made: {self.accounting.reason}")
+        self.notices.tell_once(f"speed: from now on the collator's micro-batches are kept: {self.accounting.reason}")
         assert self._speed is not None
         self._speed.finish()
         self._speed = None
@@ -197,7 +197,7 @@ class LossMethods(LossLearningMethods):
             try:
                 pieces += self.splitter.split_all([batch], parts)
             except CannotSplit as reason:
-                self.notices.tell_once(f"a micro-batch is not cut although memory is short: {reason}")
+                self.notices.tell_once(f"a micro-batch is not split although memory is low: {reason}")
                 pieces.append(batch)
         return pieces
 
@@ -262,8 +262,8 @@ class LossMethods(LossLearningMethods):
             self._count(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
             self.notices.tell_once(
-                f"{changes[0]} was changed during training. With several processes, what the loss is the mean of is "
-                "not looked at again; micro-batches keep their weights"
+                f"{changes[0]} was changed during training. With several ranks the denominator of the loss is not "
+                "determined again; micro-batches keep their weights"
             )
         if speed is not None:
             speed.follow_changes(update, changes)
@@ -317,7 +317,7 @@ class LossMethods(LossLearningMethods):
         if rearranged:
             return True
         self.notices.tell_once(
-            f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
+            f"out of memory: micro-batches are now split in {self.micro_split}; the effective batch size is unchanged"
         )
         return True
 
@@ -326,7 +326,7 @@ class LossMethods(LossLearningMethods):
             return False
         reason = self.splitter.why_whole(batch)
         if reason is not None:
-            self.notices.tell_once(f"out of memory, and the micro-batch cannot be cut: {reason}")
+            self.notices.tell_once(f"out of memory, and the micro-batch cannot be split: {reason}")
         return reason is None
 
     def write_incident(self, step: int) -> str:

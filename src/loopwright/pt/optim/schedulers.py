@@ -147,7 +147,7 @@ def _build_metric_scheduler(name: str, optimizer: Optimizer, options: dict[str, 
     cls = METRIC_SCHEDULERS[name]
     accepted = [option for option in inspect.signature(cls).parameters if option != "optimizer"]
     problems = [
-        f"The schedule '{name}' does not know the option '{key}' (given {value!r}). It accepts {', '.join(accepted)}."
+        f"The schedule '{name}' has no option '{key}' (given {value!r}). It accepts {', '.join(accepted)}."
         for key, value in options.items()
         if key not in accepted
     ]

@@ -136,7 +136,7 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     borders, (causal, window, scale, drop) = ctx.saved_tensors[3], ctx.rest
     if drop:
         raise RuntimeError(
-            "attention with dropout cannot be differentiated twice here: set attention_dropout=0 or speed='off'"
+            "attention with dropout does not support double backward; set attention_dropout=0 or speed='off'"
         )
     # Views: what queries and keys have in common before is not a part of this.
     parts = [each.view_as(each) for each in ctx.saved_tensors[:3]]

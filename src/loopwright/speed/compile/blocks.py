@@ -147,7 +147,7 @@ class Compiled:
                 self._leave(call, reason)
             others = f", and the {len(rest)} others of its class,"
         self._notices.tell_once(
-            f"torch_compile: {failed.name} ({kind.__name__}){others} could not be compiled and runs without: {reason}"
+            f"torch_compile: {failed.name} ({kind.__name__}){others} could not be compiled and runs eagerly: {reason}"
         )
 
     def _leave(self, call: CompiledCall, reason: str) -> None:

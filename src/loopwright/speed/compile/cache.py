@@ -38,7 +38,7 @@ def save_compile_cache(output_dir: str | None, device: torch.device) -> Path | N
         os.replace(partial, path)
         return path
     except Exception as error:  # a cache is never worth a run
-        _tell(f"could not be kept with the run: {type(error).__name__}: {error}")
+        _tell(f"could not be saved with the run: {type(error).__name__}: {error}")
     return None
 
 
@@ -53,7 +53,7 @@ def load_compile_cache(output_dir: str | None, device: torch.device) -> bool:
         content = path.read_bytes()
         signature, artifacts = content[:SIGNATURE], content[SIGNATURE:]
         if not hmac.compare_digest(signature, _signature(artifacts)):
-            _tell(f"in {path} was not written by this user (or is damaged) and is left alone")
+            _tell(f"in {path} was not written by this user (or is damaged) and is ignored")
             return False
         return torch.compiler.load_cache_artifacts(artifacts) is not None
     except Exception as error:  # it is compiled again

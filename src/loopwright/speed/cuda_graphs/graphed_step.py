@@ -52,8 +52,8 @@ class GraphChoice:
         if here.why_not_graph is not None:
             return here.why_not_graph
         for reason, is_so in (
-            ("the layout gives micro-batches of many shapes", plan.layout in IN_GROUPS),
-            ("the loss without logits has another number of targets each time", plan.linear_loss),
+            ("the layout produces micro-batches of many shapes", plan.layout in IN_GROUPS),
+            ("the fused loss has a different number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
             ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
             (f"micro-batches have more than {MOST_SHAPES} shapes", not in_rows and len(self.shapes) > MOST_SHAPES),
@@ -72,13 +72,13 @@ class GraphChoice:
         # Where everything possible is wanted, blocks that can be compiled gain more by that, once they compute enough.
         wants_all = here.level == "max"
         if operations is None:
-            return None if wants_all else "what a micro-batch computes cannot be told from its shapes"
+            return None if wants_all else "what a micro-batch computes does not depend on its shapes alone"
         launching = seconds_launching(here.modules, kind)
         saved = launching - seconds(operations, kind)
         if saved <= 0 and not (wants_all and here.why_not_compile is not None):
-            return "computing takes longer than launching"
+            return "compute takes longer than kernel launches"
         if not wants_all and not pays(saved * micro_batches * here.updates_left(), kind):
-            return "the run is too short to make up for recording"
+            return "the run is too short to recover the cost of capturing"
         return None
 
 
@@ -209,7 +209,7 @@ class GraphedTraining:
             pass
         self._drops_mask = False
         if not self._is_alike(given, expected):
-            self.step.reason = "the loss is another one when it is not told the number of items"
+            self.step.reason = "the loss changes when it is not given the number of items"
 
     def _is_alike(self, inputs: dict[str, Any], expected: float) -> bool:
         found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * self.share)

@@ -82,13 +82,13 @@ def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | Non
     held = [p for group in optimizer.param_groups for p in group["params"]]
     clipped = {id(p) for p in parameters}
     if any(id(p) not in clipped for p in held):
-        return "the optimizer also steps parameters that are not clipped"
+        return "the optimizer also updates parameters that are not clipped"
     if any(type(p) is not nn.Parameter for p in held):
-        return "there are parameters spread over several devices"
+        return "parameters are on several devices"
     if any(p.dtype not in DTYPES for p in held):
         return "there are parameters in " + ", ".join(sorted({str(p.dtype) for p in held if p.dtype not in DTYPES}))
     if _has_step_hooks(optimizer):
-        return "a hook looks at the gradients before the optimizer steps"
+        return "a hook reads the gradients before the optimizer step"
     return None
 
 

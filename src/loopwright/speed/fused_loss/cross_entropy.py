@@ -55,9 +55,9 @@ def linear_cross_entropy(
     float32, or in float64 for float64.
     """
     if reduction not in ("mean", "sum"):
-        raise ArgumentsError(f"reduction={reduction!r}: a linear cross-entropy is reduced to 'mean' or 'sum'")
+        raise ArgumentsError(f"reduction={reduction!r} must be 'mean' or 'sum'")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ArgumentsError(f"label_smoothing={label_smoothing}: must be between 0 and 1")
+        raise ArgumentsError(f"label_smoothing={label_smoothing} must be between 0 and 1")
     job = _Job(
         ignore_index=ignore_index,
         is_mean=reduction == "mean",
@@ -170,7 +170,7 @@ def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _Row
     index = (targets != ignore_index).nonzero().squeeze(1)
     real = index.numel()
     if count is not None and count < real:
-        raise ArgumentsError(f"count={count}, but {real} targets differ from {ignore_index}: give the exact number")
+        raise ArgumentsError(f"count={count}, but {real} targets differ from {ignore_index}; pass the exact number")
     if real == targets.numel():
         return _Rows(targets, torch.tensor(real), all_counted=True)
     return _Rows(targets[index], torch.tensor(real), index, all_counted=True)

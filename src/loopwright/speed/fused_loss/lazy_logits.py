@@ -236,7 +236,7 @@ class PendingHead:
         """From here on the head's forward returns pending logits in training, or `always` when there are gradients."""
         reason = self.try_install(always=always)
         if reason is not None:
-            raise ModelError(f"the head cannot be computed together with the loss: {reason}")
+            raise ModelError(f"the head cannot be fused with the loss: {reason}")
 
     def try_install(self, *, always: bool = False) -> str | None:
         """The same, or the reason why this head is left as it is."""
@@ -278,7 +278,7 @@ def why_not(head: Any) -> str | None:
     if type(head) is not nn.Linear:
         return f"it is a {type(head).__name__}, not a plain nn.Linear"
     if "forward" in head.__dict__:
-        return "its forward has been replaced"
+        return "its forward was replaced"
     if _has_hooks(head):
         return "it has hooks"
     if type(head.weight) is not nn.Parameter or not head.weight.is_floating_point():

@@ -68,11 +68,11 @@ class Budget:
     @property
     def reason(self) -> str:
         """Why, with the numbers."""
-        text = f"micro-batches of up to {self.tokens:,} tokens take {self.needed / GIB:.1f} GiB by estimate"
+        text = f"micro-batches of up to {self.tokens:,} tokens need an estimated {self.needed / GIB:.1f} GiB"
         text += f" of {self.usable / GIB:.1f}"
         if self.policy != POLICIES[0]:
-            text += f"; without recomputing the collator's own would take {self.without / GIB:.1f}"
-        return text if self.fits else f"{text}: it may not fit"
+            text += f"; without recomputation the collator's batches would need {self.without / GIB:.1f}"
+        return text if self.fits else f"{text}; it may not fit"
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -96,7 +96,9 @@ def plan_memory(
     try:
         estimate = _estimate(here, plan, samples, layout, head)
     except Exception as error:  # whatever a model says to being looked at: it trains as before
-        plan.note("token budget", False, f"what the model keeps could not be measured: {type(error).__name__}: {error}")
+        plan.note(
+            "token budget", False, (f"the activation memory could not be measured: {type(error).__name__}: {error}")
+        )
         return
     demand, policies = demand_of(plan, samples, batches), list(here.policies)
     budget = choose_budget(estimate, usable_bytes(total), demand, policies)
@@ -120,7 +122,7 @@ def _note(plan: SpeedPlan, budget: Budget) -> None:
 
 
 def _recomputing(policy: str) -> str:
-    return {"selective": "recomputing all but matmuls and attention", "full": "recomputing whole blocks"}[policy]
+    return {"selective": "recomputing everything but matmuls and attention", "full": "recomputing whole blocks"}[policy]
 
 
 # ---- what is wanted -------------------------------------------------------------------------------------------------

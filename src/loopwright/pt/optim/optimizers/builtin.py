@@ -37,7 +37,7 @@ def adamw_torch_fused(args: OptimizerArgs, model: nn.Module | None) -> Built:
     refusal = None if model is None else _fused_refusal(model)
     if refusal is None:
         return torch.optim.AdamW, options | {"fused": True}
-    args.tell(f"optim='adamw_torch_fused' is not possible here ({refusal}); adamw_torch is used instead")
+    args.tell(f"optim='adamw_torch_fused' is not supported here ({refusal}); using adamw_torch instead")
     return torch.optim.AdamW, options
 
 
@@ -56,7 +56,7 @@ def _fused_refusal(model: nn.Module) -> str | None:
 
 def adamw_hf(args: OptimizerArgs, model: nn.Module | None) -> Built:
     """The name of AdamW in transformers before version 5."""
-    args.tell("optim='adamw_hf' was removed from transformers; adamw_torch, which took its place, is used instead")
+    args.tell("optim='adamw_hf' was removed from transformers; using adamw_torch, its replacement, instead")
     return adamw_torch(args, model)
 
 
@@ -91,7 +91,9 @@ def adafactor(args: OptimizerArgs, model: nn.Module | None) -> Built:
 def muon(args: OptimizerArgs, model: nn.Module | None) -> Built:
     """Muon for hidden matrices, AdamW for the rest."""
     if model is None:
-        raise ArgumentsError("optim='muon' needs the model, to tell hidden matrices from embeddings, head and norms.")
+        raise ArgumentsError(
+            "optim='muon' needs the model, to distinguish hidden matrices from embeddings, head and norms."
+        )
     options = args.given(
         momentum=to_float,
         nesterov=to_bool,
@@ -106,5 +108,5 @@ def muon(args: OptimizerArgs, model: nn.Module | None) -> Built:
     groups = parameter_groups(model, args, args.decay_names)
     groups = muon_groups(groups, model, args.target_modules, **adamw_options)
     if not any(group["algorithm"] == "muon" for group in groups):
-        args.tell("optim='muon' found no hidden matrix in the model; all of it is updated by AdamW")
+        args.tell("optim='muon' found no hidden matrix in the model; all parameters are updated by AdamW")
     return Muon, args.adam | {"params": groups} | options

@@ -194,11 +194,12 @@ def not_available(args: OptimizerArgs, model: nn.Module | None, *, why: str, ins
 
 layerwise = partial(
     not_available,
-    why="it updates each parameter in the middle of the backward pass, before gradients can be accumulated, clipped or "
-    "checked",
+    why="it updates each parameter during the backward pass, before gradients can be accumulated, clipped or checked",
 )
 lomo = partial(
     not_available,
-    why="it replaces loss.backward() by a pass that changes the weights at once, so that there is no update to "
-    "accumulate, clip or resume",
+    why=(
+        "it replaces loss.backward() with a pass that updates the weights immediately, so nothing can be accumulated, "
+        "clipped or resumed"
+    ),
 )
