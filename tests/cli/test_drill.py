@@ -80,7 +80,7 @@ def test_a_script_that_loses_its_checkpoints_does_not_survive(home):
 def test_unknown_cases_and_too_few_steps_are_bad_input(home, capsys):
     script = str(home / "train.py")
     assert cli.main(["drill", "--only", "kill,flood", "--", "python", script]) == 2
-    assert "the cases are kill, kill-in-save" in capsys.readouterr().err
+    assert "available cases are kill, kill-in-save" in capsys.readouterr().err
     assert cli.main(["drill", "--steps", "3", "--", "python", script]) == 2
     assert cli.main(["drill"]) == 2
 

@@ -69,8 +69,8 @@ def test_reports_name_the_missing_before_the_late():
     assert "late: rank 1 on host1 (process 101) is at step 5, in data, for 12 s" in text and "sleep()" in text
     assert "the other ranks are at step 5, in backward" in text
     text = describe(seen, {1: 8.0}, 2, 12)
-    assert "missing: rank 1 on host1" in text and "no sign of life for 8 s" in text and "sleep()" not in text
-    assert "rank 2 has never been seen" in describe(seen, {}, 3, 12)
+    assert "missing: rank 1 on host1" in text and "no heartbeat for 8 s" in text and "sleep()" not in text
+    assert "rank 2 was never seen" in describe(seen, {}, 3, 12)
     equal = {rank: at(rank, 5, "backward", stack=f"stack of {rank}") for rank in (0, 1)}
     assert "no rank is behind" in describe(equal, {}, 2, 9) and "stack of 1" in describe(equal, {}, 2, 9)
 

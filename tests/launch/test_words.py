@@ -160,7 +160,7 @@ def test_an_older_torchrun_is_not_given_what_it_does_not_know():
     ("words", "part"),
     [
         (["--nprocs-per-node", "2", "train.py"], "did you mean --nproc-per-node?"),
-        (["--xyzzy", "train.py"], "--xyzzy is no option"),
+        (["--xyzzy", "train.py"], "--xyzzy is not an option"),
         ([], None),
         (["-n", "2"], "no script was given"),
         (["-n", "0", "train.py"], "--processes 0"),
@@ -174,7 +174,7 @@ def test_an_older_torchrun_is_not_given_what_it_does_not_know():
         (["--slurm", "-", "--ray", "2", "train.py"], "are mutually exclusive"),
         (["--kubernetes", "-", "train.py"], "needs --image"),
         (["--ray", "x", "train.py"], "--ray x"),
-        (["--ray", "2", "-n", "2", "train.py"], "without effect there: --processes"),
+        (["--ray", "2", "-n", "2", "train.py"], "ignores --processes"),
     ],
 )
 def test_bad_input_is_said_before_anything_runs(words, part, capsys):

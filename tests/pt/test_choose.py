@@ -81,7 +81,7 @@ WRONG: list[tuple[int, dict[str, Any], str]] = [
     (3, {"parallelism_config": {"tp_size": 2}}, "needs 2 ranks or a multiple, but there are 3"),
     (4, {"parallelism_config": {"tp_size": 2}}, r"set fsdp=True \(or dp_shard_size=2\)"),
     (4, {"parallelism_config": {"dp_shard_size": 2}}, "is for 2 ranks, but there are 4"),
-    (1, {"parallelism_config": {"tp_size": 2}}, "not offered|asks for 2 processes"),
+    (1, {"parallelism_config": {"tp_size": 2}}, "not supported|needs 2 ranks"),
 ]
 
 

@@ -307,7 +307,7 @@ def test_a_batch_that_cannot_be_cut_is_the_original_error_with_a_word(tmp_path: 
     trainer = trainer_of(limited(made(Watching), 3), samples(), tmp_path, collator=collate, **RUN)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert [text for text in trainer._loopwright.notices.told if "cannot be cut" in text and "pixel_values" in text]
+    assert [text for text in trainer._loopwright.notices.told if "cannot be split" in text and "pixel_values" in text]
 
 
 @pytest.mark.parametrize("most", [2, 3, 6])

@@ -159,7 +159,7 @@ def test_resume_with_a_sampler_of_the_users_own_reads_again_and_says_so(tmp_path
 
     steps = resume_from_each(tmp_path, lambda folder: make(folder, cls=Theirs))
     assert steps == [3, 6, 9]
-    assert "cannot be positioned: 3 batches" in caplog.text
+    assert "cannot seek: re-reading and skipping the 3 batches" in caplog.text
 
 
 def test_resume_in_the_folder_of_the_run_finds_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -119,8 +119,8 @@ class CannotIgnore(OwnLoss):
     ("cls", "reason"),
     [
         (OwnLoss, None),
-        (CountsRows, "counts rows whose labels are -100"),
-        (CannotIgnore, "cannot do with labels of -100"),
+        (CountsRows, "includes rows whose labels are -100"),
+        (CannotIgnore, "does not accept labels of -100"),
     ],
 )
 def test_a_loss_that_minds_added_rows_is_found_out_and_stays_right(cls: Any, reason: str | None, tmp_path: Any) -> None:
@@ -157,7 +157,7 @@ def test_targets_that_are_numbers_keep_their_short_batch(tmp_path: Any) -> None:
     for trainer in (plain, static):
         trainer.train()
     assert_close(weights(static.model), weights(plain.model), tolerance=0.0)
-    assert any("'labels' are no classes" in text for text in static._loopwright.notices.told)
+    assert any("'labels' are not class labels" in text for text in static._loopwright.notices.told)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 4), st.sampled_from([None, [40], [8, 64]]))

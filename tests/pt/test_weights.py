@@ -196,9 +196,7 @@ def tied_by_hand() -> Any:
 
 def test_weights_a_user_has_tied_are_saved_and_the_export_is_warned_of(tmp_path: Path) -> None:
     whole = saved(tied_by_hand(), tmp_path, max_steps=3)
-    assert (
-        len([text for text in whole._loopwright.notices.told if "cannot load" in text and "up_proj" in text]) == 1
-    )
+    assert len([text for text in whole._loopwright.notices.told if "cannot load" in text and "up_proj" in text]) == 1
     again = trainer_of(tied_by_hand(), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_equal(state(again.model), state(whole.model))

@@ -81,7 +81,7 @@ def test_a_mask_of_the_models_own_is_refused(mask: Any) -> None:
 
 def test_attention_to_another_row_is_refused() -> None:
     documents = as_mask(borders_of(np.array([3])), 3)
-    with pytest.raises(AttentionRefused, match="own row"):
+    with pytest.raises(AttentionRefused, match="more than one row"):
         attend(nn.Module(), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), documents)
 
 

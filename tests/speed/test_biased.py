@@ -52,7 +52,7 @@ def test_another_attention_is_left_alone() -> None:
     model = build("t5", "pair")
     for part in (model, model.encoder, model.decoder):
         part.config._attn_implementation_internal = "eager"
-    assert "its attention is 'eager'" in str(make_layout(BIASED, model))
+    assert "attention implementation is 'eager'" in str(make_layout(BIASED, model))
 
 
 def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

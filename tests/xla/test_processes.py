@@ -93,5 +93,5 @@ def test_nothing_else_is_spread_over_processes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(loopwright.ArgumentsError, match="asks for fsdp and processes"):
         trainer("own", tmp_path, fsdp="full_shard")
-    with pytest.raises(loopwright.ArgumentsError, match="ddp_backend='gloo' knows no lazy XLA device"):
+    with pytest.raises(loopwright.ArgumentsError, match="ddp_backend='gloo' does not support lazy XLA devices"):
         trainer("own", tmp_path, ddp_backend="gloo")

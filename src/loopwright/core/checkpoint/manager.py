@@ -64,7 +64,7 @@ class CheckpointManager:
         manifest = storage.manifest(name)
         # A checkpoint of another trainer has no manifest.
         if manifest is None and not storage.holds(name, STATE):
-            raise CheckpointError(f"{place}: not a complete checkpoint, it has neither a manifest nor {STATE}")
+            raise CheckpointError(f"{place}: no manifest and no {STATE}, so this is not a complete checkpoint")
         folder, reason = _fetched(storage, name, manifest)
         if reason:
             raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
@@ -178,7 +178,7 @@ class CheckpointManager:
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
-            logger.error(f"the disk is full: {folder_name(step)} was not saved and training continues. {error}")
+            logger.error(f"the disk is full: {folder_name(step)} was not saved; training goes on. {error}")
             return False
         return True
 
