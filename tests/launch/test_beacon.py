@@ -33,9 +33,9 @@ def at(rank: int, step: int, phase: str, waits: str = "", **more) -> Sighting:
         ([at(0, 5, "backward"), at(1, 5, "backward")], []),
         ([at(0, 5, "backward"), at(1, 5, "forward")], [1]),
         ([at(0, 5, "backward"), at(1, 5, "data"), at(2, 5, "forward")], [1]),
-        ([at(0, 6, "callbacks", "rows"), at(1, 5, "optimizer step")], [1]),
+        ([at(0, 6, "callbacks", "all_gather_numbers"), at(1, 5, "optimizer step")], [1]),
         ([at(0, 6, "data"), at(1, 6, "saving")], [1]),
-        ([at(0, 6, "evaluation", "gather"), at(1, 6, "evaluation"), at(2, 6, "evaluation", "rows")], [1]),
+        ([at(0, 6, "evaluation", "gather"), at(1, 6, "evaluation"), at(2, 6, "evaluation", "all_gather_numbers")], [1]),
         ([at(0, 6, "saving", "barrier"), at(1, 6, "saving", "barrier")], []),
         ([at(0, 0, "getting ready"), at(1, 0, "forward")], [0]),
         ([], []),
@@ -255,5 +255,5 @@ def test_one_process_alone_is_not_watched(output_dir):
 
 
 def test_sightings_travel_as_json():
-    one = at(1, 2, "data", "rows", still=1.5, beat=3, stack="s")
+    one = at(1, 2, "data", "all_gather_numbers", still=1.5, beat=3, stack="s")
     assert Sighting(**one.as_json()) == one and dataclasses.asdict(one)["step"] == 2

@@ -12,7 +12,7 @@ from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
-from .deferred_logs import LogPoint, may_be_late
+from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -27,7 +27,7 @@ from .strategy import Strategy
 from .throughput import Pace
 
 
-class Acting:
+class LoopActions:
     """Grants what control asks for; the part of a trainer that has no loop."""
 
     trainer: Hooks
@@ -85,7 +85,7 @@ class Acting:
         if step <= self.progress.last_logged_step:
             return
         updates, self.progress.last_logged_step = step - self.progress.last_logged_step, step
-        if self.strategy.logs_later and may_be_late(self):
+        if self.strategy.logs_later and can_defer_logs(self):
             self.control.should_log = False
             self._late.append(LogPoint(step, updates, self.learning_rate, self.meter.hand_over()))
             self.strategy.defer(self.write_late_logs)
@@ -143,7 +143,7 @@ class Acting:
         self.checkpoints.wait()
         good = [each for each in self.checkpoints.complete() if each <= step]
         if not good:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"the loss spiked after step {step}, and there is no earlier checkpoint to roll back to"
             )
             return
@@ -179,7 +179,7 @@ class Acting:
         if self.meter.nonfinite > reading.nonfinite:
             return  # told at an earlier log point
         done = "skipped" if policy == "skip" else "applied anyway"
-        self.notices.tell_once(
+        self.notices.warn_once(
             f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "
             f"updates are {done}. The number of them is logged as nonfinite_updates"
         )
@@ -205,7 +205,7 @@ class Acting:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)
 
-    def leave(self) -> NoReturn:
+    def save_and_exit(self) -> NoReturn:
         """After a signal: save the last finished update, note what was still to do, end the process with code 75.
 
         After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
@@ -240,7 +240,7 @@ class Acting:
             with self._off_the_clock():
                 metrics = self.trainer._evaluate(None, self.ignore_keys_for_eval)
         except Interrupted:
-            self.leave()
+            self.save_and_exit()
         is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
             # A wish for time's or a trigger file's sake stays; the flow of steps and epochs has none here.
@@ -303,7 +303,7 @@ class Acting:
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
         left = restore_callback_states(self.callback_handler.callbacks, states)
         if left:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
             )
 
@@ -370,4 +370,4 @@ class Acting:
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write a model card (not available yet): a script that ends with this has done its work, so it goes on."""
-        self.notices.tell_once("create_model_card is not available yet; no README.md was written")
+        self.notices.warn_once("create_model_card is not available yet; no README.md was written")

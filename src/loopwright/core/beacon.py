@@ -26,13 +26,13 @@ PHASES = {
     "epoch_batches": "data",
     "_next_batches": "data",
     "make_update": "data",
-    "share_update": "data",
+    "sync_update": "data",
     "log_now": "logging",
     "evaluate": "evaluation",
     "evaluate_now": "evaluation",
     "predict": "evaluation",
     "save_now": "saving",
-    "leave": "saving",
+    "save_and_exit": "saving",
     "save_model": "saving",
     "prepare_training": "getting ready",
     "fire": "callbacks",
@@ -44,7 +44,7 @@ PHASES = {
 ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data", "forward", "backward", "clipping",
          "optimizer step", "ending")  # fmt: skip
 # Verbs of a strategy that wait for the other processes.
-WAITING = frozenset({"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "rows", "total"})
+WAITING = frozenset({"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"})
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ArgumentsError, NotAvailable
-from .actions import Acting
+from .actions import LoopActions
 from .plan import Plan
 
 
-class ChangingMethods(Acting):
+class ChangeMethods(LoopActions):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
     plan: Plan
@@ -66,7 +66,7 @@ class ChangingMethods(Acting):
                 f": the run now has {self.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
                 "learning rate schedule is unchanged"
             )
-        self.notices.tell_once(told)
+        self.notices.warn_once(told)
 
     def replanned(self) -> Plan:
         """The plan of the arguments as they are now, for a run whose updates so far had other sizes."""

@@ -30,7 +30,7 @@ class LogPoint:
     read: Callable[[], Reading]
 
 
-def may_be_late(trainer: Any) -> bool:
+def can_defer_logs(trainer: Any) -> bool:
     """Whether nobody minds: no callback or `log` of the user's, no policy that acts on the loss, no other process."""
     args = trainer.args
     if not trainer.is_alone or args.on_spike is not None or args.on_nonfinite != "continue":

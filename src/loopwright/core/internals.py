@@ -15,7 +15,7 @@ from ..args.base import BaseArguments
 from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .changes import ChangingMethods
+from .changes import ChangeMethods
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -34,7 +34,7 @@ from .trainer import BaseTrainer
 from .update import Place, Update
 
 
-class Internals(ChangingMethods):
+class Internals(ChangeMethods):
     """Trains whatever its strategy can run; a subclass brings the framework.
 
     A trainer holds one of these under its only private name, and has no other attribute of ours: a user's subclass may
@@ -43,7 +43,7 @@ class Internals(ChangingMethods):
 
     strategy: Strategy
     split_at: int = -1
-    """The update after which `turn_split` begins or ends looking where the time goes."""
+    """The update after which `toggle_step_timing` begins or ends looking where the time goes."""
     plan: Plan
     _places: dict[int, Place]
     handler_class: type[CallbackHandler] = CallbackHandler
@@ -82,7 +82,7 @@ class Internals(ChangingMethods):
                 logger.addHandler(logging.StreamHandler())
         idle = args.without_effect()
         if idle:
-            self.notices.tell_once(f"without effect in this run: {', '.join(idle)}")
+            self.notices.warn_once(f"without effect in this run: {', '.join(idle)}")
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Internals(ChangingMethods):
             write_record(working_folder(self.args.output_dir))
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
                 "would pick the highest step; choose another output_dir, or delete them"
             )
@@ -191,7 +191,7 @@ class Internals(ChangingMethods):
         """The update made of these micro-batches, its targets counted."""
         raise NotImplementedError
 
-    def share_update(self, batches: list[Any]) -> Update | None:
+    def sync_update(self, batches: list[Any]) -> Update | None:
         """This process's part of an update, or None when no process has any data left."""
         raise NotImplementedError
 
@@ -215,7 +215,7 @@ class Internals(ChangingMethods):
                 if not micro_batches:
                     break
                 update = self.make_update(micro_batches)
-            elif (shared := self.share_update(micro_batches)) is None:
+            elif (shared := self.sync_update(micro_batches)) is None:
                 break
             else:
                 update = shared
@@ -237,7 +237,7 @@ class Internals(ChangingMethods):
             raise DataError(
                 "the training data returned no batch; with dataloader_drop_last the dataset may be too small"
             )
-        self.notices.tell_once(f"the training data returned no batch in epoch {epoch}; stopping training")
+        self.notices.warn_once(f"the training data returned no batch in epoch {epoch}; stopping training")
         self.control.should_training_stop = True
 
     def part_states(self) -> dict[str, Any]:
@@ -268,7 +268,7 @@ class Internals(ChangingMethods):
             except Interrupted:
                 self._undone = True
                 strategy.undo(self._held)
-                self.leave()
+                self.save_and_exit()
             except (RuntimeError, MemoryError) as error:
                 total = inputs = loss = None  # what failed may hold the memory that is missing
                 if not self.recover(error, update):
@@ -340,7 +340,7 @@ class Internals(ChangingMethods):
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
         if state.global_step == self.split_at:
-            self.turn_split(update)
+            self.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos
         state.num_input_tokens_seen += update.tokens
@@ -352,7 +352,7 @@ class Internals(ChangingMethods):
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 
-    def turn_split(self, update: Update) -> None:
+    def toggle_step_timing(self, update: Update) -> None:
         """Begin, or end after this update, looking where the time of an update goes."""
 
     def make_pace(self) -> Pace:

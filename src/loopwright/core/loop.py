@@ -51,7 +51,7 @@ def act(trainer: Internals) -> None:
     if control.should_log:
         trainer.log_now()
     if trainer.signals.received:
-        trainer.leave()
+        trainer.save_and_exit()
     if control.should_evaluate:
         trainer.evaluate_now()
     if control.should_save:

@@ -72,7 +72,7 @@ class ResumingMethods(Internals):
             saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
         )
         if warning:
-            self.notices.tell_once(warning)
+            self.notices.warn_once(warning)
 
     # ---- documents --------------------------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class ResumingMethods(Internals):
         for names, effect in CHANGES.items():
             changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
             if changed:
-                self.notices.tell_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
+                self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
 
     def plan_to_go_on(self, checkpoint: str) -> Plan:
         """The plan; with batches of another size, the updates done so far plus those of the samples left."""
@@ -102,7 +102,7 @@ class ResumingMethods(Internals):
         progress = Progress(**document["progress"])
         shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
         if args.max_steps <= 0 and not are_alike:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"the effective batch size differs from {folder.name}: after its {step} updates there are "
                 f"{shifted.max_steps - step} more"
             )
@@ -186,7 +186,7 @@ class ResumingMethods(Internals):
         if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
         if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
-            self.notices.tell_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
+            self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
         self._load_weights_of(self.checkpoints.local(best))
 

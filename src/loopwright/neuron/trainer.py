@@ -32,7 +32,7 @@ class NeuronInternals(TorchInternals):
         super().construct(model, args, **given)
         tell_device(self.device, args.use_cpu)
         if getattr(args, "zero_1", False) and self.strategy.world_size > 1 and is_lazy(self.device):
-            self.notices.tell_once(
+            self.notices.warn_once(
                 "zero_1: on lazy XLA each rank keeps the whole optimizer state; set zero_1=False, or let one process "
                 "drive all devices and shard it (xla_spmd='fsdp')"
             )

@@ -20,8 +20,8 @@ from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
-from ..speed.engine import Conductor
-from ..speed.inputs import Situation
+from ..speed.engine import SpeedEngine
+from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.model_stamp import fingerprint, is_foreign
 from ..speed.planner.decision import SpeedPlan
@@ -57,7 +57,7 @@ class SpeedMethods(TorchBase):
 
     accounting: Any
     speed_plan: dict[str, Any] | None = None
-    _speed: Conductor | None = None
+    _speed: SpeedEngine | None = None
     """None when micro-batches stay as the collator made them."""
     graph_recorder: Any = None
     """What records micro-batches where it is not CUDA that does."""
@@ -65,7 +65,7 @@ class SpeedMethods(TorchBase):
     _has_planned = False
     """Whether all processes of the run have made their plan."""
 
-    def _start_speed(self) -> Conductor | None:
+    def _start_speed(self) -> SpeedEngine | None:
         """The one who lays out updates, or None with the reason told."""
         self._has_planned = False
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
@@ -77,11 +77,11 @@ class SpeedMethods(TorchBase):
                 return None
             logger.info(f"speed: keeping the collator's micro-batches: {reason}")
             if self.args.per_device_train_batch_tokens:
-                self.notices.tell_once(
+                self.notices.warn_once(
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
             return None
-        return Conductor(self._situation, announce=self._announce_plan, tell=self.notices.tell_once)
+        return SpeedEngine(self._situation, announce=self._announce_plan, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in BATCHES_ARE_THEIRS.items():
@@ -101,11 +101,11 @@ class SpeedMethods(TorchBase):
             return "all ranks must have the same number of micro-batches"
         return None
 
-    def _situation(self) -> Situation:
+    def _situation(self) -> PlannerInputs:
         model = innermost(self.model)
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
-        return Situation(
+        return PlannerInputs(
             model=without_wrappers(self.model),
             device=self.device,
             level=self.args.speed,

@@ -16,7 +16,7 @@ from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
 from .checkpoint.save import SavingMethods
-from .checkpoint.tensors import HostCopies
+from .checkpoint.tensors import HostSnapshot
 from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .distributed.heartbeat import Watch, patience_for
@@ -100,15 +100,15 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
             self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
         )
         self.memory = MemoryMeter(self.device)
-        self._copies = HostCopies()
+        self._copies = HostSnapshot()
         if not self.is_alone:
-            self.handler_class = agreeing(self.strategy.host.rows)
+            self.handler_class = agreeing(self.strategy.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.signals.shared = not self.is_alone
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in told(args):
-            self.notices.tell_once(text)
+            self.notices.warn_once(text)
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.trainer.call_model_init() if model is None else model)

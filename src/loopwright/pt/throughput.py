@@ -73,7 +73,7 @@ class PacingMethods(TorchBase):
                 self._count_operations()
         return super().live_numbers()
 
-    def turn_split(self, update: Update) -> None:
+    def toggle_step_timing(self, update: Update) -> None:
         step = self.state.global_step
         if self.split is None:
             try:

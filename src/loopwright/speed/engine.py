@@ -11,7 +11,7 @@ import numpy as np
 from ..core.update import Update
 from .cuda_graphs.graphed_step import GraphedTraining, share_of
 from .fused_loss.lazy_logits import PendingHead
-from .inputs import Situation
+from .inputs import PlannerInputs
 from .layouts.candidates import Layout, make_layout
 from .layouts.positions import check_lengths, longest_alike
 from .layouts.rows import Laid, Limits
@@ -28,12 +28,12 @@ MOST_CHANGES = 8
 """Times a model may change between two updates before nothing about it is believed any more."""
 
 
-class Conductor:
+class SpeedEngine:
     """Lays out updates, and brings the model's attention and head in and out around each of them."""
 
     def __init__(
         self,
-        situation: Callable[[], Situation],
+        situation: Callable[[], PlannerInputs],
         *,
         announce: Callable[[SpeedPlan], None],
         tell: Callable[[str], None],
@@ -47,7 +47,7 @@ class Conductor:
 
     def _reset(self) -> None:
         """Nothing decided; what the plan depends on is looked at when it is first needed."""
-        self._situation: Situation | None = None
+        self._situation: PlannerInputs | None = None
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
@@ -67,7 +67,7 @@ class Conductor:
         """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
 
     @property
-    def _here(self) -> Situation:
+    def _here(self) -> PlannerInputs:
         if self._situation is None:
             self._situation = self._make_situation()
             self._planner = Planner(self._situation)

@@ -15,7 +15,7 @@ from .proof.prober import LossOf
 
 
 @dataclass
-class Situation:
+class PlannerInputs:
     """A model, its loss, its device, and what the user asked for."""
 
     model: nn.Module

@@ -132,7 +132,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
 
     def _with_gradients_anywhere(self) -> list[bool]:
         """For each parameter: whether any process has a gradient of it."""
-        rows = self.host.rows([float(parameter.grad is not None) for parameter in self._trained])
+        rows = self.host.all_gather_numbers([float(parameter.grad is not None) for parameter in self._trained])
         return [any(column) for column in zip(*rows, strict=True)]
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -155,7 +155,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     def _sum_on_host(self, value: Tensor) -> None:
         dist.all_reduce(value, group=self.host.group)
 
-    def total(self, count: Any) -> Any:
+    def mean_count(self, count: Any) -> Any:
         """The mean over all parts of the data of a count."""
         count = torch.as_tensor(count, dtype=torch.float32).to(self.device).detach().clone()
         self._sum([count])

@@ -103,7 +103,7 @@ class CheckpointManager:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""
         newest = _newest_foreign(self.storage)
         if newest is not None:
-            self._notices.tell_once(f"{newest} has no manifest: it was written by another trainer")
+            self._notices.warn_once(f"{newest} has no manifest: it was written by another trainer")
             return str(_fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(

@@ -56,7 +56,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
         return states if self._modules is None else {
-            **states, "modules": self._modules.state_dict(self.notices.tell_once)
+            **states, "modules": self._modules.state_dict(self.notices.warn_once)
         }  # fmt: skip
 
     def load_part_states(self, states: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
 
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self._modules is not None and states.get("modules"):
-            self._modules.load_state_dict(states["modules"], self.notices.tell_once)
+            self._modules.load_state_dict(states["modules"], self.notices.warn_once)
 
     def _resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
@@ -160,7 +160,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         kept = samples // micro_batches
         if kept == args.gradient_accumulation_steps:
             return None
-        self.notices.tell_once(
+        self.notices.warn_once(
             f"the effective batch size is kept at {samples} samples with {self.strategy.data_world} ranks: {kept} "
             f"micro-batches per update instead of {args.gradient_accumulation_steps}"
         )
@@ -182,7 +182,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
         before, now = document.get("world_size", 1), self.strategy.data_world
         if before != now:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"saved by {before} ranks, resumed on {now}: existing ranks restore their RNG state; new ranks are "
                 "seeded from (seed, rank, step)"
             )
@@ -209,7 +209,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         for name, value in place.items():
             setattr(self.progress, name, value)
         self.progress.last_logged_step = step
-        self.notices.tell_once(f"resuming a transformers checkpoint at step {step}: epoch {place['epoch']}")
+        self.notices.warn_once(f"resuming a transformers checkpoint at step {step}: epoch {place['epoch']}")
 
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)

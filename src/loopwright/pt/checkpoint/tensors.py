@@ -26,7 +26,7 @@ from ..devices import address_of
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-class HostCopies:
+class HostSnapshot:
     """Copies of tensors in host memory, for one save after another.
 
     The memory of the last copies is written over by the next ones: new memory takes several times as long to fill as
@@ -77,7 +77,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory that share memory among themselves as the originals do."""
-    return HostCopies()(tensors)
+    return HostSnapshot()(tensors)
 
 
 def copied(value: Any) -> Any:

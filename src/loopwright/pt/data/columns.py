@@ -145,7 +145,7 @@ class ColumnFilter:
             if worker.id or self._told:
                 return
             self._told.fill_(True)
-        self._notices.tell_once(text)
+        self._notices.warn_once(text)
 
 
 def _chokes_on_extras(collator: Any) -> bool:

@@ -57,7 +57,7 @@ def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
     """The plan of a run over this loader; says which samples do not fit into a micro-batch."""
     packing = packing_of(loader, args)
     if packing.too_long:
-        notices.tell_once(
+        notices.warn_once(
             f"packing: {packing.too_long:,} of {len(packing.lengths):,} samples are longer than "
             f"per_device_train_batch_tokens={packing.budget:,} (the longest has {packing.lengths.max():,} tokens); "
             "each becomes its own micro-batch"

@@ -257,7 +257,7 @@ class DataMethods(ShapeMethods):
         if self.strategy.data_world == 1:
             return len(loader)
         if self._counted_loader is None or self._counted_loader[0] is not loader:  # asked once: everybody has to answer
-            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
+            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.all_gather_numbers([own])))
             self._counted_loader = (loader, count)
         return self._counted_loader[1]
 
@@ -330,7 +330,7 @@ class DataMethods(ShapeMethods):
             self._resume_rng = None
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
-        self.notices.tell_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
+        self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
 
     def _samples_in(self, batches: list[Any]) -> int:

@@ -40,17 +40,17 @@ class ShapeMethods(TorchBase):
                 "(static_lengths, or a device that compiles for each shape); remove it"
             )
         if hasattr(self.strategy, "guard"):
-            self.strategy.guard.tell = self.notices.tell_once
+            self.strategy.guard.tell = self.notices.warn_once
         takes = forward_parameters(self.model)
         shapes = StaticShapes(
             self.args.static_lengths,
             label_names=self.trainer.label_names,
             pad_token=self._padding_token(),
             takes_mask=takes is None or "attention_mask" in takes,
-            tell=self.notices.tell_once,
+            tell=self.notices.warn_once,
         )
         if self.args.static_lengths is None:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"{self.device.type} compiles for each shape, so batches are padded to powers of two; set "
                 "static_lengths to choose other lengths, or one length for all batches"
             )

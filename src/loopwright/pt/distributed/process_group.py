@@ -47,7 +47,7 @@ class Host:
         dist.broadcast_object_list(holder, src=source, group=self.group, device=torch.device("cpu"))
         return holder[0]
 
-    def rows(self, numbers: list[float]) -> list[list[float]]:
+    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Everybody's numbers, by rank: as many from each, in double precision."""
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -55,7 +55,7 @@ class Host:
         return [each.tolist() for each in found]
 
     def barrier(self) -> None:
-        self.rows([0.0])
+        self.all_gather_numbers([0.0])
 
 
 class Processes:

@@ -155,7 +155,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     def _tell_trouble(self) -> None:
         trouble, self.accounting.trouble = self.accounting.trouble, None
         if trouble is not None:
-            self.notices.tell_once(trouble)
+            self.notices.warn_once(trouble)
 
     @contextmanager
     def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
@@ -210,13 +210,13 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         accounting.learn(batches, self._probe(with_gradients=False), self.splitter)
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the "
                 f"sum of the losses of its parts. Batches are weighted by {accounting.denominator.described()}; "
                 "return (sum, count) from compute_loss to be exact"
             )
         elif accounting.kind is LossKind.TOTAL:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 "the loss is a sum over its batch: eval_loss is the total divided by the number of samples"
             )
 

@@ -137,7 +137,7 @@ class LossMethods(LossLearningMethods):
         self._bind_overrides()
         if self._speed is not None:
             self._speed.finish()
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
                 "accelerations are chosen again"
             )
@@ -185,7 +185,7 @@ class LossMethods(LossLearningMethods):
 
     def _leave_layouts(self) -> None:
         """The loss turned out to be one whose batches may not be laid out anew."""
-        self.notices.tell_once(f"speed: from now on the collator's micro-batches are kept: {self.accounting.reason}")
+        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {self.accounting.reason}")
         assert self._speed is not None
         self._speed.finish()
         self._speed = None
@@ -197,7 +197,7 @@ class LossMethods(LossLearningMethods):
             try:
                 pieces += self.splitter.split_all([batch], parts)
             except CannotSplit as reason:
-                self.notices.tell_once(f"a micro-batch is not split although memory is low: {reason}")
+                self.notices.warn_once(f"a micro-batch is not split although memory is low: {reason}")
                 pieces.append(batch)
         return pieces
 
@@ -261,7 +261,7 @@ class LossMethods(LossLearningMethods):
             self.accounting.keep_weights_of(before)
             self._count(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"{changes[0]} was changed during training. With several ranks the denominator of the loss is not "
                 "determined again; micro-batches keep their weights"
             )
@@ -316,7 +316,7 @@ class LossMethods(LossLearningMethods):
         self._count(update)
         if rearranged:
             return True
-        self.notices.tell_once(
+        self.notices.warn_once(
             f"out of memory: micro-batches are now split in {self.micro_split}; the effective batch size is unchanged"
         )
         return True
@@ -326,7 +326,7 @@ class LossMethods(LossLearningMethods):
             return False
         reason = self.splitter.why_whole(batch)
         if reason is not None:
-            self.notices.tell_once(f"out of memory, and the micro-batch cannot be split: {reason}")
+            self.notices.warn_once(f"out of memory, and the micro-batch cannot be split: {reason}")
         return reason is None
 
     def write_incident(self, step: int) -> str:

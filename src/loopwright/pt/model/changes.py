@@ -56,7 +56,7 @@ class ChangeMethods(TorchBase):
         held = {id(p) for group in getattr(self.trainer.optimizer, "param_groups", ()) for p in group["params"]}
         if held and held.isdisjoint(map(id, self.model.parameters())):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
-            self.notices.tell_once("trainer.model was replaced: creating a new optimizer and scheduler")
+            self.notices.warn_once("trainer.model was replaced: creating a new optimizer and scheduler")
         self._adopt_model(self.model)
 
     def _adopt_model(self, model: Any) -> None:
@@ -114,7 +114,7 @@ class ChangeMethods(TorchBase):
         self.callback_handler.context["optimizer"] = self.trainer.optimizer
         scheduled = getattr(self.trainer.lr_scheduler, "optimizer", self.trainer.optimizer)
         if scheduled is not self.trainer.optimizer:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"trainer.optimizer was replaced after step {self.state.global_step}, but the scheduler still "
                 "updates the previous one; the new one keeps its own learning rates. Assign trainer.lr_scheduler too"
             )
@@ -132,15 +132,15 @@ class ChangeMethods(TorchBase):
         changed = [name for name in known.arguments if getattr(args, name, None) != known.arguments[name]]
         once = [name for name in changed if name in TAKEN_ONCE]
         if once:
-            self.notices.tell_once(f"changed during training, without effect on this run: {', '.join(once)}")
+            self.notices.warn_once(f"changed during training, without effect on this run: {', '.join(once)}")
         intervals = [name for name in changed if name in IN_STATE]
         if intervals:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"changed during training, without effect: {', '.join(intervals)}; set those of trainer.state"
             )
         for name, before in zip(("train_dataset", "data_collator"), known.data, strict=True):
             if getattr(self.trainer, name) is not before:
-                self.notices.tell_once(
+                self.notices.warn_once(
                     f"trainer.{name} was replaced during training, which continues with the previous loader; change "
                     "the object itself, or call train() again"
                 )

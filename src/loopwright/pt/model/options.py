@@ -105,7 +105,7 @@ def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
         model, measured_on(args.device, tokens, weight=weight, compute=torch.bfloat16 if args.bf16 else weight)
     )
     if not found.layers:
-        notices.tell_once(f"fp8=True has no effect here: {found.summary()}, measured with {tokens:,} tokens")
+        notices.warn_once(f"fp8=True has no effect here: {found.summary()}, measured with {tokens:,} tokens")
     return found
 
 

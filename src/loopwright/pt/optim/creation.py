@@ -70,7 +70,7 @@ class OptimizerMethods(TorchBase):
                 cls_and_kwargs=chosen,
                 total_updates=plan.max_steps if plan else None,
                 decay_names=self.trainer.get_decay_parameter_names(model or self.model),
-                tell=self.notices.tell_once,
+                tell=self.notices.warn_once,
             )
         return self.trainer.optimizer
 

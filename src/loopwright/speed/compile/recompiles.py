@@ -44,7 +44,7 @@ class RecompileCounter:
         """Say what is to be said, once; an error when the run is strict."""
         pending, self.pending = self.pending, []
         for text in pending:
-            self._notices.tell_once(text)
+            self._notices.warn_once(text)
 
     def figures(self) -> dict[str, Any]:
         """The counts and the last reasons, for a report."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from ..planner.decision import (
     IN_GROUPS,
@@ -37,7 +37,7 @@ LossOf = Callable[[dict[str, Any], Any], Tensor]
 class GraphChoice:
     """Looks at the shapes of micro-batches, and says whether they become graphs."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self.shapes: set[str] = set()
         """The shapes seen so far, as text: they are kept with the run."""

@@ -16,7 +16,7 @@ import numpy as np
 from ..compile.blocks import repeated_blocks
 from ..fused_loss.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits, padded_tokens
 from ..layouts.samples import IGNORED, Samples, few_of
@@ -81,7 +81,7 @@ class Budget:
 
 def plan_memory(
     plan: SpeedPlan,
-    here: Situation,
+    here: PlannerInputs,
     *,
     samples: Samples,
     batches: Sequence[Any],
@@ -156,7 +156,7 @@ def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policie
 
 
 def limits_for(
-    plan: SpeedPlan, here: Situation, batches: Sequence[Any], samples: Samples, *, widest: int = 0
+    plan: SpeedPlan, here: PlannerInputs, batches: Sequence[Any], samples: Samples, *, widest: int = 0
 ) -> Limits:
     """How large micro-batches of an update may be, and what one more of them costs, under a plan."""
     # Where nothing was measured: what the collator's own batches take fits, since the user asked for it.
@@ -170,7 +170,7 @@ def limits_for(
 
 
 def _estimate(
-    here: Situation, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
+    here: PlannerInputs, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
 ) -> MemoryEstimate:
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     place, whole = int(lengths.argmax()), int(lengths.max())
@@ -197,7 +197,7 @@ def _estimate(
     return estimate_memory(one, two, model=here.model_bytes() + chunk)
 
 
-def _forward(here: Situation, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
+def _forward(here: PlannerInputs, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
     """One forward with its loss, as training does it; returns the tokens computed."""
     if layout is None:
         batch = few.trimmed()

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
@@ -30,7 +30,7 @@ class Decision:
 
     def __init__(
         self,
-        situation: Situation,
+        situation: PlannerInputs,
         samples: Samples,
         batches: Sequence[Any],
         refused: Mapping[str, Proof],

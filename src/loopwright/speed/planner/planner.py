@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compile.blocks import get_ready
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
@@ -48,7 +48,7 @@ def _nothing(reason: str) -> SpeedPlan:
 class Planner:
     """Sees when an update has shown enough, and makes the plan then."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self._looks = 0
         self._tokens = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
@@ -28,7 +28,7 @@ class Verification:
 
     def __init__(
         self,
-        situation: Situation,
+        situation: PlannerInputs,
         plan: SpeedPlan,
         layout: Layout | None,
         head: PendingHead | None,
