@@ -574,7 +574,8 @@ def test_the_trainer_takes_fp8() -> None:
     rows = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     timings = {size: (round(t.plain, 2), round(t.fp8, 2)) for size, t in trainer._loopwright.fp8.timings.items()}
     say(
-        f"trainer: fp8: {timings} ms, losses {[round(each, 5) for each in rows]}, told {trainer._loopwright.notices.told}"
+        f"trainer: fp8: {timings} ms, losses {[round(each, 5) for each in rows]}, "
+        f"warnings {trainer._loopwright.notices.told}"
     )
     assert len(rows) == 4 and not any("forward" in layer.__dict__ for layer in trainer.model.layers)
 

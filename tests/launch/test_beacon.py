@@ -20,7 +20,7 @@ from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
 from loopwright.errors import PeerError
 from loopwright.pt.distributed import heartbeat as watch
-from loopwright.pt.distributed.heartbeat import Watch, is_lost_connection, patience_for
+from loopwright.pt.distributed.heartbeat import HangDetector, is_lost_connection, patience_for
 
 
 def at(rank: int, step: int, phase: str, waits: str = "", **more) -> Sighting:
@@ -153,8 +153,8 @@ def store():
     yield server
 
 
-def watcher(store, rank: int, said: list[str], *, patience: float = 0.5, step=lambda: 3, **more) -> Watch:
-    return Watch(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append, **more)
+def watcher(store, rank: int, said: list[str], *, patience: float = 0.5, step=lambda: 3, **more) -> HangDetector:
+    return HangDetector(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append, **more)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_lost_store_is_said(quick):
     def connect():
         raise ConnectionError("gone")
 
-    lonely = Watch(rank=0, world=2, step=lambda: 0, patience=1, connect=connect)
+    lonely = HangDetector(rank=0, world=2, step=lambda: 0, patience=1, connect=connect)
     with pytest.raises(PeerError, match=f"cannot be reached from {socket.gethostname()}"), lonely:
         raise RuntimeError("gloo: Connection closed by peer")
 

@@ -12,14 +12,14 @@ from torch.distributed.run import get_args_parser, parse_args
 from loopwright.cli import launch as command, main as cli
 from loopwright.launch import network, torchrun
 from loopwright.launch.machine import Machine
-from loopwright.launch.request import Request, read
+from loopwright.launch.request import LaunchRequest, read
 from loopwright.launch.torchrun import Way
 
 HOME = Way(interface="lo")
 KNOWS = frozenset(action.dest for action in get_args_parser()._actions)
 
 
-def asked(*words: str, environment: dict[str, str] | None = None) -> Request:
+def asked(*words: str, environment: dict[str, str] | None = None) -> LaunchRequest:
     return read(words, command.parser(), get_args_parser(), environment or {})
 
 

@@ -394,7 +394,7 @@ def test_tied_weights_resume_exactly(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_does_not_fit_says_what_is_wrong(tmp_path: Path) -> None:
     make(tmp_path, max_steps=3).train()
-    message = "do not fit the model. missing: count; unexpected: hidden.*another shape: out.weight"
+    message = "do not fit the model. missing: count; unexpected: hidden.*a different shape: out.weight"
     with pytest.raises(CheckpointError, match=message):
         loopwright.load_model(Tied(), tmp_path / "checkpoint-3")
     with pytest.raises(CheckpointError, match="no model.safetensors"):

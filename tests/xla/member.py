@@ -70,7 +70,8 @@ def report(situation: str, folder: str) -> None:
     again.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
     weights = [parameter.cpu().tolist() for parameter in run.model.parameters()]
     found = {
-        "situation": situation, "strategy": type(run._loopwright.strategy).__name__, "device": run._loopwright.device.type,
+        "situation": situation, "strategy": type(run._loopwright.strategy).__name__,
+        "device": run._loopwright.device.type,
         "spans": getattr(run._loopwright.strategy, "spans", None), "losses": losses(run), "again": losses(again),
         "predictions": predictions.tolist(), "weights": weights,
         "alike": not run._loopwright.strategy.agree(run._loopwright.strategy.broadcast(weights) != weights),

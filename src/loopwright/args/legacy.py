@@ -28,7 +28,7 @@ SEE = "not available yet, see docs/availability.md"
 
 
 @dataclass(frozen=True)
-class Row:
+class LegacyRow:
     """What became of an old name."""
 
     word: str
@@ -46,34 +46,34 @@ class Row:
         return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in self.harmless)
 
 
-def _old(row: Row) -> Any:
+def _old(row: LegacyRow) -> Any:
     return arg(UNSET, f"Old name: {row.word}.", row=row, repr=False)
 
 
 def renamed(new: str, *, harmless: tuple[Any, ...] = (None,), to: Callable[[Any], Any] = lambda value: value) -> Any:
     """An old name whose value, perhaps translated, goes to a new one."""
-    return _old(Row(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
+    return _old(LegacyRow(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
 
 
 def flag(new: str, meaning: Any) -> Any:
     """An old switch that now is one value of a new argument."""
-    row = Row(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
+    row = LegacyRow(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
     return _old(row)
 
 
 def added(word: str, translate: Translation, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
     """An old name that became part of a new argument."""
-    return _old(Row(word, translate, harmless=harmless, adds=True))
+    return _old(LegacyRow(word, translate, harmless=harmless, adds=True))
 
 
 def gone(why: str) -> Any:
     """An old name for which nothing needs to be done."""
-    return _old(Row(why))
+    return _old(LegacyRow(why))
 
 
 def refused(why: str, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
     """An old name whose effect cannot be had any more."""
-    return _old(Row(why, refused=True, harmless=harmless))
+    return _old(LegacyRow(why, refused=True, harmless=harmless))
 
 
 def _ratio(value: float) -> float:
@@ -209,7 +209,7 @@ def _move(args: Any, name: str, problems: Problems) -> None:
     """Translate one old name; its field is UNSET afterwards."""
     spec, given = specs(type(args))[name], getattr(args, name)
     setattr(args, name, UNSET)
-    row: Row = spec.row
+    row: LegacyRow = spec.row
     try:
         value = given if row.asks_nothing(given) else read(spec, given)
         if row.refused and not row.asks_nothing(value):

@@ -24,7 +24,7 @@ from ..notices import Notices
 from .drill_child import OUTPUT
 from .processes import Anew, Launcher, Warm
 from .script import Script, script_in, split_at_dashes
-from .verdicts import CASES, Attempt, Row, is_hopeless, judge, table
+from .verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3
@@ -86,7 +86,7 @@ class Drill:
         code = self.launcher.run([fault, *words, "--", "python", *self.script.as_words()], log, deadline)
         return Attempt(code, _journal(journal), log.read_text(encoding="utf-8", errors="replace"))
 
-    def row(self, name: str, attempts: list[Attempt], *, comparable: bool = True) -> Row:
+    def row(self, name: str, attempts: list[Attempt], *, comparable: bool = True) -> VerdictRow:
         """The verdict on a case."""
         damage = damaged(self.home / name / OUTPUT)
         return judge(name, attempts, self.reference, save_every=self.save_every, comparable=comparable, damage=damage)
@@ -207,7 +207,7 @@ def _rehearse(drill: Drill) -> None:
     drill.reference, drill.steps = attempt, attempt.reached
 
 
-def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
+def _all_rows(drill: Drill, names: list[str]) -> list[VerdictRow]:
     attempts = {}
     rows = {}
     for name in names:
@@ -224,7 +224,7 @@ def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
     return list(rows.values())
 
 
-def _end(drill: Drill, rows: list[Row]) -> int:
+def _end(drill: Drill, rows: list[VerdictRow]) -> int:
     failed = [row.name for row in rows if row.survived == "no"]
     asked = [row.name for row in rows if row.survived == "as asked"]
     if failed or drill.keep:

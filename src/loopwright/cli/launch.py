@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import ArgumentsError
 from ..launch import kubernetes, slurm, torchrun
 from ..launch.machine import this_machine
-from ..launch.request import Request, read
+from ..launch.request import LaunchRequest, read
 
 DESCRIPTION = """\
 Run a script on several processes: `loopwright launch --processes 8 train.py --lr 1e-4`.
@@ -108,7 +108,7 @@ def run(words: list[str]) -> int:
     return _run_here(request, knows)
 
 
-def _check(request: Request) -> None:
+def _check(request: LaunchRequest) -> None:
     problems = [
         f"--{name} {value}: must be a number above 0"
         for name in ("processes", "threads")
@@ -125,7 +125,7 @@ def _check(request: Request) -> None:
         raise ArgumentsError(problems)
 
 
-def _run_here(request: Request, knows: frozenset[str]) -> int:
+def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
     machine = this_machine()
 
     def words() -> list[str]:
@@ -145,11 +145,11 @@ def _run_here(request: Request, knows: frozenset[str]) -> int:
     return agent.run(words, elastic=request.is_elastic, patience=patience)
 
 
-def _write_slurm(request: Request) -> int:
+def _write_slurm(request: LaunchRequest) -> int:
     return _write(slurm.script(request), request.own.slurm, "submit it with: sbatch {}")
 
 
-def _write_kubernetes(request: Request) -> int:
+def _write_kubernetes(request: LaunchRequest) -> int:
     return _write(kubernetes.manifest(request), request.own.kubernetes, "start it with: kubectl create -f {}")
 
 
@@ -163,7 +163,7 @@ def _write(text: str, place: str, advice: str) -> int:
     return 0
 
 
-def _run_on_ray(request: Request) -> int:
+def _run_on_ray(request: LaunchRequest) -> int:
     from ..launch.on_ray import run_on_ray
 
     return run_on_ray(request, this_machine())

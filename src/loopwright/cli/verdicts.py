@@ -94,7 +94,7 @@ def is_hopeless(attempts: list[Attempt]) -> bool:
 
 
 @dataclass
-class Row:
+class VerdictRow:
     """One line of the table."""
 
     name: str
@@ -115,11 +115,11 @@ def judge(
     save_every: int,
     comparable: bool = True,
     damage: str | None = None,
-) -> Row:
+) -> VerdictRow:
     """The row of a case. `comparable` says whether two undisturbed runs are equal; `damage` what is wrong on disk."""
     case, first, final = CASES[name], attempts[0], attempts[-1]
     facts = first.last("begin").get("facts", {})
-    row = Row(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
+    row = VerdictRow(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
     row.trouble = [*_trouble(case, attempts), *([damage] if damage else [])]
     allowed = _allowed(name, case, facts, save_every)
     if row.lost is not None and row.lost > allowed:
@@ -178,7 +178,7 @@ def _must_be_equal(name: str, facts: dict[str, Any], attempts: list[Attempt]) ->
     return not (name == "out-of-memory" and went_on and facts.get("auto_find_batch_size"))
 
 
-def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
+def _judge_nan(row: VerdictRow, policy: str | None, first: Attempt) -> None:
     if not first.finished:
         if "NonFiniteError" not in first.text:
             row.trouble.append("the run did not end with a NonFiniteError")
@@ -194,7 +194,7 @@ def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
         row.happened += f"; on_nonfinite={policy!r}, so the weights became NaN: set it to 'raise' or 'skip'"
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[VerdictRow]) -> str:
     """The rows as aligned text."""
     head = ("fault", "survived", "steps lost", "same weights", "what happened")
     lines = [head, *(_cells(row) for row in rows)]
@@ -207,6 +207,6 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: VerdictRow) -> tuple[str, ...]:
     lost = "-" if row.lost is None else str(row.lost)
     return (row.name, row.survived, lost, row.same, "; ".join([row.happened, *row.trouble]))

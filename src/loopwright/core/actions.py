@@ -24,7 +24,7 @@ from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
-from .throughput import Pace
+from .throughput import ThroughputMeter
 
 
 class LoopActions:
@@ -37,7 +37,7 @@ class LoopActions:
     checkpoints: CheckpointManager
     notices: Notices
     meter: Meter
-    pace: Pace
+    pace: ThroughputMeter
     strategy: Strategy
     signals: SignalWatch
     spikes: SpikeWatch

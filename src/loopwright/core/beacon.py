@@ -44,7 +44,9 @@ PHASES = {
 ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data", "forward", "backward", "clipping",
          "optimizer step", "ending")  # fmt: skip
 # Verbs of a strategy that wait for the other processes.
-WAITING = frozenset({"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"})
+WAITING = frozenset(
+    {"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"}
+)
 
 
 @dataclass(frozen=True)

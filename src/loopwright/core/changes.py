@@ -9,7 +9,7 @@ from .actions import LoopActions
 from .plan import Plan
 
 
-class ChangeMethods(LoopActions):
+class ChangingMethods(LoopActions):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
     plan: Plan

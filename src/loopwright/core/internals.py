@@ -15,7 +15,7 @@ from ..args.base import BaseArguments
 from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .changes import ChangeMethods
+from .changes import ChangingMethods
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -29,12 +29,12 @@ from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
-from .throughput import Pace
+from .throughput import ThroughputMeter
 from .trainer import BaseTrainer
 from .update import Place, Update
 
 
-class Internals(ChangeMethods):
+class Internals(ChangingMethods):
     """Trains whatever its strategy can run; a subclass brings the framework.
 
     A trainer holds one of these under its only private name, and has no other attribute of ours: a user's subclass may
@@ -69,7 +69,7 @@ class Internals(ChangeMethods):
         self._places = {}
         self._late = []
         self.progress = Progress()
-        self.pace = Pace()
+        self.pace = ThroughputMeter()
         self.trainer.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
@@ -355,9 +355,9 @@ class Internals(ChangeMethods):
     def toggle_step_timing(self, update: Update) -> None:
         """Begin, or end after this update, looking where the time of an update goes."""
 
-    def make_pace(self) -> Pace:
+    def make_pace(self) -> ThroughputMeter:
         """What measures the speed of a run."""
-        return Pace()
+        return ThroughputMeter()
 
     def _remember_place(self, update: Update) -> None:
         """Which samples an update took, kept until its numbers are known to be finite."""

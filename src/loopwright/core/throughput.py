@@ -32,7 +32,7 @@ class Interval:
         return Interval(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-class Pace:
+class ThroughputMeter:
     """Collects what each update did and says at log points how fast that was.
 
     The loop adds to the public counters itself, without a call: they are touched in every update. A log point reads the

@@ -13,7 +13,7 @@ from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger
 from .machine import Machine
-from .request import Request
+from .request import LaunchRequest
 
 RESTARTS = 3
 
@@ -30,7 +30,7 @@ def workers(text: str) -> int | tuple[int, int]:
     return bounds if colon else bounds[0]
 
 
-def settings(request: Request, machine: Machine) -> dict[str, Any]:
+def settings(request: LaunchRequest, machine: Machine) -> dict[str, Any]:
     """What Ray is asked for, as plain values."""
     own = request.own
     given = [f"--{name.replace('_', '-')}" for name in sorted(request.given) if name not in ("max_restarts", "module")]
@@ -53,7 +53,7 @@ def settings(request: Request, machine: Machine) -> dict[str, Any]:
     }
 
 
-def run_on_ray(request: Request, machine: Machine) -> int:
+def run_on_ray(request: LaunchRequest, machine: Machine) -> int:
     """Run the script on the workers to its end; returns the exit code."""
     wanted = settings(request, machine)
     if request.own.dry_run:

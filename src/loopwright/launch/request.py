@@ -12,7 +12,7 @@ from ..errors import ArgumentsError
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """A launch as the user said it."""
 
     own: argparse.Namespace
@@ -71,7 +71,7 @@ def read(
     own: argparse.ArgumentParser,
     torchrun: argparse.ArgumentParser,
     environment: Mapping[str, str],
-) -> Request:
+) -> LaunchRequest:
     """Sort the words before the script into ours and torchrun's; what follows the script is the script's."""
     mine, theirs, script = split(words, own, torchrun)
     options = own.parse_args(mine)
@@ -80,7 +80,7 @@ def read(
     values = torchrun.parse_args([*theirs, *script])
     named = {action.dest for word in theirs if (action := _action(word, torchrun)) is not None}
     preset = {name.removeprefix("PET_").lower() for name in environment if name.startswith("PET_")}
-    return Request(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
+    return LaunchRequest(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
 
 
 def split(

@@ -6,7 +6,7 @@ import shlex
 
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError
-from .request import Request
+from .request import LaunchRequest
 
 TEMPLATE = """\
 #!/bin/bash
@@ -36,7 +36,7 @@ exit "$code"
 """
 
 
-def script(request: Request) -> str:
+def script(request: LaunchRequest) -> str:
     """The text of the sbatch script."""
     most = request.nodes[1]
     directives = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in _directives(request)]
@@ -49,7 +49,7 @@ def script(request: Request) -> str:
     )
 
 
-def _directives(request: Request) -> list[tuple[str, str]]:
+def _directives(request: LaunchRequest) -> list[tuple[str, str]]:
     own = request.own
     gpus = own.processes if own.gpus is None else own.gpus
     table = {
@@ -72,7 +72,7 @@ def _directives(request: Request) -> list[tuple[str, str]]:
     return [(name, value) for name, value in table.items() if value is not None]
 
 
-def _command(request: Request, nodes: int) -> str:
+def _command(request: LaunchRequest, nodes: int) -> str:
     words = ["loopwright", "launch", "--nnodes", '"$SLURM_JOB_NUM_NODES"']
     if request.is_elastic:
         words[3] = f"{request.nodes[0]}:{nodes}"

@@ -15,16 +15,16 @@ from ..errors import ModelError
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
-from .checkpoint.save import SavingMethods
+from .checkpoint.save import TorchSavingMethods
 from .checkpoint.tensors import HostSnapshot
 from .constructor_checks import check_constructor, default_collator, old_tokenizer, takes_trial
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
-from .distributed.heartbeat import Watch, patience_for
+from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import SharingMethods, agreeing
 from .evaluation.metric_inputs import metrics_function
 from .evaluation.precheck import RehearsalMethods
 from .loss.targets import LabelSmoother
-from .memory_metrics import MemoryMeter
+from .memory_metrics import TorchMemoryMeter
 from .model.changes import ChangeMethods
 from .model.neftune import add_embedding_noise
 from .model.options import (
@@ -35,15 +35,17 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
-from .optim.creation import OptimizerMethods
+from .optim.creation import TorchOptimizerMethods
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
 from .strategies.choose import asked_for, choose_strategy, told
 from .throughput import PacingMethods
-from .token_counter import WorkCounter, operations_per_token, tokens_in
+from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
 
-class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
+class TorchInternals(
+    TorchOptimizerMethods, SharingMethods, RehearsalMethods, TorchSavingMethods, ChangeMethods, PacingMethods
+):
     """The parts of a trainer, and how they are made ready for a run."""
 
     _noise: Any = None
@@ -99,7 +101,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         self.trainer.accelerator = AcceleratorFace(
             self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
         )
-        self.memory = MemoryMeter(self.device)
+        self.memory = TorchMemoryMeter(self.device)
         self._copies = HostSnapshot()
         if not self.is_alone:
             self.handler_class = agreeing(self.strategy.host.all_gather_numbers)
@@ -212,7 +214,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:
             return nullcontext()
-        return Watch(
+        return HangDetector(
             rank=self.strategy.rank,
             world=self.strategy.world_size,
             step=lambda: self.state.global_step,
@@ -256,7 +258,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         super()._start_state()
         self.micro_split = 1
         self._resume_rng = None
-        self.work = WorkCounter(
+        self.work = TorchWorkCounter(
             self.model,
             self._input_name(),
             tokens=self.args.include_num_input_tokens_seen,

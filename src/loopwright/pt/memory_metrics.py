@@ -8,7 +8,7 @@ from ..core.host_memory import free_memory as free_memory, host_memory, host_pea
 from .devices import memory_figures, reset_peak_memory
 
 
-class MemoryMeter:
+class TorchMemoryMeter:
     """How much host and device memory a phase added, and how far beyond that it went on the way."""
 
     def __init__(self, device: torch.device) -> None:

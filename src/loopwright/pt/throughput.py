@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.throughput import Interval, Pace
+from ..core.throughput import Interval, ThroughputMeter
 from ..core.update import Update
 from ..notices import logger
 from ..speed.measure.flops import Operations, count_operations
@@ -50,7 +50,7 @@ class PacingMethods(TorchBase):
             number_format=self._number_format(),
         )
 
-    def make_pace(self) -> Pace:
+    def make_pace(self) -> ThroughputMeter:
         peak = device_peak(self.device, self._number_format())
         self.work.squares = self.work.keeps_sample = peak is not None
         if self._counted is not self.model:  # another model than the one that was counted
@@ -58,7 +58,7 @@ class PacingMethods(TorchBase):
             self._counted = None
         self._time_split = TimeSplit()
         self.split, self.split_at = None, next_sample(self.state.global_step)
-        return Pace(
+        return ThroughputMeter(
             peak_operations=peak,
             operations=self._operations_of,
             peak_memory=self._peak_memory_gib,

@@ -20,7 +20,7 @@ STYLES = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "embedding
 """Names of styles in a plan, and the dimension of the weight they split."""
 
 
-class Layout:
+class MeshLayout:
     """How the tensors of a run lie on a mesh of devices: batches by rows, weights whole, in pieces, or by a plan."""
 
     def __init__(self, devices: int, *, shards: bool = False, tensor: int = 1, plan: Mapping[str, str] | None = None):

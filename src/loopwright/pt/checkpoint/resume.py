@@ -24,7 +24,7 @@ from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
-class ResumingMethods(TorchBase, core.ResumingMethods):
+class TorchResumingMethods(TorchBase, core.ResumingMethods):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
     _resume_rng: dict[str, Any] | None

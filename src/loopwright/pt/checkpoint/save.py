@@ -23,7 +23,7 @@ from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
-from .resume import ResumingMethods
+from .resume import TorchResumingMethods
 from .round_trip import check_checkpoint, check_companions, export_warning
 from .shards import own_boxes, save_config, write_boxes
 from .tensors import (
@@ -40,7 +40,7 @@ from .transformers_format import write_foreign
 from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
 
 
-class SavingMethods(ResumingMethods):
+class TorchSavingMethods(TorchResumingMethods):
     """Saving."""
 
     _copies: HostSnapshot

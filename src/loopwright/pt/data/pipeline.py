@@ -35,7 +35,7 @@ from .shard import Share, batches_of_all, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 
 
-class DataMethods(ShapeMethods):
+class TorchDataMethods(ShapeMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
     train_dataloader: Any = None

@@ -29,7 +29,7 @@ LOST = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", 
 """Words of the errors by which torch says that another process did not answer."""
 
 
-class Watch:
+class HangDetector:
     """While entered, this process is seen by the others, reports a standstill, and says who was lost."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Watch:
         self._beats: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HangDetector:
         works = ((self._shine, "beacon"), (self._look, "beacon-watch"))
         self._threads = [
             threading.Thread(target=self._until_over, args=(work,), name=name, daemon=True) for work, name in works

@@ -12,7 +12,7 @@ from ...core.signals import WATCHED, Interrupted
 from ...core.update import Update
 from ...errors import ArgumentsError
 from ..data.shard import share_loader
-from ..loss.step import LossMethods
+from ..loss.step import TorchLossMethods
 from ..loss.targets import LossKind, count_samples
 from ..strategies.base import on_host
 
@@ -24,7 +24,7 @@ HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
 """What data of one process may say about the loss of all."""
 
 
-class SharingMethods(LossMethods):
+class SharingMethods(TorchLossMethods):
     """What a trainer does besides when other processes hold a part of the data."""
 
     # ---- data -------------------------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from ...core.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
 from ..rng import untouched_rng
-from .step import EvaluationMethods, to_numpy
+from .step import TorchEvaluationMethods, to_numpy
 
 ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
 
 
-class RehearsalMethods(EvaluationMethods):
+class RehearsalMethods(TorchEvaluationMethods):
     """Checks that would otherwise fail hours into a run."""
 
     def check_metric_name(self) -> None:

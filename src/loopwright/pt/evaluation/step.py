@@ -27,17 +27,17 @@ from ..data.static_shapes import Static
 from ..hooks import TorchBase
 from ..loss.accounting import LossAccounting
 from ..loss.targets import check_loss, count_samples
-from ..memory_metrics import MemoryMeter
+from ..memory_metrics import TorchMemoryMeter
 from ..precision import full_eval_dtype
 from ..rng import untouched_rng
 from .metric_inputs import metrics_function
 
 
-class EvaluationMethods(TorchBase, AssessingMethods):
+class TorchEvaluationMethods(TorchBase, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     accounting: LossAccounting
-    memory: MemoryMeter
+    memory: TorchMemoryMeter
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
@@ -129,7 +129,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()
-        plain = EvaluationMethods.prediction_step
+        plain = TorchEvaluationMethods.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in self._looked_at(loader):
             self._eval_items(inputs, learn=step)

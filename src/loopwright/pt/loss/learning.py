@@ -12,9 +12,9 @@ from torch import nn
 from ...core.overrides import accepts, is_overridden, reaches_ours
 from ..acceleration import SpeedMethods
 from ..data.columns import innermost
-from ..data.pipeline import DataMethods
+from ..data.pipeline import TorchDataMethods
 from ..devices import is_lazy
-from ..evaluation.step import EvaluationMethods
+from ..evaluation.step import TorchEvaluationMethods
 from ..precision import Autocast
 from ..sandbox import first_iterator, sandbox
 from .accounting import LossAccounting
@@ -25,7 +25,7 @@ from .splitter import BatchSplitter
 from .targets import LossKind, predicts_next_token
 
 
-class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
+class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
 
     accounting: LossAccounting

@@ -31,7 +31,7 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not change what its loss is the mean of."""
 
 
-class LossMethods(LossLearningMethods):
+class TorchLossMethods(LossLearningMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
     accounting: LossAccounting

@@ -15,7 +15,7 @@ from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
 
 
-class OptimizerMethods(TorchBase):
+class TorchOptimizerMethods(TorchBase):
     """Optimizer, schedule and learning rates."""
 
     train_dataloader: Any

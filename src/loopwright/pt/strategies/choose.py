@@ -24,7 +24,7 @@ Build = Callable[[Any, torch.device, Precision], Any]
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """A combination that is not legal, or not possible yet, and what to do instead."""
 
     reason: str
@@ -106,7 +106,7 @@ def _non_blocking(args: Any) -> bool:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-TABLE: dict[frozenset[str], Build | Refused] = {
+TABLE: dict[frozenset[str], Build | Unsupported] = {
     frozenset(): _single,
     frozenset({"processes"}): _ddp,
     frozenset({"processes", "replicas"}): _ddp,
@@ -115,20 +115,20 @@ TABLE: dict[frozenset[str], Build | Refused] = {
     frozenset({"processes", "fsdp", "replicas"}): _fsdp,
     frozenset({"processes", "tensor"}): _tensor,
     frozenset({"processes", "tensor", "fsdp"}): _tensor,
-    frozenset({"processes", "tensor", "replicas"}): Refused(
+    frozenset({"processes", "tensor", "replicas"}): Unsupported(
         "parallelism_config: dp_replicate_size with tp_size is not supported by torch (DDP does not accept "
         "tensor-parallel parameters); use dp_shard_size with fsdp=True instead"
     ),
-    frozenset({"processes", "tensor", "fsdp", "replicas"}): Refused(
+    frozenset({"processes", "tensor", "fsdp", "replicas"}): Unsupported(
         "parallelism_config: dp_replicate_size, dp_shard_size and tp_size together are not available; use two of them"
     ),
     frozenset({"deepspeed"}): _deepspeed,
     frozenset({"processes", "deepspeed"}): _deepspeed,
-    frozenset({"processes", "deepspeed", "fsdp"}): Refused(
+    frozenset({"processes", "deepspeed", "fsdp"}): Unsupported(
         "deepspeed and fsdp both shard the model; use only one of them"
     ),
-    frozenset({"deepspeed", "fsdp"}): Refused("deepspeed and fsdp both shard the model; use only one of them"),
-    frozenset({"processes", "deepspeed", "tensor"}): Refused(
+    frozenset({"deepspeed", "fsdp"}): Unsupported("deepspeed and fsdp both shard the model; use only one of them"),
+    frozenset({"processes", "deepspeed", "tensor"}): Unsupported(
         "parallelism_config: tp_size does not work with deepspeed; use it with fsdp=True, or deepspeed alone"
     ),
 }  # fmt: skip
@@ -245,16 +245,18 @@ def choose_strategy(args: Any, device: torch.device, precision: Precision) -> An
 def chosen_row(args: Any) -> Build:
     """The builder in the table; raises with all reasons when the arguments cannot be honoured."""
     asked = asked_for(args)
-    row = TABLE.get(asked - set(NOWHERE), Refused(f"{' with '.join(sorted(asked))}: this combination is not supported"))
+    row = TABLE.get(
+        asked - set(NOWHERE), Unsupported(f"{' with '.join(sorted(asked))}: this combination is not supported")
+    )
     problems = [NOWHERE[name] for name in sorted(asked) if name in NOWHERE]
-    problems += [] if problems or not isinstance(row, Refused) else [row.reason]
+    problems += [] if problems or not isinstance(row, Unsupported) else [row.reason]
     problems += [] if problems else _wrong_sizes(read_parallelism(args.parallelism_config), asked, args.world_size)
     problems += [reason for names, applies, reason in LIMITS if asked & set(names) and applies(args)]
     if "deepspeed" in asked and isinstance(args.deepspeed, dict):
         problems += [f"deepspeed: {problem}" for problem in contradictions(args.deepspeed, args, args.world_size)]
     if problems:
         raise ArgumentsError(problems)
-    assert not isinstance(row, Refused)
+    assert not isinstance(row, Unsupported)
     return row
 
 

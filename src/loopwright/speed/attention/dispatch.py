@@ -18,7 +18,7 @@ from ..proof.dropout import dropout_is_off
 from . import varlen as document_attention
 from .document_mask import borders_in, is_documents, longest_in, pattern_in
 from .mask_patterns import AttentionRefused
-from .per_document import Request, one_by_one
+from .per_document import AttentionRequest, one_by_one
 
 HALF = (torch.float16, torch.bfloat16)
 UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
@@ -52,7 +52,7 @@ def attend(
     claimed = kwargs.get("is_causal")
     if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
         raise AttentionRefused("the model's attention and mask disagree on causality")
-    ask = Request(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
+    ask = AttentionRequest(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
     run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
 
@@ -73,7 +73,7 @@ def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Callable[..., Tensor]:
+def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Callable[..., Tensor]:
     if value.dtype not in HALF:
         return one_by_one
     if ask.softcap:
@@ -82,7 +82,7 @@ def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Ca
     return by_kernel if ours else by_flash
 
 
-def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """Our own kernels."""
     scale = query.shape[-1] ** -0.5 if ask.scale is None else float(ask.scale)
     q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
@@ -92,7 +92,7 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask:
     return output.unsqueeze(0)
 
 
-def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """torch's flash kernels of variable length; heads of keys may be fewer than those of queries."""
     borders, longest = borders_in(documents), longest_in(documents)
     # Rotary embeddings compute in single precision; the kernel wants one number format.
@@ -110,7 +110,7 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: 
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: Request
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: AttentionRequest
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -141,7 +141,7 @@ HAS = {"kernel": False}
 """Both looked up when a model is switched over, since compiled blocks cannot look them up."""
 
 
-def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """FlexAttention: for what the flash kernels do not have."""
     if ask.dropout:
         raise AttentionRefused("FlexAttention does not support dropout")

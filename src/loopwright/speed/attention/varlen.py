@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .attention_kernel import kernels
 from .document_mask import as_mask
-from .per_document import Request, one_by_one
+from .per_document import AttentionRequest, one_by_one
 
 SIZES = (16, 32, 64, 128)
 """Sizes of a head that fill tiles without a rest."""
@@ -140,7 +140,7 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         )
     # Views: what queries and keys have in common before is not a part of this.
     parts = [each.view_as(each) for each in ctx.saved_tensors[:3]]
-    ask = Request(causal, window or None, None, 0.0, scale, twice=True)
+    ask = AttentionRequest(causal, window or None, None, 0.0, scale, twice=True)
     row = one_by_one(*(each.transpose(0, 1).unsqueeze(0) for each in parts), as_mask(borders, 1), ask)
     found = torch.autograd.grad(row.squeeze(0), parts, gradient, create_graph=True, allow_unused=True)
     return (*found, *[None] * 6)

@@ -24,7 +24,7 @@ from ..planner.decision import AS_MADE, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, Speed
 from ..proof.prober import Proof
 from .estimate import (
     POLICIES,
-    Kept,
+    ActivationBytes,
     MemoryEstimate,
     estimate_memory,
     measure_activations,
@@ -218,12 +218,14 @@ def _all_targets(samples: Samples) -> Samples:
     return Samples({**samples.tensors, "labels": filled}, samples.axes, samples.constants)
 
 
-def at_length(whole: int, one: Kept, two: Kept, half: Kept) -> tuple[Kept, Kept]:
+def at_length(
+    whole: int, one: ActivationBytes, two: ActivationBytes, half: ActivationBytes
+) -> tuple[ActivationBytes, ActivationBytes]:
     """What one and two samples of `whole` tokens keep, from shorter ones and from one of half their length.
 
     What a token keeps grows with the length of its sample where attention keeps its scores, and not at all elsewhere.
     """
-    names = [each.name for each in fields(Kept) if each.name != "tokens"]
+    names = [each.name for each in fields(ActivationBytes) if each.name != "tokens"]
     kept: list[dict[str, int]] = [{}, {}]
     for name in names:
         first, second, short = (getattr(each, name) for each in (one, two, half))
@@ -233,4 +235,4 @@ def at_length(whole: int, one: Kept, two: Kept, half: Kept) -> tuple[Kept, Kept]
         slope += growth * (whole - one.tokens)
         for index in range(2):
             kept[index][name] = int(constant + slope * whole * (index + 1))
-    return Kept(tokens=whole, **kept[0]), Kept(tokens=2 * whole, **kept[1])
+    return ActivationBytes(tokens=whole, **kept[0]), ActivationBytes(tokens=2 * whole, **kept[1])

@@ -16,7 +16,7 @@ from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..memory.token_budget import limits_for
 from ..proof.guard import Coverage
-from ..proof.prober import Candidate, Proof, Reference, Refused
+from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
 from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
 
@@ -57,7 +57,7 @@ class Decision:
             else:
                 plan.note("layouts", False, as_made)
             self._choose_head()
-        except Refused as reason:
+        except ProofRefused as reason:
             self.references = []
             plan.note("layouts", False, str(reason))
         return plan
@@ -155,7 +155,7 @@ class Decision:
         try:
             reference = self.prover.update(self._samples, self._batches)
             proof, limits = self._proved_where_it_fits(reference)
-        except Refused as reason:
+        except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
         if not proof.accepted:
             return self._blamed(proof, limits, reference)

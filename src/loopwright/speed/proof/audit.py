@@ -12,7 +12,7 @@ from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
 from ..planner.decision import FLAT, SpeedPlan
 from .guard import Coverage, Seen
-from .prober import Proof, Refused
+from .prober import Proof, ProofRefused
 from .prover import WHOLE_TOKENS, Prover
 
 MOST_FAILURES = 3
@@ -71,7 +71,7 @@ class Verification:
         prover, plan = Prover(self._here), self._plan
         try:
             reference = prover.update(samples, batches, repeats=covers)
-        except Refused as reason:
+        except ProofRefused as reason:
             return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         proof = prover.prove_update(candidate, reference)
@@ -117,7 +117,7 @@ class Verification:
         prover, plan = Prover(self._here), self._plan
         try:
             reference = prover.part(samples, self.updates)
-        except Refused as reason:
+        except ProofRefused as reason:
             return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
         return prover.prove_part(candidate, reference)

@@ -105,7 +105,7 @@ class Reference:
     """Whether another token in the padding gives another loss."""
 
 
-class Refused(Exception):
+class ProofRefused(Exception):
     """The path as it is cannot be compared with anything; says why."""
 
 
@@ -164,15 +164,15 @@ class Prober:
             setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
             outcome = self._run(batches, _as_is, setting)
             if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
-                raise Refused("the loss is not finite")
+                raise ProofRefused("the loss is not finite")
             if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
-                raise Refused(f"{counter} changes with every forward pass")
+                raise ProofRefused(f"{counter} changes with every forward pass")
             if repeats:
                 self._check_repeats(batches[:1], setting)
-        except Refused:
+        except ProofRefused:
             raise
         except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
-            raise Refused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+            raise ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
             plain = self._loss(batches, _as_is, setting)
@@ -200,9 +200,9 @@ class Prober:
                 again = float(self._loss_of(batches, _as_is).detach())
             if not is_close(first, again, setting.tolerance.still):
                 what = "training uses random numbers besides dropout" if draws else "two evaluations differ"
-                raise Refused(f"the loss of the same samples differs the second time: {what}")
+                raise ProofRefused(f"the loss of the same samples differs the second time: {what}")
         if draws and not drops_no_layers(self._model):
-            raise Refused("training uses random numbers besides dropout")
+            raise ProofRefused("training uses random numbers besides dropout")
 
     # ---- candidates -------------------------------------------------------------------------------------------------
 

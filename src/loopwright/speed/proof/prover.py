@@ -47,7 +47,7 @@ class Prover:
     # ---- references -------------------------------------------------------------------------------------------------
 
     def few(self, samples: Samples, *, train: bool) -> Reference:
-        """The path as it is on a few samples; raises `Refused` where it cannot be compared with anything."""
+        """The path as it is on a few samples; raises `ProofRefused` where it cannot be compared with anything."""
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
 

@@ -116,7 +116,7 @@ def _say(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class OptimizerArgs:
+class OptimizerSpec:
     """The arguments that concern an optimizer, as values."""
 
     name: str
@@ -133,7 +133,7 @@ class OptimizerArgs:
     tell: Callable[[str], None] = _say
 
     @classmethod
-    def of(cls, args: Any, **more: Any) -> OptimizerArgs:
+    def of(cls, args: Any, **more: Any) -> OptimizerSpec:
         """From training arguments, or anything with their attributes; `more` are fields they do not have."""
         options = parse_optim_args(getattr(args, "optim_args", None))
         return cls(

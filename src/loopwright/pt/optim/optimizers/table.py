@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups
-from .options import OptimizerArgs
+from .options import OptimizerSpec
 
-Builder = Callable[[OptimizerArgs, nn.Module | None], tuple[Any, dict[str, Any]]]
+Builder = Callable[[OptimizerSpec, nn.Module | None], tuple[Any, dict[str, Any]]]
 ClassAndKwargs = tuple[Any, dict[str, Any]]
 Tell = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def optimizer_class_and_kwargs(
     tell: Tell | None = None,
 ) -> ClassAndKwargs:
     """The class and keyword arguments of `args.optim`; `params` is among them where the optimizer groups by itself."""
-    values = OptimizerArgs.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
+    values = OptimizerSpec.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
     row = OPTIMIZERS.get(values.name)
     if row is None:
         raise ArgumentsError(_unknown_optimizer(values.name))
@@ -102,7 +102,7 @@ def build_optimizer(
 
 
 def register_optimizer(name: str, builder: Builder, *, needs: str | None = None, help: str = "") -> None:
-    """Make an optimizer of your own known by name: builder(OptimizerArgs, model) -> (class, keyword arguments)."""
+    """Make an optimizer of your own known by name: builder(OptimizerSpec, model) -> (class, keyword arguments)."""
     OPTIMIZERS[name] = OptimizerRow(builder, needs, help)
 
 
