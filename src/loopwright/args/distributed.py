@@ -1,4 +1,4 @@
-"""Many processes."""
+"""Arguments of distributed training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints, the best model and going on from a checkpoint."""
+"""Arguments of checkpoints, the best model and resuming."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accelerations that are switched on by themselves."""
+"""Arguments of accelerations that are enabled automatically."""
 
 from __future__ import annotations
 

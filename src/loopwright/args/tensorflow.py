@@ -1,4 +1,4 @@
-"""What only TensorFlow is asked."""
+"""Arguments that only TensorFlow uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where numbers are sent."""
+"""Arguments of experiment trackers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopwright doctor`: devices, backends and versions, and whether processes can talk to each other, how fast."""
+"""`loopwright doctor`: devices, backends and versions, and the communication between ranks."""
 
 from __future__ import annotations
 

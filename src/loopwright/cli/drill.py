@@ -1,4 +1,4 @@
-"""`loopwright drill -- python train.py ...`: put the user's own training through faults and say what survived.
+"""`loopwright drill -- python train.py ...`: run the user's training under injected faults and report what survived.
 
 Every case runs the script in a process of its own (drill_child.py) with a fault inside, starts it again until it
 finishes, and compares the weights with those of an undisturbed run.

@@ -1,4 +1,4 @@
-"""The training process of `loopwright drill`: the user's script with a fault inside, its output somewhere else.
+"""The training process of `loopwright drill`: the user's script with an injected fault and a redirected output.
 
 It keeps a journal, one JSON object a line: where the run began, each finished step, the fault, and at the end a digest
 of model and optimizer. The script is left as soon as `train()` has returned.

@@ -1,4 +1,4 @@
-"""`loopwright dryrun`: compile a trainer's whole step for TPUs that are not there, and say whether it fits."""
+"""`loopwright dryrun`: compile a trainer's whole step for TPUs without a TPU, and report whether it fits."""
 
 from __future__ import annotations
 

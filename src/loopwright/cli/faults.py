@@ -1,4 +1,4 @@
-"""What can go wrong in a training process, caused on purpose inside it. Used by `loopwright drill`."""
+"""Faults that `loopwright drill` injects into a training process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The `loopwright` command: a table of subcommands.
 
-Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (start
-again to go on); 130 interrupted by the user.
+Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (run
+again to resume); 130 interrupted by the user.
 """
 
 from __future__ import annotations

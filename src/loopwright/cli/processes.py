@@ -1,4 +1,4 @@
-"""Starting the training processes of a drill: each anew, or as forks of one that has imported torch already."""
+"""Starting the training processes of a drill: as new processes, or as forks of one that has imported torch already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`loopwright replay RUN --step N`: run up to a logged step once more and see whether it gives the logged numbers.
+"""`loopwright replay RUN --step N`: run up to a logged step again and compare the metrics.
 
 The script of the run is started again in this process, but its trainer writes to a temporary folder, starts from the
 newest complete checkpoint before the step, logs where the run logged, saves nothing and stops at the step.

@@ -1,4 +1,4 @@
-"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared; a report to send to somebody."""
+"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared, as a report to share."""
 
 from __future__ import annotations
 

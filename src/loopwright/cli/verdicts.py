@@ -1,4 +1,4 @@
-"""What came of a drill: attempts of one run in, one row of the table out. docs/drill.md says it in words."""
+"""The result table of a drill: attempts of one run in, one row out; docs/drill.md explains it."""
 
 from __future__ import annotations
 

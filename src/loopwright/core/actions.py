@@ -1,4 +1,4 @@
-"""What a trainer does besides training: log, evaluate, save, and the small things users call."""
+"""Actions of the loop besides training: log, evaluate, save, roll back, stop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Where each process of a run stands: its update, its phase, and which of them the others are waiting for.
+"""Positions of the ranks for the hang detector: update, phase, and which rank the others wait for.
 
-The phase is read off the main thread's stack by a thread that looks now and then, so training itself does nothing for
-it. Positions can be compared: whoever is behind the furthest process is late.
+The phase is read off the main thread's stack by a second thread, so training itself does no work for it. Positions can
+be compared: a rank behind the furthest one is late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What callbacks and overrides change while a trainer trains: taken up at the next update, or refused."""
+"""Changes that callbacks and overrides make during training: applied at the next update, or refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Log points whose numbers are still being computed: on a device that works while the host goes on, nobody waits.
+"""Deferred logging for asynchronous devices.
 
 A device that computes whole steps (lazy XLA) still works on a step when its log point comes. There the log is written
 at the end of the next step, when the device has work again: the state of the run is still that of the log's own step.
-Whoever could see the difference, or has to decide by the numbers, gets them at once.
+Logs are not deferred where a callback could see the difference, or decides by the numbers.
 """
 
 from __future__ import annotations

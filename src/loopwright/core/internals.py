@@ -1,4 +1,4 @@
-"""Internals: what is ours behind a trainer, with bodies that need no framework."""
+"""Internals: the library's part of a trainer, with methods that need no framework."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
         callbacks say what they want                                                   control
         log, evaluate, save: whatever was asked for, always in this order              act
 
-What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run goes on (order.py and
+What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run continues (order.py and
 the trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
 """
 

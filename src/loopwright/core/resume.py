@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: state, progress and plan; what the arguments changed; the best model."""
+"""Resuming from a checkpoint: state, progress and plan; changed arguments; the best model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noticing that somebody wants the run to stop: signals set a flag, and the loop looks at it.
+"""Signal handling: signals set a flag, and the loop reads it.
 
 SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
 finish and then raises KeyboardInterrupt as usual. A second signal does at once what it would have done without us.

@@ -1,4 +1,4 @@
-"""Noticing that the loss has jumped: far above what it was at the last few log points."""
+"""Loss spike detection: a loss far above those at the last few log points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a run goes between two log points: counters and a wall clock, never a wait for the device."""
+"""Throughput between two log points: counters and a wall clock, without a device synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of `loopwright doctor` does: meet the others, add up, and measure the way between them.
+"""The checks of `loopwright doctor` on each rank: rendezvous, all-reduce, bandwidth and latency.
 
     torchrun ... -m loopwright.launch.checkup
 

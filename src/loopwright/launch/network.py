@@ -1,4 +1,4 @@
-"""Addresses: which of this machine's others can reach, and through which interface."""
+"""Addresses and network interfaces through which other nodes reach this one."""
 
 from __future__ import annotations
 

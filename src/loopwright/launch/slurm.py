@@ -1,4 +1,4 @@
-"""An sbatch script that runs the launch on every machine of a job and puts itself back into the queue."""
+"""An sbatch script that runs the launch on every node of a job and requeues itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torchrun command line and environment of a launch: what the user said, and defaults for what was left open."""
+"""The torchrun command line and environment of a launch, with defaults for what the user did not set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's accelerations: what it tells the speed room, and what it does with its plan."""
+"""The trainer's accelerations: the inputs of the speed engine, and the use of its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Applying the plan: has it made from the first updates, lays out the samples of every update."""
+"""SpeedEngine: has the plan made from the first updates, and lays out the samples of every update."""
 
 from __future__ import annotations
 

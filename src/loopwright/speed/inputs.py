@@ -1,4 +1,4 @@
-"""What a speed plan depends on, as values and functions: this room knows no trainer."""
+"""Inputs of the planner; this package must not import the trainer."""
 
 from __future__ import annotations
 

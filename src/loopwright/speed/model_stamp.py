@@ -1,4 +1,4 @@
-"""What a plan takes for granted about a model and its training, in a form that is cheap to compare at every update."""
+"""What a plan assumes about a model and its training, in a form that is cheap to compare at every update."""
 
 from __future__ import annotations
 

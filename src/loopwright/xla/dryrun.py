@@ -1,4 +1,4 @@
-"""The training step of a trainer, compiled for TPUs that are not there: does it fit, and what is in it.
+"""A trainer's training step, compiled for TPUs without a TPU: whether it fits, and what it contains.
 
 torchax shows torch's operations to JAX, and libtpu's compiler translates what JAX has seen for a described topology.
 Nothing is computed, neither here nor on a TPU: shapes are all that is needed of weights and batches.

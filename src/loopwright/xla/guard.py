@@ -1,4 +1,4 @@
-"""Which graphs were compiled, and what was different when one was compiled that should not have been."""
+"""Which graphs were compiled, and what changed when an unexpected one was."""
 
 from __future__ import annotations
 

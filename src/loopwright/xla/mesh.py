@@ -1,4 +1,4 @@
-"""SPMD: one process drives all devices as one, and annotations say how tensors are spread over them."""
+"""SPMD: one process drives all devices as one, and annotations say how tensors are sharded across them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a part of the data.
+"""Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a shard of the data.
 
 Gradients are averaged once per update, in one of two ways. Where the runtime of torch_xla spans all processes (TPU,
 Trn1) the sum is an operation like any other: noted, and part of the step's graph, which must then be the same

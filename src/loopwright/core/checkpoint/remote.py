@@ -1,7 +1,7 @@
 """Checkpoints anywhere fsspec can reach, with the guarantees of a local folder.
 
 Object stores have no rename, so the manifest is the one step: it is uploaded last and deleted first, and a folder
-without one does not count. Each publication of step N gets a folder that was not there before, checkpoint-N.1,
+without one does not count. Each publication of step N gets a new folder, checkpoint-N.1,
 checkpoint-N.2 and so on; the highest complete one is the checkpoint. Saving a step again thus overwrites nothing, and
 the earlier one goes only when the new one is complete. To users all of them are checkpoint-N.
 """

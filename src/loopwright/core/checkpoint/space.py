@@ -1,4 +1,4 @@
-"""Will the checkpoints fit? Compared before step 1, when it is still cheap to find out."""
+"""Checks before step 1 that the checkpoints will fit on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One checkpoint written by many processes: each writes its part, one of them publishes when all are done."""
+"""One checkpoint written by many ranks: each writes its shard, one of them publishes when all are done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an evaluation keeps: per-batch arrays joined into one, ragged widths padded, on the host or in a mapped file."""
+"""Storage of predictions: per-batch arrays concatenated, ragged widths padded, in host memory or a mapped file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's methods that go on from a checkpoint, whatever number of processes has written it."""
+"""The trainer's methods that resume from a checkpoint, written by any number of ranks."""
 
 from __future__ import annotations
 

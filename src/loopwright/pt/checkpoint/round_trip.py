@@ -1,4 +1,4 @@
-"""Before the first step: will what is saved come back? Names, shapes, kinds of tensors and a sample of values."""
+"""Checks before the first step that what is saved can be loaded: names, shapes, dtypes and a sample of values."""
 
 from __future__ import annotations
 

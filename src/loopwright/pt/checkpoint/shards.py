@@ -1,4 +1,4 @@
-"""Tensors in boxes: the part of a tensor a process holds, written with its place, and read back in any other layout."""
+"""Sharded tensors in checkpoints: each rank writes its shard with its offsets, and reads it back in any other layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' checkpoint files: written when checkpoint_format="transformers", and read to go on from them.
+"""transformers' checkpoint files: written with checkpoint_format="transformers", and read to resume from them.
 
 These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file
 that was tampered with runs nothing.

@@ -1,4 +1,4 @@
-"""Which columns of the data a model takes; the others are withheld, never deleted from the dataset."""
+"""Which columns of the data a model accepts; the others are removed from batches, never from the dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of the data this process takes: batch k x world + rank of the global order is its k-th."""
+"""The shard of the data this rank reads: batch k x world + rank of the global order is its k-th."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of few shapes, for devices that compile for each one: padded lengths, a filled last batch, and the way back.
+"""Static shapes for devices that compile for each shape: padded lengths, a padded last batch, and undoing both.
 
 What is added counts for nothing: padded positions have a mask of 0 and the label -100, added rows are copies of a real
 row whose labels are all -100. `Static.trimmed` takes it off the outputs again.

@@ -1,4 +1,4 @@
-"""Where a stream stands: its own state if it has one that resumes exactly, else the batches are read again."""
+"""Positions of streaming datasets: their own state if it resumes exactly, otherwise batches are read again."""
 
 from __future__ import annotations
 

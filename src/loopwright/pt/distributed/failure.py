@@ -1,4 +1,4 @@
-"""An error on one process stops all of them within seconds, and each says what it was.
+"""An error on one rank stops all of them within seconds, and each reports what it was.
 
 A process that fails leaves its error in the store of the group. A thread of every other process looks there; its main
 thread may be deep in a collective that would wait for the failed one until the timeout, so if it does not come out by

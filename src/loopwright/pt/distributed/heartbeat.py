@@ -1,4 +1,4 @@
-"""Threads beside training that tell the other processes where this one stands, and say who is late or gone.
+"""The hang detector: threads that share the position of each rank and report which one is late or gone.
 
 They have their own connections to the store the processes met at, so that nothing training does can block them.
 """

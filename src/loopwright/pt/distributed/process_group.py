@@ -1,4 +1,4 @@
-"""The processes of a run: opening their group, and what they say to each other on the host.
+"""The process group of a run, and exchanges between ranks on the host.
 
 Three groups. torch's default one carries tensors; a gloo group carries what the hosts agree on, so that asking for it
 never waits for a device; and another gloo group belongs to saving, which talks while training goes on.

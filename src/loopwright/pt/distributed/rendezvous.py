@@ -1,4 +1,4 @@
-"""A name for this start of the processes that all of them share and no earlier start had.
+"""A rendezvous id, unique per (re)start.
 
 torchrun starts processes again on the store of the first start (seen in torch 2.13), so addresses of processes that
 are gone are still in it, and whoever reads too early connects to nobody. Restart counts do not tell the starts apart:

@@ -1,4 +1,4 @@
-"""The trainer's methods for several processes: sharing an update, learning, evaluating and stopping together."""
+"""The trainer's methods for several ranks: synchronizing updates, decisions, evaluation and stopping."""
 
 from __future__ import annotations
 

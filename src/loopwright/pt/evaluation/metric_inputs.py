@@ -1,4 +1,4 @@
-"""What metric objects are fed: predictions and labels without ignored targets."""
+"""Inputs of metric objects: predictions and labels without ignored targets."""
 
 from __future__ import annotations
 

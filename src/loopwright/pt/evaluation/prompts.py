@@ -1,4 +1,4 @@
-"""Training samples of decoder-only models, taken apart again: the prompt to generate from and the answer to compare."""
+"""Splitting training samples of decoder-only models into the prompt to generate from and the answer to compare."""
 
 from __future__ import annotations
 

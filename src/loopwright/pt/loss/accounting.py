@@ -1,4 +1,4 @@
-"""The denominator of an update: how many targets it has, and what each micro-batch's loss is worth."""
+"""The denominator of an update: its number of targets, and the weight of each micro-batch's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss is the mean of: the loss of a batch against the losses of its parts."""
+"""Inferring the denominator of a loss: the loss of a batch compared with the losses of its parts."""
 
 from __future__ import annotations
 

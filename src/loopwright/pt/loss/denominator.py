@@ -1,4 +1,4 @@
-"""What a mean may be divided by: label tokens, tokens of a mask, samples; and which of these a batch makes possible."""
+"""Possible denominators of a mean: label tokens, tokens of a mask, samples; and which of them a batch allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding out what a loss is: which targets it counts, what it is the mean of, who has divided it already."""
+"""Inferring what a loss is: which targets it counts, its denominator, and whether it is divided already."""
 
 from __future__ import annotations
 

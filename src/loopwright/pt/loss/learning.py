@@ -1,4 +1,4 @@
-"""The trainer's methods that find out what its loss is: in training, and in evaluation."""
+"""The trainer's methods that infer what its loss is, in training and in evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users are told about their losses, once: what was found, what follows, what to do."""
+"""Warnings about losses: what was found, what follows, what to do."""
 
 from __future__ import annotations
 

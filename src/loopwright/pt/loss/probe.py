@@ -1,4 +1,4 @@
-"""Computing a loss to see what it is: with gradients, without dropout, and without leaving a trace."""
+"""Computing a loss to infer what it is: with gradients, without dropout, and without side effects."""
 
 from __future__ import annotations
 

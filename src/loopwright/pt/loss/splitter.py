@@ -1,4 +1,4 @@
-"""Cutting a batch along its samples, and joining batches of one sample: only what is known to go by samples is cut."""
+"""Splitting a batch along its samples, and joining batches of one sample; only per-sample values are split."""
 
 from __future__ import annotations
 

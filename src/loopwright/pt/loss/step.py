@@ -1,4 +1,4 @@
-"""The trainer's methods around the loss: forward, backward, and who divides by what."""
+"""The trainer's methods around the loss: forward, backward, weighting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who divides the loss by what: counting targets, the kinds of losses, label smoothing."""
+"""Counting targets, the kinds of losses, label smoothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Scheduler objects: they set an optimizer's learning rates from a schedule, or from a metric.
 
 `ScheduledLR` follows a function of `core/schedules.py`; `GreedyLR` and torch's `ReduceLROnPlateau` react to a metric
-after an evaluation (`steps_on_metric` tells which kind one holds). The `get_*` functions carry the names and parameters
+after an evaluation (`steps_on_metric` distinguishes them). The `get_*` functions carry the names and parameters
 that users of transformers know.
 """
 

@@ -1,4 +1,4 @@
-"""What all strategies of several processes have in common: agreeing, gathering, and numbers over all of them."""
+"""What all multi-rank strategies share: any-rank decisions, gathering, and reduced numbers."""
 
 from __future__ import annotations
 

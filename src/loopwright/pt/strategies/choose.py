@@ -1,6 +1,6 @@
-"""Which strategy carries out a run: one table of what can go together, and why the rest cannot.
+"""Choosing the strategy of a run: one table of supported combinations, and why the others are not.
 
-Everything here is decided from the arguments, before a model or data are looked at.
+Everything here is decided from the arguments, before a model or data exist.
 """
 
 from __future__ import annotations

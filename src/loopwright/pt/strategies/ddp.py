@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every process holds the whole model, gradients are averaged once per update."""
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged once per update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer's state is in files of its own."""
+"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer state is in DeepSpeed's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies whose parameters are spread over processes as DTensors: global norms, and optimizers that follow."""
+"""Strategies whose parameters are sharded as DTensors: global norms, and optimizers of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers split over neighbouring processes, by the model's own plan or one by name pattern."""
+"""Tensor parallelism: layers split across neighbouring ranks, by the model's own plan or one by name pattern."""
 
 from __future__ import annotations
 

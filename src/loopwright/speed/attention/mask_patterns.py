@@ -1,4 +1,4 @@
-"""What a model puts into its attention masks besides padding: windows, chunks, and what nobody here knows.
+"""Patterns of attention masks besides padding: windows, chunks; unknown patterns are refused.
 
 transformers describes a mask by a function of two places. Of those it is made of, the ones that can be said in a few
 numbers are known here; any other is refused, since leaving it out would be another model.

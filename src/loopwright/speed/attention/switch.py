@@ -1,4 +1,4 @@
-"""Having a model use an attention of ours for a while, through transformers' interface."""
+"""Temporarily replacing a model's attention, through transformers' interface."""
 
 from __future__ import annotations
 

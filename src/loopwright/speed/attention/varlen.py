@@ -1,4 +1,4 @@
-"""Attention within the documents of a row by kernels of our own: made for many short documents and shared key heads.
+"""Varlen attention kernels for many short documents and shared key heads.
 
 A program takes a few tokens of one document with all the query heads that share a key head: keys are read once for all
 of them, little of a tile lies outside a short document, and the gradient of a key is summed in one place, so that two

@@ -1,4 +1,4 @@
-"""What was compiled, kept with the run: a run that goes on, on another machine too, compiles little again.
+"""The compile cache, saved with the run: a resumed run, on another machine too, recompiles little.
 
 The file holds machine code and torch's own serialized objects, so reading one is running it. It lies in the run's
 folder and never in a checkpoint, and is signed with a key that only this user can read: a file that came from elsewhere

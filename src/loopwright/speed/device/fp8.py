@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point: forward and both products of the backward pass, weights stay as they are.
+"""Linear layers in FP8: forward and both products of the backward pass; the weights are unchanged.
 
 Opt-in, as it is not rounding: a product of 8-bit numbers has about two digits. A layer is changed only where a
 measurement on the device shows that it becomes faster; small ones lose more by converting than they gain.

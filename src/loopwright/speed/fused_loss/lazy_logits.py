@@ -1,4 +1,4 @@
-"""Logits that are computed only if somebody asks for them: a loss takes the head's input and weight instead."""
+"""Logits that are computed only when they are read: a loss takes the head's input and weight instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose positions depend on more than the sample: on the longest of a batch, or on the place in a row."""
+"""Models whose positions depend on more than the sample: the longest of a batch, or the offset in a row."""
 
 from __future__ import annotations
 

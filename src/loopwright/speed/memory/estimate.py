@@ -1,7 +1,7 @@
-"""How much memory training takes, from one or two small forwards; and what follows: what to recompute, how many tokens.
+"""Memory estimates from one or two small forward passes: what to recompute, and how many tokens fit.
 
 The measure is the model's own: what autograd keeps is seen by hooks, block by block, at two sizes, so that what grows
-with the tokens is told from what does not (half-precision copies of weights, tables).
+with the tokens is separated from what does not (half-precision copies of weights, tables).
 """
 
 from __future__ import annotations

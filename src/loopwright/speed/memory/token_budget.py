@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have, from all the memory of the device; what is recomputed where that is short.
+"""The token budget of a micro-batch, from the total device memory; what to recompute where that is too small.
 
 Everything follows from the size of the device and from what small forwards of the model keep, never from what happens
 to be free: two runs must come to the same plan.

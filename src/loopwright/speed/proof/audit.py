@@ -1,4 +1,4 @@
-"""Keeping a plan true to the last update: what is new is proved again, some of the rest is compared both ways."""
+"""Auditing a plan during training: new inputs are proved again, and some updates are computed both ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of every update: nothing is cut away but padding, and nothing is laid out that no proof has seen.
+"""The guard of every update: only padding is removed, and only inputs that a proof has covered are regrouped.
 
 All of it looks at host tensors before they travel to the device, so that no update waits for the device.
 """

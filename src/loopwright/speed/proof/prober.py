@@ -1,9 +1,9 @@
-"""The proof: before anything is switched on it must give the loss and the gradients of the path it replaces.
+"""The proof: before anything is enabled it must give the loss and the gradients of the path it replaces.
 
 Twice, each time in single precision (or whatever finer format the weights have):
 
     a few samples      in eval mode, divided into small micro-batches, so that dividing shows
-    the whole update   in train mode without dropout, cut as it will be cut
+    the whole update   in train mode without dropout, split as in training
 
     again      the path as it is gives the same loss twice, whatever the random streams hold
     loss       the same loss

@@ -1,4 +1,4 @@
-"""What a builder of an optimizer is told: the arguments as values, and `optim_args` parsed and typed."""
+"""OptimizerSpec: the arguments an optimizer builder receives, with `optim_args` parsed and typed."""
 
 from __future__ import annotations
 
