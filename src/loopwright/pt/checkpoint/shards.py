@@ -1,4 +1,4 @@
-"""Sharded tensors in checkpoints: each rank writes its shard with its offsets, and reads it back in any other layout."""
+"""Sharded tensors in checkpoints: each rank writes its shard with its offsets, and reads it back in any layout."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPAD
 
 LARGE_VOCABULARY = 8192
 """Classes from which on logits are worth leaving out."""
-HEAD = "loss without logits"
+HEAD = "fused loss"
 
 
 class Decision:
@@ -111,7 +111,7 @@ class Decision:
             return "its kernels need half precision; set bf16=True"
         return make_layout(name, here.model)
 
-    # ---- the loss without logits ------------------------------------------------------------------------------------
+    # ---- the fused loss ------------------------------------------------------------------------------------
 
     def _choose_head(self) -> None:
         head = output_head(self._here.model)
@@ -175,7 +175,7 @@ class Decision:
             self._here.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
-        """What is to be left out: the loss without logits, if all else agrees."""
+        """What is to be left out: the fused loss, if all else agrees."""
         if self.head is None or self.layout is None:
             return self.plan.layout if self.head is None else HEAD, proof
         without = self.prover.prove_update(self._candidate(self.plan.layout, None, limits=limits), reference)
