@@ -39,7 +39,7 @@ class DistributedArgs(Group):
 
 @dataclass
 class AcceleratorConfig:
-    """How batches are spread over processes and copied to the device."""
+    """How batches are distributed across ranks and copied to the device."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None

@@ -16,7 +16,7 @@ Check = Callable[[Any], "str | None"]
 
 
 class Unset:
-    """The type of UNSET, the value of an argument nobody gave; there is only one of it."""
+    """The type of UNSET, the value of an argument that was not given; a singleton."""
 
     _only: ClassVar[Unset | None] = None
 

@@ -10,7 +10,7 @@ from .names import SaveStrategy
 
 @dataclass
 class SavingArgs(Group):
-    """Checkpoints, the best model and going on from a checkpoint."""
+    """Arguments of checkpoints, the best model and resuming."""
 
     title = "Saving, best model and resume"
 

@@ -28,7 +28,7 @@ class MetricsFileCallback(TrainerCallback):
 
     A row of training also holds how fast it was, as {"pace": {"tokens_per_second", ...}}.
     A resumed run first drops the rows after the step it resumes from, and a row it logs a second time for that step
-    takes the place of the old one. A run that starts anew keeps the file of the previous run as metrics.<n>.jsonl.
+    takes the place of the old one. A new run keeps the file of the previous run as metrics.<n>.jsonl.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:

@@ -19,7 +19,7 @@ STEP_MEMORY = 0.9
 
 
 class Trigger:
-    """Something looked at after every update that may ask to save or stop."""
+    """A condition checked after every update that may ask to save or stop."""
 
     def step_ended(self, state: Any, control: Any) -> None:
         raise NotImplementedError

@@ -44,7 +44,7 @@ class Journal:
 
 
 class Witness(TrainerCallback):
-    """Notes the steps and tells the fault when they begin."""
+    """Records the steps and notifies the fault when they begin."""
 
     def __init__(self, trainer: Any, journal: Journal, fault: Fault) -> None:
         self._trainer, self._journal, self._fault = trainer, journal, fault

@@ -22,7 +22,7 @@ BETWEEN = ("on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_subs
 
 @dataclass(frozen=True)
 class LogPoint:
-    """What belongs to a log and is not there any more when it is written."""
+    """The state of a log point, kept until the deferred log is written."""
 
     step: int
     updates: int

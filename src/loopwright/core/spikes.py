@@ -14,7 +14,7 @@ FACTOR = 4.0
 
 
 class SpikeWatch:
-    """Remembers the last logged losses and tells a jump from noise."""
+    """Remembers the last logged losses and distinguishes a spike from noise."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)

@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Interval:
-    """What was done between two log points; NaN is a count nobody could make."""
+    """What was done between two log points; NaN is an unknown count."""
 
     seconds: float = 0.0
     """Wall time, without evaluations and saves."""

@@ -30,7 +30,7 @@ LAST_LINES = 20
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and tells restarts apart."""
+    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and distinguishes restarts."""
 
     current: Agent | None = None
     elastic = False

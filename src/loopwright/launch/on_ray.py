@@ -113,7 +113,7 @@ def _ended(error: BaseException) -> int:
 
 
 class StoppedAfterSaving(RuntimeError):
-    """A worker saved a checkpoint and left because it was told to stop."""
+    """A worker saved a checkpoint and exited because of a signal."""
 
     MARK = f"exit code {STOPPED_AFTER_SAVING}: saved and stopped"
 

@@ -9,7 +9,7 @@ from .devices import memory_figures, reset_peak_memory
 
 
 class TorchMemoryMeter:
-    """How much host and device memory a phase added, and how far beyond that it went on the way."""
+    """Host and device memory added by a phase, and its peak beyond that."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

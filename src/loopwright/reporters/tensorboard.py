@@ -80,7 +80,7 @@ class TensorBoardReporter(Reporter):
     """Scalars of every log, and the arguments and the model's configuration as text.
 
     The folder is `logging_dir`, else the environment's TENSORBOARD_LOGGING_DIR, else runs/<date>_<host> in the output
-    folder. A resumed run goes on in its folder, and what was written after the step it resumes from is withdrawn.
+    folder. A resumed run continues in its folder, and what was written after the step it resumes from is withdrawn.
     """
 
     name: ClassVar[str] = "tensorboard"

@@ -123,7 +123,7 @@ class KeptPredictions:
 
 
 class BatchMetrics:
-    """Metrics collected batch by batch: the function is told when the last batch comes, and returns the result."""
+    """Metrics collected batch by batch: compute_result=True marks the last batch, which returns the result."""
 
     def __init__(self, plan: EvalPlan) -> None:
         self._plan = plan

@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 class ModuleState:
-    """A model's modules as they were at the start, to tell what training has changed since."""
+    """A model's modules as they were at the start, to find what training has changed since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -29,8 +29,8 @@ from ..devices import address_of
 class HostSnapshot:
     """Copies of tensors in host memory, for one save after another.
 
-    The memory of the last copies is written over by the next ones: new memory takes several times as long to fill as
-    memory that was used before. So nobody may still read the last copies when the next ones are made.
+    The next snapshot overwrites the memory of the last one, since new memory takes several times as long to fill. The
+    last snapshot must not be in use when the next one is made.
     """
 
     def __init__(self) -> None:

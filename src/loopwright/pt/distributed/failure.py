@@ -30,7 +30,7 @@ def _lost_the_others(error: BaseException | None) -> bool:
 
 
 class Alarm:
-    """While entered: tells the others of an error here, and hears of theirs. May be entered again inside itself."""
+    """Context manager that reports an error of this rank to the others, and theirs to this one; reentrant."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes

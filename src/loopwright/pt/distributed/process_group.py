@@ -30,7 +30,7 @@ _opened: Processes | None = None
 
 
 class Host:
-    """What processes say to each other in host memory, through one group of theirs."""
+    """Collectives in host memory, through a process group of their own."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size

@@ -48,7 +48,7 @@ class Measured:
 
 
 class LossProbe:
-    """Computes a loss again and again; model, trainer and random streams stay as they are."""
+    """Computes a loss repeatedly; model, trainer and random states are unchanged."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ SOURCE = "transformers.masking_utils"
 
 
 class AttentionRefused(Exception):
-    """What a model asks of its attention is not what ours computes."""
+    """The model's attention is not supported."""
 
 
 class Pattern(NamedTuple):

@@ -26,7 +26,7 @@ computes it."""
 
 
 class AttentionSwitch:
-    """Makes a model use an attention of ours for a while."""
+    """Temporarily replaces a model's attention."""
 
     def __init__(
         self,

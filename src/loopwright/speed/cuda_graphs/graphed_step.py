@@ -110,7 +110,7 @@ def _units(batch: Any) -> int | None:
 class GraphedTraining:
     """A training step that replays graphs, in the place of the trainer's own.
 
-    The loss that is recorded is told no number of items: it is the mean over its own targets, times the micro-batch's
+    The captured loss is given no number of items: it is the mean over its own targets, times the micro-batch's
     share, so that the graph is right for every update. The first micro-batch shows whether that is the same loss.
     """
 

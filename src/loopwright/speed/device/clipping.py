@@ -45,7 +45,7 @@ class FoldedClip:
     """Clips when the optimizer steps: until then gradients keep their full size.
 
     `clip` returns the norm as `clip_grad_norm_` does; `step` steps and takes the scale away again. While `allowed()` is
-    false, clipping is done at once, as somebody looks at the gradients before the step.
+    false, clipping is done at once, since something reads the gradients before the step.
     """
 
     def __init__(self, optimizer: Any, step: Callable[[Any], bool], allowed: Callable[[], bool] = lambda: True) -> None:

@@ -57,9 +57,9 @@ class Family:
 
 
 class PendingLogits(Tensor):
-    """Stands for logits: shape, dtype and device are theirs, the numbers are computed when something needs them.
+    """A tensor subclass with the shape, dtype and device of the logits, computed only when something reads it.
 
-    What models do between head and loss (casts, reshapes, cuts of the leading dimensions, scaling, softcapping) is
+    What models do between head and loss (casts, reshapes, slices of the leading dimensions, scaling, softcapping) is
     recorded, and `F.cross_entropy` of the result becomes a linear cross-entropy. Anything else gets the real logits,
     made by the very operations recorded. In the graph of autograd this tensor is the logits: whatever is computed from
     them hangs on its node, so that their gradient can be asked for and hooks on them run.
@@ -216,7 +216,7 @@ class PendingHead:
     """Makes a head return `PendingLogits` while it trains.
 
     `count` is set before each micro-batch: the number of targets its loss counts, as the host knows it, or None.
-    Nobody can check it on a GPU without waiting for the device: more than there are is only slower, fewer makes the
+    It cannot be checked on a GPU without a synchronization: more than there are is only slower, fewer makes the
     loss NaN. It is used for the first loss of each forward and on GPUs only.
     """
 
