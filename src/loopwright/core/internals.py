@@ -38,7 +38,8 @@ class Internals(ChangingMethods):
     """Trains whatever its strategy can run; a subclass brings the framework.
 
     A trainer holds one of these under its only private name, and has no other attribute of the library: a user's
-    subclass may use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that overrides count.
+    subclass may use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that
+    overrides count.
     """
 
     strategy: Strategy
