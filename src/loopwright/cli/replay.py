@@ -113,7 +113,7 @@ class Replay:
             try:
                 return _resumable(manager, str(complete[step]))
             except CheckpointError as error:
-                print(f"left out: {error}", file=sys.stderr)
+                print(f"skipping: {error}", file=sys.stderr)
         if isinstance(self.requested, str) and os.path.isdir(self.requested):
             return self.requested
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "as made", "grouped", "grouped without mask", "unpadded", "flat"
+AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped without mask", "unpadded", "flat"
 BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
