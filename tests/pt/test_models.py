@@ -380,7 +380,7 @@ def test_columns_that_match_nothing_show_both_lists(tmp_path: Any) -> None:
     with pytest.raises(loopwright.DataError) as caught:
         trainer.train()
     text = str(caught.value)
-    assert "Columns: ids, labels." in text and "arguments: attention_mask, input_ids, label" in text
+    assert "columns: ids, labels;" in text and "arguments: attention_mask, input_ids, label" in text
 
 
 def test_a_model_that_takes_anything_gets_everything(tmp_path: Any) -> None:

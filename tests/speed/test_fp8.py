@@ -181,7 +181,7 @@ def test_a_copy_of_a_changed_model_computes_with_its_own_weights(emulated: None)
 
 def test_the_argument_is_refused_where_no_device_computes_in_it(tmp_path: Any) -> None:
     args = TrainingArguments(str(tmp_path), fp8=True, use_cpu=True)
-    with pytest.raises(ArgumentsError, match="fp8=True, but cpu is not an NVIDIA GPU; fp8 needs .* 8.9"):
+    with pytest.raises(ArgumentsError, match="fp8=True, but cpu is not an NVIDIA GPU. FP8 needs .* 8.9"):
         Trainer(Regression(), args)
 
 

@@ -451,7 +451,7 @@ class OwnLoader(Trainer):
     ("kind", "data", "reason"),
     [
         (Trainer, Stream(), "packing='across_updates' needs a map-style dataset with a length"),
-        (OwnSampler, DATA, r"own sampling order.*\(SequentialSampler\).*_get_train_sampler is overridden"),
+        (OwnSampler, DATA, r"own sampling order.*_get_train_sampler is overridden \(SequentialSampler\)"),
         (OwnLoader, DATA, r"own sampling order.*get_train_dataloader or _get_train_sampler is overridden"),
     ],
 )
