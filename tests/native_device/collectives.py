@@ -15,7 +15,7 @@ from tests.native_device.device import NAME
 LIBRARY = "hostcopies"
 
 
-class HostSnapshot(dist.ProcessGroup):
+class HostCopies(dist.ProcessGroup):
     """A group that copies what is on the device to the host, lets gloo do the work, and copies the result back."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
@@ -106,7 +106,7 @@ def register() -> None:
 
     The device computes in the host's order, so its streams are those of the CPU: they have nothing to wait for.
     """
-    dist.Backend.register_backend(LIBRARY, HostSnapshot, devices=[NAME])
+    dist.Backend.register_backend(LIBRARY, HostCopies, devices=[NAME])
     module = getattr(torch, NAME)
     module.Stream, module.Event, module.stream = torch.cpu.Stream, torch.cpu.Event, torch.cpu.stream
     module.current_stream = lambda device=None: torch.cpu.current_stream()
