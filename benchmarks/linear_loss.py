@@ -1,4 +1,4 @@
-"""The loss without logits against torch's own forms of it: forward and backward, time and peak memory.
+"""The fused loss against torch's own forms of it: forward and backward, time and peak memory.
 
     python benchmarks/linear_loss.py [--tokens 2048] [--width 512] [--classes 32768] [--targets 0.6] [--json FILE]
 
@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The loss without logits against torch's own forms of it.")
+    parser = argparse.ArgumentParser(description="The fused loss against torch's own forms of it.")
     for name, value in {"tokens": 2048, "width": 512, "classes": 32_768, "rounds": 7}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--targets", type=float, default=0.6, help="the share of tokens that have one")

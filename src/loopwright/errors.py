@@ -11,7 +11,7 @@ LoopwrightError
  ├─ MetricError (KeyError)             a metric was asked for that evaluation does not produce
  ├─ NonFiniteError (ArithmeticError)   loss or gradients became NaN or infinite and the run was asked to stop
  ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not fit the model
- ├─ PeerError (RuntimeError)           another process of the run failed, with its error
+ ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  └─ OutputError (OSError)              the output folder cannot be written
 """
 
@@ -87,4 +87,4 @@ class OutputError(LoopwrightError, OSError):
 
 
 class PeerError(LoopwrightError, RuntimeError):
-    """Another process of this run stopped with an error, so this one cannot go on."""
+    """Another rank of this run stopped with an error, so this one stops too."""

@@ -1,4 +1,4 @@
-"""Telling the user, once, what was dropped, guessed, changed or skipped; in strict mode that is an error."""
+"""Warnings about what was dropped, guessed, changed or skipped, each logged once; in strict mode they are errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger("loopwright")
 
 
 class Notices:
-    """What this run has told its user so far."""
+    """The warnings of a run; `told` lists them in order."""
 
     def __init__(self, *, strict: bool = False, quiet: bool = False) -> None:
         self.strict, self.quiet = strict, quiet
         self.told: list[str] = []
 
-    def tell_once(self, text: str) -> None:
-        """Say it the first time; raise instead when the run is strict."""
+    def warn_once(self, text: str) -> None:
+        """Log a warning the first time; raise instead when the run is strict."""
         if text in self.told:
             return
         self.told.append(text)

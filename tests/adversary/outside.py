@@ -236,7 +236,7 @@ def two_texts(with_mask: bool, first: int) -> Any:
 
 for with_mask in (True, False):
     for first in (0, 1):
-        name = f"{'a mask of its own' if with_mask else 'no mask'}, longer from update {first} on"
+        name = f"{'its own attention mask' if with_mask else 'no mask'}, longer from update {first} on"
         case(f"a second text with {name}", CAUSE, lambda: made(TwoTexts), by_samples(own_loss), rows=classes,
              collator=two_texts(with_mask, first))  # fmt: skip
 

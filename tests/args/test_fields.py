@@ -184,7 +184,7 @@ def test_unset_stays_the_only_one(duplicate):
 def test_checks_return_the_end_of_a_sentence():
     assert positive(1) is None and positive(True) == "must be a number above 0"
     assert between(0, 1)(1) is None and between(0, 1, below=True)(1) == "must be a number from 0 to just below 1"
-    assert steps_or_share(0.5) is None and steps_or_share(1.5).startswith("must be a whole number")
+    assert steps_or_share(0.5) is None and steps_or_share(1.5).startswith("must be an integer")
 
 
 def test_mutable_defaults_are_not_shared():

@@ -200,7 +200,7 @@ def test_with_several_processes_their_options_count(monkeypatch):
         ({"dispatch_batches": True}, "loads its own batches"),
         ({"use_seedable_sampler": False}, "function of the seed"),
         ({"use_configured_state": True}, "no accelerator state"),
-        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "gradient_accumulation_steps says how many"),
+        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "use gradient_accumulation_steps instead"),
     ],
 )
 def test_ways_of_spreading_batches_that_do_not_fit_say_why(given, words):

@@ -109,7 +109,7 @@ def test_a_run_that_had_stopped_stays_stopped(caplog):
     Evaluations(callback, arguments()).stop_step([1, 2])
     run = Evaluations(EarlyStoppingCallback.from_state(callback.state()), arguments(), step=2)
     assert run.control.should_training_stop
-    assert "stays ended" in caplog.text
+    assert "is not resumed" in caplog.text
 
 
 def test_the_best_metric_of_a_foreign_checkpoint_is_used():

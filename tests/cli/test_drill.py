@@ -74,13 +74,13 @@ def test_a_plain_script_survives_every_fault_with_the_undisturbed_weights(home):
 def test_a_script_that_loses_its_checkpoints_does_not_survive(home):
     code, rows = drill("--only", "kill", home=home, script=("train.py", "--forget"))
     assert code == 1
-    assert rows["kill"][1] == "no" and "anew" in " ".join(rows["kill"])
+    assert rows["kill"][1] == "no" and "started from scratch" in " ".join(rows["kill"])
 
 
 def test_unknown_cases_and_too_few_steps_are_bad_input(home, capsys):
     script = str(home / "train.py")
     assert cli.main(["drill", "--only", "kill,flood", "--", "python", script]) == 2
-    assert "the cases are kill, kill-in-save" in capsys.readouterr().err
+    assert "available cases are kill, kill-in-save" in capsys.readouterr().err
     assert cli.main(["drill", "--steps", "3", "--", "python", script]) == 2
     assert cli.main(["drill"]) == 2
 

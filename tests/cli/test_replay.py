@@ -106,7 +106,7 @@ def test_a_script_that_does_not_train_into_the_run_is_bad_input(tmp_path, capsys
     (tmp_path / "nothing.py").write_text("print('nothing')\n")
     words = ["replay", str(tmp_path), "--step", "4", "--", "python", str(tmp_path / "nothing.py")]
     assert cli.main(words) == 2
-    assert "ended without training into" in capsys.readouterr().err
+    assert "exited without training into" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_a_layer_added_under_ddp_is_shared_from_the_next_update_on(pool: Pool, t
 
 def test_a_layer_added_to_a_model_in_shards_is_refused(pool: Pool, tmp_path: Path) -> None:
     outcomes = pool.outcomes(2, "changed", folder=str(tmp_path), change="layer", fsdp=True)
-    assert all(each.kind == "raised" and "after the model was spread" in each.value for each in outcomes)
+    assert all(each.kind == "raised" and "after the model was sharded" in each.value for each in outcomes)
 
 
 def test_what_an_update_makes_trainable_itself_is_refused_under_ddp(pool: Pool, tmp_path: Path) -> None:

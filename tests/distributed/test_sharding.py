@@ -113,10 +113,10 @@ def test_unused_parameters_are_named(pool: Pool, tmp_path: Path) -> None:
 
 PLANS = [
     ({"blocks.*.0": "colwise", "blocks.*.2": "sideways"}, "the style 'sideways' is not available"),
-    ({"blox.*": "colwise"}, "no module of the model has a name like this"),
-    ({"head": "colwise"}, "splits 13 into 2, which does not divide"),
+    ({"blox.*": "colwise"}, "no module of the model matches this name"),
+    ({"head": "colwise"}, "splits 13 into 2, which is not divisible"),
     ({"blocks.*.1": "colwise"}, "only Linear and Embedding"),
-    (None, "carries no plan"),
+    (None, "has no tensor parallel plan"),
 ]
 
 

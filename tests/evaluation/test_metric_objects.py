@@ -198,7 +198,7 @@ def test_what_is_no_metric_is_refused(tmp_path: Any) -> None:
 
 def test_predictions_that_do_not_stand_beside_labels_are_told(tmp_path: Any) -> None:
     """Generated ids, for example: there is not one for every label."""
-    with pytest.raises(DataError, match="compute_metrics a function"):
+    with pytest.raises(DataError, match="pass a function as compute_metrics"):
         scores(torch.zeros(2, 20), torch.zeros(2, 5, dtype=torch.long))
 
 

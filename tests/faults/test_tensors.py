@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from loopwright import Trainer, TrainingArguments
-from loopwright.pt.checkpoint.tensors import HostCopies, copy_into, host_copy, read_tensors, write_tensors
+from loopwright.pt.checkpoint.tensors import HostSnapshot, copy_into, host_copy, read_tensors, write_tensors
 
 KINDS: dict[str, Any] = {
     "tied": lambda base: {"a": base, "b": base},
@@ -64,7 +64,7 @@ def test_a_copy_shares_no_memory_with_the_original(kind: str) -> None:
 
 def test_memory_of_earlier_copies_is_used_again() -> None:
     """One copy after another, of tensors that change, that get another shape, and of fewer of them."""
-    copies, base = HostCopies(), torch.arange(24, dtype=torch.float32)
+    copies, base = HostSnapshot(), torch.arange(24, dtype=torch.float32)
     first = copies({"a": base, "tied": base, "b": base[:8]})
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     base += 1
@@ -80,7 +80,7 @@ def test_memory_of_earlier_copies_is_used_again() -> None:
 
 
 def test_ties_that_come_and_go_between_two_copies() -> None:
-    copies, base = HostCopies(), torch.arange(24, dtype=torch.float32)
+    copies, base = HostSnapshot(), torch.arange(24, dtype=torch.float32)
     copies({"a": base, "b": base.clone()})
     tied = copies({"a": base, "b": base})
     assert tied["a"] is tied["b"]

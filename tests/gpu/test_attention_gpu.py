@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[2])]
 
 from loopwright.speed.attention import dispatch as attention, varlen as document_attention
-from loopwright.speed.attention.dispatch import Request
+from loopwright.speed.attention.dispatch import AttentionRequest
 from loopwright.speed.attention.document_mask import as_mask
 from loopwright.speed.proof.prober import gradient_distance
 from tests.gpu.script import needs_gpu, run_tests
@@ -46,7 +46,7 @@ def a_row(heads: int, key_heads: int, size: int, dtype: torch.dtype = torch.bflo
     return row, as_mask(borders, max(LENGTHS))
 
 
-def with_gradients(run: Any, row: list[Tensor], documents: Tensor, ask: Request) -> list[Tensor]:
+def with_gradients(run: Any, row: list[Tensor], documents: Tensor, ask: AttentionRequest) -> list[Tensor]:
     output = run(*row, documents, ask)
     towards = torch.randn(output.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     return [output, *torch.autograd.grad(output, row, towards.to(output.dtype))]
@@ -60,7 +60,7 @@ def test_kernels_are_as_exact_as_half_precision() -> None:
     worst = 0.0
     for (heads, key_heads), size, causal, window in KINDS:
         row, documents = a_row(heads, key_heads, size)
-        ask = Request(causal, window, None, 0.0, 0.2)
+        ask = AttentionRequest(causal, window, None, 0.0, 0.2)
         mine = with_gradients(attention.by_kernel, row, documents, ask)
         wide = [each.detach().double().requires_grad_() for each in row]
         exact = with_gradients(attention.one_by_one, wide, documents, ask)
@@ -72,7 +72,7 @@ def test_kernels_are_as_exact_as_half_precision() -> None:
 
 def test_kernels_are_no_further_off_than_flash() -> None:
     row, documents = a_row(8, 2, 64)
-    ask = Request(True, None, None, 0.0, None)
+    ask = AttentionRequest(True, None, None, 0.0, None)
     wide = [each.detach().double().requires_grad_() for each in row]
     exact = with_gradients(attention.one_by_one, wide, documents, ask)
     ours, flash = (
@@ -85,7 +85,7 @@ def test_kernels_are_no_further_off_than_flash() -> None:
 def test_two_runs_are_equal_to_the_last_bit() -> None:
     row, documents = a_row(8, 2, 64)
     for drop in (0.0, 0.1):
-        ask, found = Request(True, None, None, drop, None), []
+        ask, found = AttentionRequest(True, None, None, drop, None), []
         for _ in range(3):
             torch.manual_seed(7)
             found.append(with_gradients(attention.by_kernel, row, documents, ask))
@@ -96,16 +96,17 @@ def test_two_runs_are_equal_to_the_last_bit() -> None:
 def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
     row, documents = a_row(4, 4, 64)
     with torch.no_grad():
-        plain = attention.by_kernel(*row, documents, Request(False, None, None, 0.0, None)).double()
+        plain = attention.by_kernel(*row, documents, AttentionRequest(False, None, None, 0.0, None)).double()
         draws = [
-            attention.by_kernel(*row, documents, Request(False, None, None, 0.25, None)).double() for _ in range(200)
+            attention.by_kernel(*row, documents, AttentionRequest(False, None, None, 0.25, None)).double()
+            for _ in range(200)
         ]
     mean = torch.stack(draws).mean(0)
     assert not torch.equal(draws[0], draws[1])
     assert float((mean - plain).norm() / plain.norm()) < 0.08
     # With values of one, an output is what was kept of weights that sum to one.
     ones = [row[0].detach(), row[1].detach(), torch.ones_like(row[2])]
-    kept = attention.by_kernel(*ones, documents, Request(False, None, None, 0.25, None)).float()
+    kept = attention.by_kernel(*ones, documents, AttentionRequest(False, None, None, 0.25, None)).float()
     long = kept[0, 200:977]
     assert abs(float(long.mean()) - 1.0) < 0.01
 
@@ -113,7 +114,7 @@ def test_dropout_drops_its_share_and_keeps_the_mean() -> None:
 def test_the_gradient_of_dropout_is_that_of_its_own_draw() -> None:
     """Values enter linearly: what the forward gives for the gradient as values is the gradient's square."""
     row, documents = a_row(4, 2, 64)
-    ask = Request(True, None, None, 0.3, None)
+    ask = AttentionRequest(True, None, None, 0.3, None)
 
     def run(value: Tensor) -> Tensor:
         torch.manual_seed(11)
@@ -129,7 +130,7 @@ def test_the_gradient_of_dropout_is_that_of_its_own_draw() -> None:
 def test_compiled_it_is_one_graph_for_all_lengths_and_equal() -> None:
     attention.HAS["kernel"] = True
     row, documents = a_row(8, 2, 64)
-    ask = Request(True, None, None, 0.0, None)
+    ask = AttentionRequest(True, None, None, 0.0, None)
 
     def block(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         return attention.by_kernel(q * 1.0, k * 1.0, v * 1.0, documents, ask) * 2.0
@@ -144,7 +145,7 @@ def test_gradients_can_be_differentiated_again() -> None:
     """Twice differentiated, kernels are torch's operations; quietly left out, a gradient penalty would be nothing."""
     for causal, window in ((True, None), (False, None), (True, 40)):
         row, documents = a_row(4, 2, 64)
-        ask = Request(causal, window, None, 0.0, None, twice=True)
+        ask = AttentionRequest(causal, window, None, 0.0, None, twice=True)
         wide = [each.detach().double().requires_grad_() for each in row]
         found, exact = [], []
         for run, inputs, into in ((attention.by_kernel, row, found), (attention.one_by_one, wide, exact)):
@@ -154,7 +155,7 @@ def test_gradients_can_be_differentiated_again() -> None:
             into.extend(torch.autograd.grad(penalty, inputs))
         assert max(distances(found, exact)) < 3e-2, (causal, window)
     try:
-        output = attention.by_kernel(*row, documents, Request(True, None, None, 0.1, None))
+        output = attention.by_kernel(*row, documents, AttentionRequest(True, None, None, 0.1, None))
         torch.autograd.grad(output.sum(), row, create_graph=True)
     except RuntimeError as error:
         assert "twice" in str(error)

@@ -164,7 +164,7 @@ class StopAt(TrainerCallback):
 
 def test_accumulation_and_unequal_targets() -> None:
     """A language model's loss is divided by all targets of an update; the graph knows its share only."""
-    # At speed="max" the loss without logits would come first.
+    # At speed="max" the fused loss would come first.
     options = {"gradient_accumulation_steps": 4, "max_steps": 50, "speed": "auto"}
     compare_auto(llama(), fixed(1024, "causal"), 1e-3, "llama, 4 micro-batches, prompts", **options)
 

@@ -20,7 +20,7 @@ from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.beacon import ORDER, PHASES, Sighting, describe, late_ones, phase_of
 from loopwright.errors import PeerError
 from loopwright.pt.distributed import heartbeat as watch
-from loopwright.pt.distributed.heartbeat import Watch, is_lost_connection, patience_for
+from loopwright.pt.distributed.heartbeat import HangDetector, is_lost_connection, patience_for
 
 
 def at(rank: int, step: int, phase: str, waits: str = "", **more) -> Sighting:
@@ -33,9 +33,9 @@ def at(rank: int, step: int, phase: str, waits: str = "", **more) -> Sighting:
         ([at(0, 5, "backward"), at(1, 5, "backward")], []),
         ([at(0, 5, "backward"), at(1, 5, "forward")], [1]),
         ([at(0, 5, "backward"), at(1, 5, "data"), at(2, 5, "forward")], [1]),
-        ([at(0, 6, "callbacks", "rows"), at(1, 5, "optimizer step")], [1]),
+        ([at(0, 6, "callbacks", "all_gather_numbers"), at(1, 5, "optimizer step")], [1]),
         ([at(0, 6, "data"), at(1, 6, "saving")], [1]),
-        ([at(0, 6, "evaluation", "gather"), at(1, 6, "evaluation"), at(2, 6, "evaluation", "rows")], [1]),
+        ([at(0, 6, "evaluation", "gather"), at(1, 6, "evaluation"), at(2, 6, "evaluation", "all_gather_numbers")], [1]),
         ([at(0, 6, "saving", "barrier"), at(1, 6, "saving", "barrier")], []),
         ([at(0, 0, "getting ready"), at(1, 0, "forward")], [0]),
         ([], []),
@@ -67,10 +67,10 @@ def test_reports_name_the_missing_before_the_late():
     seen = {0: at(0, 5, "backward", still=12), 1: at(1, 5, "data", still=12, stack="  File x\n    sleep()")}
     text = describe(seen, {}, 2, 12)
     assert "late: rank 1 on host1 (process 101) is at step 5, in data, for 12 s" in text and "sleep()" in text
-    assert "the others are at step 5, in backward" in text
+    assert "the other ranks are at step 5, in backward" in text
     text = describe(seen, {1: 8.0}, 2, 12)
-    assert "missing: rank 1 on host1" in text and "no sign of life for 8 s" in text and "sleep()" not in text
-    assert "rank 2 has never been seen" in describe(seen, {}, 3, 12)
+    assert "missing: rank 1 on host1" in text and "no heartbeat for 8 s" in text and "sleep()" not in text
+    assert "rank 2 was never seen" in describe(seen, {}, 3, 12)
     equal = {rank: at(rank, 5, "backward", stack=f"stack of {rank}") for rank in (0, 1)}
     assert "no rank is behind" in describe(equal, {}, 2, 9) and "stack of 1" in describe(equal, {}, 2, 9)
 
@@ -153,8 +153,8 @@ def store():
     yield server
 
 
-def watcher(store, rank: int, said: list[str], *, patience: float = 0.5, step=lambda: 3, **more) -> Watch:
-    return Watch(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append, **more)
+def watcher(store, rank: int, said: list[str], *, patience: float = 0.5, step=lambda: 3, **more) -> HangDetector:
+    return HangDetector(rank=rank, world=2, step=step, patience=patience, connect=store.clone, tell=said.append, **more)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_lost_store_is_said(quick):
     def connect():
         raise ConnectionError("gone")
 
-    lonely = Watch(rank=0, world=2, step=lambda: 0, patience=1, connect=connect)
+    lonely = HangDetector(rank=0, world=2, step=lambda: 0, patience=1, connect=connect)
     with pytest.raises(PeerError, match=f"cannot be reached from {socket.gethostname()}"), lonely:
         raise RuntimeError("gloo: Connection closed by peer")
 
@@ -255,5 +255,5 @@ def test_one_process_alone_is_not_watched(output_dir):
 
 
 def test_sightings_travel_as_json():
-    one = at(1, 2, "data", "rows", still=1.5, beat=3, stack="s")
+    one = at(1, 2, "data", "all_gather_numbers", still=1.5, beat=3, stack="s")
     assert Sighting(**one.as_json()) == one and dataclasses.asdict(one)["step"] == 2

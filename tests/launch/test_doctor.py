@@ -44,7 +44,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path):
         command, cwd=tmp_path, env={**variables(), **more}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1
-    assert "1 of 2 ranks did not come within 2 s: 1." in done.stderr and "rank 0 on" in done.stderr
+    assert "1 of 2 ranks did not join within 2 s: 1 " in done.stderr and "rank 0 on" in done.stderr
 
 
 @pytest.mark.parametrize(("world", "count"), [(1, 0), (2, 1), (3, 3), (8, 28), (9, 9), (64, 64)])

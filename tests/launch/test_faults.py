@@ -73,7 +73,7 @@ def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on
     assert {max(line["step"] for line in lines(run, rank)) for rank in (0, 1)} == {step}
     with job(words, tmp_path) as started:
         assert started.wait(300) == 0, started.text()
-        assert f"goes on from {run}/checkpoint-{step}" in started.text()
+        assert f"resuming from {run}/checkpoint-{step}" in started.text()
     assert_same_run(run, reference, ROWS)
 
 
@@ -87,7 +87,7 @@ def test_a_killed_rank_brings_the_job_back_from_the_last_checkpoint(command, tmp
         killed = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
         os.kill(killed[1], signal.SIGKILL)
         assert started.wait(300) == 0, started.text()
-        assert "the launcher has started this run again: it goes on from" in started.text()
+        assert "restarted by the launcher, resuming from" in started.text()
     assert_same_run(run, reference, ROWS)
     assert len({line["time"] for line in lines(run) if line["step"] == 1}) == 1  # it did not begin again
 
@@ -99,5 +99,5 @@ def test_a_new_run_does_not_take_an_older_one_for_its_own(tmp_path):
     for _ in range(2):
         with job(words, tmp_path) as started:
             assert started.wait(300) == 0, started.text()
-    assert "holds checkpoints of an earlier run" in started.text() and "goes on from" not in started.text()
+    assert "holds checkpoints of an earlier run" in started.text() and "resuming from" not in started.text()
     assert [line["step"] for line in lines(run)] == [1, 1]

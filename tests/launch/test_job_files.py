@@ -182,7 +182,7 @@ def test_a_train_job(capsys):
     [
         (["--claim", "data"], "CLAIM:/path"),
         (["--variable", "A"], "NAME=VALUE"),
-        (["--kind", "TrainJob", "--nnodes", "1:2"], "fixed number of machines"),
+        (["--kind", "TrainJob", "--nnodes", "1:2"], "fixed number of nodes"),
     ],
 )
 def test_bad_manifests_are_refused(words, part, capsys):

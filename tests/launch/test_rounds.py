@@ -48,9 +48,9 @@ def test_each_start_has_a_name_of_its_own(store, seed):
 
 
 def test_who_does_not_come_is_named(store):
-    with pytest.raises(PeerError, match="rank 1, 2 of 3 did not come"):
+    with pytest.raises(PeerError, match="rank 1, 2 of 3 did not join"):
         agree_on_round(store, 0, 3, timedelta(seconds=0.2))
-    with pytest.raises(PeerError, match="the first process did not come"):
+    with pytest.raises(PeerError, match="rank 0 did not join"):
         agree_on_round(store, 1, 3, timedelta(seconds=0.2))
 
 

@@ -56,6 +56,6 @@ def test_a_machine_is_cut_off_and_the_job_goes_on_when_it_returns(machines, node
         first.until(lambda: lines(run)[-1]["world"] == 2 and last_step(run) > reached, seconds=240)
         assert first.wait(300) == 0, first.text()
         assert second.wait(300) == 0, second.text()
-        assert ("goes on from" in first.text() + second.text()) == (cut == "long")
+        assert ("resuming from" in first.text() + second.text()) == (cut == "long")
     assert_same_run(run, reference, ROWS)
     assert 2 in {line["world"] for line in kept(run).values()}

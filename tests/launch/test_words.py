@@ -12,14 +12,14 @@ from torch.distributed.run import get_args_parser, parse_args
 from loopwright.cli import launch as command, main as cli
 from loopwright.launch import network, torchrun
 from loopwright.launch.machine import Machine
-from loopwright.launch.request import Request, read
+from loopwright.launch.request import LaunchRequest, read
 from loopwright.launch.torchrun import Way
 
 HOME = Way(interface="lo")
 KNOWS = frozenset(action.dest for action in get_args_parser()._actions)
 
 
-def asked(*words: str, environment: dict[str, str] | None = None) -> Request:
+def asked(*words: str, environment: dict[str, str] | None = None) -> LaunchRequest:
     return read(words, command.parser(), get_args_parser(), environment or {})
 
 
@@ -160,21 +160,21 @@ def test_an_older_torchrun_is_not_given_what_it_does_not_know():
     ("words", "part"),
     [
         (["--nprocs-per-node", "2", "train.py"], "did you mean --nproc-per-node?"),
-        (["--xyzzy", "train.py"], "--xyzzy is no option"),
+        (["--xyzzy", "train.py"], "--xyzzy is not an option"),
         ([], None),
-        (["-n", "2"], "no script was named"),
+        (["-n", "2"], "no script was given"),
         (["-n", "0", "train.py"], "--processes 0"),
         (["-n", "2", "--threads", "-1", "train.py"], "--threads -1"),
-        (["-n", "2", "--nproc-per-node", "2", "train.py"], "the same; give one"),
+        (["-n", "2", "--nproc-per-node", "2", "train.py"], "the same; use only one"),
         (["--nnodes", "2", "train.py"], "needs --host ADDRESS"),
         (["--nnodes", "4:2", "--host", "h", "train.py"], "--nnodes 4:2"),
         (["--nnodes", "two", "--host", "h", "train.py"], "--nnodes two"),
         (["--nnodes", "2", "--host", "no-such-host.invalid", "train.py"], "cannot be resolved"),
         (["--nnodes", "2", "--host", "h:port", "train.py"], "not a port number"),
-        (["--slurm", "-", "--ray", "2", "train.py"], "exclude each other"),
+        (["--slurm", "-", "--ray", "2", "train.py"], "are mutually exclusive"),
         (["--kubernetes", "-", "train.py"], "needs --image"),
         (["--ray", "x", "train.py"], "--ray x"),
-        (["--ray", "2", "-n", "2", "train.py"], "without effect there: --processes"),
+        (["--ray", "2", "-n", "2", "train.py"], "ignores --processes"),
     ],
 )
 def test_bad_input_is_said_before_anything_runs(words, part, capsys):

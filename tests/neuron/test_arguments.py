@@ -80,7 +80,7 @@ def test_formats_are_torchs_own(options: dict[str, Any], kind: type) -> None:
         ({"optimizer_save_master_weights_in_ckpt": False}, "are the model, so they are saved"),
         (
             {"optimizer_save_master_weights_in_ckpt": True, "optimizer_use_master_weights": False},
-            "there are no others to save",
+            "there are no fp32 copies to save",
         ),
     ],
 )

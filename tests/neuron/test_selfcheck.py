@@ -18,7 +18,7 @@ def test_the_report_is_printed_and_written(tmp_path: Any, capsys: pytest.Capture
     assert len(losses) == selfcheck.STEPS + 1 and losses[-2] < losses[0]
     assert report["on_device"]["resumed_exactly"]
     printed = capsys.readouterr().out
-    assert "the device agrees with the CPU" in printed and "the same to the last bit" in printed
+    assert "the device agrees with the CPU" in printed and "bitwise identical" in printed
 
 
 def test_a_device_that_computes_something_else_does_not_pass(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ class EmptyStream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("data", [[], torch.utils.data.Subset(DATA, []), EmptyStream()], ids=["list", "map", "stream"])
 def test_an_empty_dataset(data: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="training data(set)? (is empty|gave no batch)"):
+    with pytest.raises(DataError, match="training data(set)? (is empty|returned no batch)"):
         train(data=data)
     assert left_behind(tmp_path) == []
 
@@ -80,7 +80,7 @@ def test_an_empty_evaluation_dataset() -> None:
         trainer.evaluate()
     with pytest.raises(DataError, match="test dataset is empty"):
         trainer.predict([])
-    with pytest.raises(DataError, match="gave no batch"):
+    with pytest.raises(DataError, match="returned no batch"):
         trainer.evaluate(EmptyStream())
 
 
@@ -108,8 +108,8 @@ def test_columns_that_match_no_argument_of_the_forward_show_both_lists(
     with pytest.raises(DataError) as caught:
         train(data=data, data_collator=collator, options={"dataloader_num_workers": workers})
     text = str(caught.value)
-    assert "Columns: inputs" in text
-    assert "The model takes:" in text and "x" in text.split("The model takes:")[1]
+    assert "columns: inputs" in text
+    assert "arguments:" in text and "x" in text.split("arguments:")[1]
     assert "remove_unused_columns=False" in text
     assert left_behind(tmp_path) == []
 
@@ -183,7 +183,7 @@ def test_all_problems_of_the_constructor_are_listed_together() -> None:
             optimizers=(torch.optim.SGD(model.parameters()), None), optimizer_cls_and_kwargs=(torch.optim.SGD, {}),
         )  # fmt: skip
     text = str(caught.value)
-    for words in ("exactly one of model and model_init", "cannot go with model_init", "not both",
+    for words in ("exactly one of model and model_init", "cannot be combined with model_init", "not both",
                   "eval_strategy='steps' needs an eval_dataset", "max_steps"):  # fmt: skip
         assert words in text
     assert not os.path.exists("run")
@@ -304,7 +304,7 @@ def test_an_error_in_a_callback_names_callback_event_and_step(tmp_path: Path) ->
 
 def test_strict_turns_notices_into_errors() -> None:
     data = [{**sample, "extra": torch.tensor(1.0)} for sample in DATA]
-    with pytest.raises(LoopwrightError, match="withheld.*extra.*strict=True"):
+    with pytest.raises(LoopwrightError, match="removed columns.*extra.*strict=True"):
         train(data=data, options={"strict": True})
     with pytest.raises(LoopwrightError, match="without effect.*do_train"):
         train(options={"strict": True, "do_train": True})

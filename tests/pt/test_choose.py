@@ -10,7 +10,7 @@ import torch
 from loopwright import ArgumentsError, TrainingArguments
 from loopwright.pt.distributed.process_group import backend_for
 from loopwright.pt.strategies import choose
-from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Refused, asked_for, chosen_row
+from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Unsupported, asked_for, chosen_row
 
 ZERO = {"zero_optimization": {"stage": 2}}
 ROWS: dict[frozenset[str], tuple[int, dict[str, Any]]] = {
@@ -46,7 +46,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, world: int, **given: Any) -> Trai
 
 def test_every_row_is_tried() -> None:
     assert set(ROWS) == set(TABLE)
-    built = [row.__name__ for row in TABLE.values() if not isinstance(row, Refused)]
+    built = [row.__name__ for row in TABLE.values() if not isinstance(row, Unsupported)]
     assert {name: built.count(name) for name in BUILDERS} == BUILDERS
 
 
@@ -55,7 +55,7 @@ def test_a_row_is_found_by_its_arguments(monkeypatch: pytest.MonkeyPatch, asked:
     args = arguments(monkeypatch, ROWS[asked][0], **ROWS[asked][1])
     assert asked_for(args) == asked
     row = TABLE[asked]
-    if isinstance(row, Refused):
+    if isinstance(row, Unsupported):
         with pytest.raises(ArgumentsError) as caught:
             chosen_row(args)
         assert caught.value.problems == [row.reason]
@@ -78,10 +78,10 @@ def test_what_is_possible_nowhere_is_refused_with_its_reason(
 
 
 WRONG: list[tuple[int, dict[str, Any], str]] = [
-    (3, {"parallelism_config": {"tp_size": 2}}, "asks for 2 processes or a multiple, and there are 3"),
+    (3, {"parallelism_config": {"tp_size": 2}}, "needs 2 ranks or a multiple, but there are 3"),
     (4, {"parallelism_config": {"tp_size": 2}}, r"set fsdp=True \(or dp_shard_size=2\)"),
-    (4, {"parallelism_config": {"dp_shard_size": 2}}, "is for 2 processes, and there are 4"),
-    (1, {"parallelism_config": {"tp_size": 2}}, "not offered|asks for 2 processes"),
+    (4, {"parallelism_config": {"dp_shard_size": 2}}, "is for 2 ranks, but there are 4"),
+    (1, {"parallelism_config": {"tp_size": 2}}, "not supported|needs 2 ranks"),
 ]
 
 

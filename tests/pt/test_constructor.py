@@ -134,7 +134,7 @@ def test_tokenizer_is_the_old_name_of_processing_class(caplog: Any) -> None:
     trainer = Trainer(Regression(), arguments(), tokenizer=tokenizer)
     assert trainer.processing_class is tokenizer
     assert "processing_class" in caplog.text
-    with pytest.raises(ArgumentsError, match="same thing"):
+    with pytest.raises(ArgumentsError, match="are the same; pass only one"):
         Trainer(Regression(), arguments(), tokenizer=tokenizer, processing_class=Tokenizer())
 
 

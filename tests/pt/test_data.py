@@ -231,7 +231,7 @@ def test_a_run_ends_when_the_data_does_although_more_steps_were_asked_for(caplog
 
     trainer = train(Once(), max_steps=10)
     assert trainer.state.global_step == 2
-    assert "gave no batch in epoch 1" in caplog.text
+    assert "returned no batch in epoch 1" in caplog.text
 
 
 # ---- random numbers in the data -------------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_a_lazy_transform_may_use_a_column_the_model_does_not_take(caplog: Any) 
 def test_withheld_columns_are_named_once(caplog: Any) -> None:
     data = [{"ids": i, "name": f"sample {i}", "url": "..."} for i in range(8)]
     train(data)
-    told = [record.getMessage() for record in caplog.records if "withheld" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "removed columns" in record.getMessage()]
     assert len(told) == 1
     assert "name, url" in told[0]
 
@@ -507,7 +507,7 @@ def test_withheld_columns_are_named_once_with_workers_too(start: str, capfd: Any
         train(data, num_train_epochs=2 if start == "fork" else 1, **options)
     finally:
         logger.removeHandler(terminal)
-    told = [line for line in capfd.readouterr().err.splitlines() if "withheld" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "removed columns" in line]
     assert len(told) == 1 and "name" in told[0]
 
 

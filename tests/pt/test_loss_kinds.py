@@ -206,7 +206,7 @@ def test_what_is_made_of_no_parts_is_said(loss: Any, split: tuple[int, int], tmp
         per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1],
     )  # fmt: skip
     trainer.train()
-    told = [text for text in trainer._loopwright.notices.told if "depends on how it is cut" in text]
+    told = [text for text in trainer._loopwright.notices.told if "depends on its split" in text]
     assert len(told) == 1 and "(sum, count)" in told[0]
     assert trainer._loopwright.accounting.is_additive is False and trainer._loopwright.accounting.reason
 
@@ -293,7 +293,7 @@ def test_it_is_said_that_samples_weigh_from_there_on(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), data, tmp_path, compute_loss_func=semi_supervised, num_train_epochs=1,
                          per_device_train_batch_size=1, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert len([text for text in trainer._loopwright.notices.told if "whose labels all are -100" in text]) == 1
+    assert len([text for text in trainer._loopwright.notices.told if "whose labels are all -100" in text]) == 1
 
 
 # ---- losses that divide by the accumulation -------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_a_loss_that_cannot_be_tried_out_still_trains(tmp_path: Any) -> None:
     assert_close(gradients, gradients_from(model, lambda model: whole(over_items)(model, data)))
     trainer = trainer_of(model, data, tmp_path, max_steps=1, **options)
     trainer.train()
-    assert len([text for text in trainer._loopwright.notices.told if "could not be tried out" in text]) == 1
+    assert len([text for text in trainer._loopwright.notices.told if "could not be tested" in text]) == 1
 
 
 def test_data_that_a_loss_draws_is_drawn_by_training_only(tmp_path: Any) -> None:
@@ -498,7 +498,7 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
     assert trainer._loopwright.accounting.kind is LossKind.OTHER
-    assert [text for text in trainer._loopwright.notices.told if "several means in one" in text]
+    assert [text for text in trainer._loopwright.notices.told if "several means" in text]
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------

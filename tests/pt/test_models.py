@@ -291,7 +291,7 @@ def test_an_adapter_hides_no_column_and_no_shift(tmp_path: Any) -> None:
     )
     trainer.train()
     assert trainer._loopwright.accounting.shifts and not [
-        text for text in trainer._loopwright.notices.told if "withheld" in text
+        text for text in trainer._loopwright.notices.told if "removed columns" in text
     ]
 
 
@@ -347,7 +347,7 @@ def test_columns_are_withheld_and_reported_once(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), rows, tmp_path, collator=None, eval_dataset=rows, num_train_epochs=3,
                          eval_strategy="epoch", per_device_train_batch_size=1)  # fmt: skip
     trainer.train()
-    told = [text for text in trainer._loopwright.notices.told if "withheld" in text]
+    told = [text for text in trainer._loopwright.notices.told if "removed columns" in text]
     assert len(told) == 2 and all(text.endswith(": id, text") for text in told)
     assert "training" in told[0] and "evaluation" in told[1]
     assert rows[0].keys() == {"input_ids", "labels", "id", "text"}, "the dataset is the user's"
@@ -364,7 +364,7 @@ def test_a_users_collator_sees_every_column(tmp_path: Any) -> None:
     trainer = trainer_of(made(Tokens), rows, tmp_path, collator=collate, **BRIEF)
     trainer.train()
     assert "note" in seen
-    assert [text for text in trainer._loopwright.notices.told if "withheld" in text and text.endswith(": also")]
+    assert [text for text in trainer._loopwright.notices.told if "removed columns" in text and text.endswith(": also")]
 
 
 def test_nothing_is_withheld_when_that_is_asked_for(tmp_path: Any) -> None:
@@ -380,7 +380,7 @@ def test_columns_that_match_nothing_show_both_lists(tmp_path: Any) -> None:
     with pytest.raises(loopwright.DataError) as caught:
         trainer.train()
     text = str(caught.value)
-    assert "Columns: ids, labels." in text and "The model takes: attention_mask, input_ids, label" in text
+    assert "columns: ids, labels;" in text and "arguments: attention_mask, input_ids, label" in text
 
 
 def test_a_model_that_takes_anything_gets_everything(tmp_path: Any) -> None:

@@ -104,7 +104,7 @@ def test_running_statistics_see_every_sample_once(tmp_path: Any) -> None:
 def test_the_user_is_told_and_the_found_size_stays(tmp_path: Any) -> None:
     _, tight = both(made(Tokens), 2, tmp_path)
     assert [text for text in tight._loopwright.notices.told if "out of memory" in text][-1].startswith(
-        "out of memory: micro-batches are cut in 4"
+        "out of memory: micro-batches are now split in 4"
     )
     second_epoch = tight.model.asked[-4:]
     assert max(second_epoch) <= 2 and sum(second_epoch) == 7, "the second update does not try the whole batch again"
@@ -307,7 +307,7 @@ def test_a_batch_that_cannot_be_cut_is_the_original_error_with_a_word(tmp_path: 
     trainer = trainer_of(limited(made(Watching), 3), samples(), tmp_path, collator=collate, **RUN)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert [text for text in trainer._loopwright.notices.told if "cannot be cut" in text and "pixel_values" in text]
+    assert [text for text in trainer._loopwright.notices.told if "cannot be split" in text and "pixel_values" in text]
 
 
 @pytest.mark.parametrize("most", [2, 3, 6])

@@ -321,5 +321,5 @@ def test_tf32_is_set_as_asked_and_left_alone_otherwise(wanted: bool | None, tmp_
 
 def test_bf16_on_a_device_without_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr("loopwright.pt.precision.supports_bf16", lambda device: False)
-    with pytest.raises(loopwright.ArgumentsError, match="has no bfloat16; use fp16"):
+    with pytest.raises(loopwright.ArgumentsError, match="does not support bfloat16; use fp16"):
         trainer_of(made(Tokens), samples(), tmp_path, bf16=True)

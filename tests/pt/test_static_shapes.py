@@ -81,7 +81,7 @@ def test_one_length_makes_all_batches_alike(tmp_path: Any) -> None:
 
 
 def test_a_batch_longer_than_allowed_is_an_error(tmp_path: Any) -> None:
-    with pytest.raises(loopwright.DataError, match="29 tokens long, and static_lengths allows 16"):
+    with pytest.raises(loopwright.DataError, match="29 tokens long, but static_lengths allows at most 16"):
         run("llama", tmp_path, static_lengths=[16]).train()
 
 
@@ -119,8 +119,8 @@ class CannotIgnore(OwnLoss):
     ("cls", "reason"),
     [
         (OwnLoss, None),
-        (CountsRows, "counts rows whose labels are -100"),
-        (CannotIgnore, "cannot do with labels of -100"),
+        (CountsRows, "includes rows whose labels are -100"),
+        (CannotIgnore, "does not accept labels of -100"),
     ],
 )
 def test_a_loss_that_minds_added_rows_is_found_out_and_stays_right(cls: Any, reason: str | None, tmp_path: Any) -> None:
@@ -132,7 +132,7 @@ def test_a_loss_that_minds_added_rows_is_found_out_and_stays_right(cls: Any, rea
         trainer.train()
         made_of.append(weights(trainer.model))
     assert_close(made_of[1], made_of[0])
-    told = [text for text in trainer._loopwright.notices.told if "not filled up" in text]
+    told = [text for text in trainer._loopwright.notices.told if "not padded with rows" in text]
     assert bool(told) is (reason is not None)
     assert reason is None or reason in told[0]
 
@@ -157,7 +157,7 @@ def test_targets_that_are_numbers_keep_their_short_batch(tmp_path: Any) -> None:
     for trainer in (plain, static):
         trainer.train()
     assert_close(weights(static.model), weights(plain.model), tolerance=0.0)
-    assert any("'labels' are no classes" in text for text in static._loopwright.notices.told)
+    assert any("'labels' are not class labels" in text for text in static._loopwright.notices.told)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 4), st.sampled_from([None, [40], [8, 64]]))

@@ -83,4 +83,4 @@ def test_another_number_of_workers_reads_again_and_says_so(tmp_path: Path, caplo
     run(tmp_path / "whole")
     part = run(tmp_path / "part", resume=str(tmp_path / "whole" / "checkpoint-4"), dataloader_num_workers=1)
     assert part.state.global_step == 16
-    assert "read again and left out" in caplog.text
+    assert "re-reading and skipping" in caplog.text

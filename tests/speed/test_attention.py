@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from loopwright.speed.attention import varlen as document_attention
-from loopwright.speed.attention.dispatch import AttentionRefused, Request, attend, one_by_one
+from loopwright.speed.attention.dispatch import AttentionRefused, AttentionRequest, attend, one_by_one
 from loopwright.speed.attention.document_mask import as_mask, borders_of
 
 LENGTHS = [7, 1, 12, 4]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, ask: Request) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, ask: AttentionRequest) -> Tensor:
     """The definition: scores of all pairs, those that may not see each other left out."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -43,7 +43,7 @@ def test_documents_see_themselves_only(causal: bool, window: Any, softcap: Any, 
     torch.manual_seed(0)
     tokens = sum(LENGTHS)
     q, k, v = (torch.randn(1, heads, tokens, 8, dtype=torch.float64) for heads in (4, kv_heads, kv_heads))
-    ask = Request(causal, window, softcap, 0.0, scale)
+    ask = AttentionRequest(causal, window, softcap, 0.0, scale)
     documents = as_mask(borders_of(np.array(LENGTHS), fill=True), max(LENGTHS))
     weight = torch.randn(1, tokens, 4, 8, dtype=torch.float64)
     results = []
@@ -60,7 +60,7 @@ def test_dropout_drops(tmp_path: Any) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, sum(LENGTHS), 8) for _ in range(3))
     documents = as_mask(borders_of(np.array(LENGTHS)), max(LENGTHS))
-    ask = Request(True, None, None, 0.5, None)
+    ask = AttentionRequest(True, None, None, 0.5, None)
     assert not torch.equal(one_by_one(q, k, v, documents, ask), one_by_one(q, k, v, documents, ask))
 
 
@@ -75,13 +75,13 @@ def test_what_is_not_computed_is_refused(name: str) -> None:
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 3, 3, dtype=torch.bool), torch.ones(1, 3)])
 def test_a_mask_of_the_models_own_is_refused(mask: Any) -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(AttentionRefused, match="mask of its own"):
+    with pytest.raises(AttentionRefused, match="its own attention mask"):
         attend(nn.Module(), q, q, q, mask)
 
 
 def test_attention_to_another_row_is_refused() -> None:
     documents = as_mask(borders_of(np.array([3])), 3)
-    with pytest.raises(AttentionRefused, match="own row"):
+    with pytest.raises(AttentionRefused, match="more than one row"):
         attend(nn.Module(), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4), documents)
 
 

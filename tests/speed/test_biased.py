@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from loopwright.speed.inputs import Situation
+from loopwright.speed.inputs import PlannerInputs
 from loopwright.speed.layouts.candidates import Layout, make_layout
 from loopwright.speed.planner.decision import BIASED
 from tests.speed.architectures import build, collate, samples
@@ -52,13 +52,13 @@ def test_another_attention_is_left_alone() -> None:
     model = build("t5", "pair")
     for part in (model, model.encoder, model.decoder):
         part.config._attn_implementation_internal = "eager"
-    assert "its attention is 'eager'" in str(make_layout(BIASED, model))
+    assert "attention implementation is 'eager'" in str(make_layout(BIASED, model))
 
 
 def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = gradients_of(build("t5", "pair"), DATA, tmp_path / "off", speed="off")
     assert gradients_of(build("t5", "pair"), DATA, tmp_path / "cpu", speed="max").plan.layout == "grouped"
-    monkeypatch.setattr(Situation, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(PlannerInputs, "on_gpu", property(lambda self: True))
     run = gradients_of(build("t5", "pair"), DATA, tmp_path / "gpu", speed="max")
     assert run.plan.layout == BIASED
     torch.testing.assert_close(run.gradients, plain.gradients, rtol=1e-9, atol=1e-12)

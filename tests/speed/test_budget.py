@@ -14,7 +14,7 @@ from loopwright import Trainer
 from loopwright.pt.internals import TorchInternals
 from loopwright.speed.compile.blocks import repeated_blocks
 from loopwright.speed.layouts.samples import take_apart
-from loopwright.speed.memory.estimate import POLICIES, USABLE, Kept, MemoryEstimate, usable_bytes
+from loopwright.speed.memory.estimate import POLICIES, USABLE, ActivationBytes, MemoryEstimate, usable_bytes
 from loopwright.speed.memory.recompute import is_recomputing
 from loopwright.speed.memory.token_budget import Demand, at_length, choose_budget, demand_of
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, ROW_TOKENS, UNPADDED, SpeedPlan
@@ -103,8 +103,8 @@ def test_what_a_layout_would_like() -> None:
 def test_scores_of_attention_are_reckoned_by_the_length(
     constant: int, per_token: int, per_pair: int, whole: int
 ) -> None:
-    def kept(rows: int, length: int) -> Kept:
-        return Kept(tokens=rows * length, blocks=constant + rows * length * (per_token + per_pair * length))
+    def kept(rows: int, length: int) -> ActivationBytes:
+        return ActivationBytes(tokens=rows * length, blocks=constant + rows * length * (per_token + per_pair * length))
 
     found = at_length(whole, kept(1, 512), kept(2, 512), kept(1, 256))
     for mine, theirs in zip(found, (kept(1, whole), kept(2, whole)), strict=True):

@@ -314,7 +314,7 @@ def test_a_block_that_does_not_compile_runs_as_it_is_and_is_named() -> None:
     session.finish()
     assert list(session.fell_back) == ["b.layers.0", "b.layers.1"]
     assert len(notices.told) == 2
-    assert all("(Odd) could not be compiled and runs without: " in text and "no kernel for sin" in text
+    assert all("(Odd) could not be compiled and runs eagerly: " in text and "no kernel for sin" in text
                and "\n" not in text for text in notices.told)  # fmt: skip
     assert model["a"].layers[0]._compiled_call_impl is not None and model["b"].layers[0]._compiled_call_impl is None
 
@@ -432,7 +432,7 @@ def test_a_cache_that_cannot_be_kept_or_read_costs_nothing(
     (run / "file").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         assert save_compile_cache(str(run), CPU) is None
-    assert "could not be read: ZeroDivisionError" in caplog.text and "could not be kept with the run" in caplog.text
+    assert "could not be read: ZeroDivisionError" in caplog.text and "could not be saved with the run" in caplog.text
 
 
 def test_a_run_keeps_the_cache_beside_its_checkpoints(artifacts: Any, tmp_path: Any) -> None:

@@ -158,7 +158,7 @@ def test_the_head_and_layers_of_another_kind_are_left_alone() -> None:
     model.model.patched = patched
     found = use_fp8(model, lambda *_: FASTER)
     assert model.get_output_embeddings() not in found.layers
-    assert found.layers and found.left["of another kind"] == 2
+    assert found.layers and found.left["of an unsupported type"] == 2
 
 
 def test_evaluation_computes_with_the_weights_as_they_are(emulated: None) -> None:
@@ -181,7 +181,7 @@ def test_a_copy_of_a_changed_model_computes_with_its_own_weights(emulated: None)
 
 def test_the_argument_is_refused_where_no_device_computes_in_it(tmp_path: Any) -> None:
     args = TrainingArguments(str(tmp_path), fp8=True, use_cpu=True)
-    with pytest.raises(ArgumentsError, match="fp8=True, but cpu is not an NVIDIA GPU; fp8 needs .* 8.9"):
+    with pytest.raises(ArgumentsError, match="fp8=True, but cpu is not an NVIDIA GPU. FP8 needs .* 8.9"):
         Trainer(Regression(), args)
 
 
@@ -220,4 +220,4 @@ def test_a_run_changes_its_layers_and_gives_them_back(emulated: None, monkeypatc
     monkeypatch.setattr(preparing, "measured_on", lambda *args, **options: lambda *size: SLOWER)
     trainer = Trainer(Wide(), args, train_dataset=data)
     trainer.train()
-    assert any("fp8=True changes nothing here" in text for text in trainer._loopwright.notices.told)
+    assert any("fp8=True has no effect here" in text for text in trainer._loopwright.notices.told)

@@ -171,7 +171,7 @@ class OwnInputs(Trainer):
         ({"kind": OwnLoss}, "compute_loss is overridden"),
         ({"kind": OwnInputs}, "_prepare_inputs is overridden"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing is on"),
-        ({"given": {"compute_loss_func": own_loss}}, "compute_loss_func is given"),
+        ({"given": {"compute_loss_func": own_loss}}, "compute_loss_func is set"),
     ],
 )
 def test_what_a_replay_would_leave_out_keeps_graphs_off(
@@ -368,7 +368,7 @@ def test_a_loss_that_needs_the_number_of_items_is_not_recorded() -> None:
     step = graphed(model, given_up, lambda inputs, items: model(**inputs) * (1 if items is None else items))
     step.share = 0.5
     assert step(model, {"x": torch.ones(2, 3)}, num_items_in_batch=7) == -1.0
-    assert len(given_up) == 1 and "not told the number of items" in given_up[0]
+    assert len(given_up) == 1 and "not given the number of items" in given_up[0]
     assert step(model, {"x": torch.ones(2, 3)}) == -1.0 and len(given_up) == 1
 
 
@@ -397,7 +397,7 @@ def test_operations_are_told_by_shapes_or_not_at_all() -> None:
 
 def test_a_plan_keeps_that_it_is_graphed() -> None:
     plan = SpeedPlan(graphed=True)
-    plan.note(GRAPHS, True, "launching takes longer")
+    plan.note(GRAPHS, True, "kernel launches take longer")
     assert plan.changes_anything and SpeedPlan.from_dict(plan.as_dict()) == plan
     plan.take_back(GRAPHS, "it failed")
     assert plan.lines() == [f"off  {GRAPHS}: it failed"]

@@ -87,8 +87,8 @@ def seen(*batches: dict[str, Any], row: int = 0) -> Seen:
 
 CHANGES: dict[str, Any] = {
     "is new": lambda: padded([3, 6], weight=torch.ones(2)),
-    "has another form": lambda: {**padded([3, 6]), "attention_mask": padded([3, 6])["attention_mask"].bool()},
-    "the same for all samples": lambda: padded([3, 6], use_cache=False),
+    "has a different form": lambda: {**padded([3, 6]), "attention_mask": padded([3, 6])["attention_mask"].bool()},
+    "shared by all samples": lambda: padded([3, 6], use_cache=False),
     "is padded with 9": lambda: padded([3, 6], pad=9),
     "on the left": lambda: padded([3, 6], side="left"),
     "more than the 6": lambda: padded([3, 7]),
@@ -115,7 +115,7 @@ def test_samples_of_other_lengths_are_news_after_equal_ones() -> None:
     coverage.add(even)
     assert coverage.news_in(seen(padded([4, 5]))) == "samples are padded on the right"
     even.sides = ["right"]
-    assert coverage.news_in(seen(padded([4, 5]))) == "samples differ in length"
+    assert coverage.news_in(seen(padded([4, 5]))) == "samples have different lengths"
 
 
 def test_longer_rows_and_first_targets_are_news() -> None:

@@ -146,12 +146,12 @@ def test_pairs_are_grouped_by_both_lengths() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "holes"),
+        ({"attention_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}, "gaps"),
         ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "no tokens"),
         ({"attention_mask": torch.tensor([[0, 1, 0], [1, 1, 1]])}, "both sides"),
         ({"attention_mask": torch.ones(2, 1, 3, 3)}, "no attention_mask of shape"),
         ({"extra": torch.ones(3)}, "one row per sample"),
-        ({"extra": torch.ones(2, 1, 3)}, "another dimension"),
+        ({"extra": torch.ones(2, 1, 3)}, "dimension other than the second"),
         ({"extra": ["text", "text"]}, "is a list"),
         ({"extra": torch.ones(())}, "one row per sample"),
     ],

@@ -41,7 +41,7 @@ def test_auto_acts_where_it_pays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(plan.WORTH_SECONDS, "cpu", 0.0)
     run = train(fresh(), DATA, tmp_path, speed="auto")
-    assert run.plan.layout == FLAT and not run.plan.linear_loss, "64 classes are few"
+    assert run.plan.layout == FLAT and not run.plan.linear_loss, "with only 64 classes"
 
 
 def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_an_overridden_loss_keeps_the_form_of_its_inputs(tmp_path: Any) -> None:
     run = gradients_of(fresh(), DATA, tmp_path, kind=OwnLoss, speed="max")
     assert run.plan.layout.startswith(GROUPED)
     reasons = [choice.reason for choice in run.plan.choices if choice.name == FLAT]
-    assert reasons == ["compute_loss is overridden, and may look at the mask"]
+    assert reasons == ["compute_loss is overridden and may read the mask"]
     assert run.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
@@ -203,7 +203,7 @@ def test_batches_that_cannot_be_taken_apart_train_as_they_were_made(tmp_path: An
     assert laid.plan.layout == FLAT and [len(update) for update in laid.shapes] == [2, 2, 2]
     assert [update[0][0] for update in laid.shapes] == [1, 6, 1], "rows, the collator's own, rows again"
     assert laid.losses == pytest.approx(plain.losses, rel=1e-6)
-    assert any("attention_mask has holes" in text for text in laid.trainer._loopwright.notices.told)
+    assert any("attention_mask has gaps" in text for text in laid.trainer._loopwright.notices.told)
 
 
 def test_what_tokenizers_collate_is_laid_out_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

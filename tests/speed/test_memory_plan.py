@@ -17,7 +17,7 @@ import loopwright
 from loopwright.speed.compile.blocks import repeated_blocks
 from loopwright.speed.memory.estimate import (
     POLICIES,
-    Kept,
+    ActivationBytes,
     MemoryEstimate,
     choose_activation_memory,
     estimate_memory,
@@ -179,7 +179,7 @@ def test_the_arguments_ask_for_it(tmp_path: Any) -> None:
     ("options", "message"),
     [
         ({"policy": "selectiv"}, "must be one of full, selective"),
-        ({"policy": "selective", "use_reentrant": True}, "no other option"),
+        ({"policy": "selective", "use_reentrant": True}, "accepts no option besides"),
         ({"policy": "selective"}, "has no list of blocks of one class"),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused(options: Any, message: str, tmp_path: Any) ->
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure(model: nn.Module, rows: int = 2, length: int = 6) -> Kept:
+def measure(model: nn.Module, rows: int = 2, length: int = 6) -> ActivationBytes:
     def forward() -> int:
         model(ids(rows, length))
         return rows * length
@@ -218,7 +218,7 @@ def test_what_is_measured_is_what_autograd_keeps() -> None:
     )
     floats = 4 * rows
     # Each block: its input and the result of tanh. Outside: the input of the square.
-    assert kept == Kept(
+    assert kept == ActivationBytes(
         tokens=rows, outside=4 * floats, blocks=2 * (4 + 16) * floats, matmuls=2 * (16 + 4) * floats,
         inputs=2 * 4 * floats, largest_block=(4 + 16) * floats,
     )  # fmt: skip

@@ -14,10 +14,10 @@ from torch import nn
 import loopwright
 from loopwright.callbacks.metrics_file import kind_of, read_metrics
 from loopwright.callbacks.text import work_line
-from loopwright.core.throughput import Interval, Pace
+from loopwright.core.throughput import Interval, ThroughputMeter
 from loopwright.core.update import Update
 from loopwright.pt.internals import TorchInternals
-from loopwright.pt.token_counter import WorkCounter
+from loopwright.pt.token_counter import TorchWorkCounter
 from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
 from tests.pt.tiny import Tokens, samples, trainer_of
 
@@ -32,7 +32,7 @@ class Clock:
         return self.now
 
 
-def update(pace: Pace, *, samples: int = 2, real: Any = 10, computed: Any = 20, waited: float = 0.0) -> None:
+def update(pace: ThroughputMeter, *, samples: int = 2, real: Any = 10, computed: Any = 20, waited: float = 0.0) -> None:
     pace.updates += 1
     pace.samples += samples
     pace.micro_batches += 1
@@ -47,7 +47,7 @@ def update(pace: Pace, *, samples: int = 2, real: Any = 10, computed: Any = 20, 
 
 def test_numbers_are_counts_over_seconds() -> None:
     clock = Clock()
-    pace = Pace(clock=clock, peak_operations=1000.0, operations=lambda interval: 30 * interval.real_tokens)
+    pace = ThroughputMeter(clock=clock, peak_operations=1000.0, operations=lambda interval: 30 * interval.real_tokens)
     for _ in range(4):
         update(pace, waited=0.25)
     clock.now += 4.0
@@ -64,7 +64,7 @@ def test_numbers_are_counts_over_seconds() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     clock = Clock()
-    pace = Pace(clock=clock, peak_operations=None, operations=lambda _: 1.0, peak_memory=lambda: None)
+    pace = ThroughputMeter(clock=clock, peak_operations=None, operations=lambda _: 1.0, peak_memory=lambda: None)
     update(pace, real=math.nan, computed=math.nan)
     clock.now += 1
     assert set(pace.read()) == {"samples_per_second", "updates_per_second", "data_wait_share"}
@@ -72,7 +72,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_an_interval_without_updates_says_nothing_and_is_not_lost() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = ThroughputMeter(clock=clock)
     clock.now += 5
     assert pace.read() == {} == pace.whole()
     update(pace)
@@ -82,7 +82,7 @@ def test_an_interval_without_updates_says_nothing_and_is_not_lost() -> None:
 
 def test_time_left_out_belongs_to_no_update() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = ThroughputMeter(clock=clock)
     update(pace)
     clock.now += 1
     with pace.left_out():
@@ -98,7 +98,7 @@ def test_time_left_out_belongs_to_no_update() -> None:
 
 def test_a_reading_inside_of_what_is_left_out_closes_the_interval_there() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = ThroughputMeter(clock=clock)
     update(pace)
     clock.now += 1
     with pace.left_out():
@@ -112,7 +112,7 @@ def test_a_reading_inside_of_what_is_left_out_closes_the_interval_there() -> Non
 
 def test_the_first_interval_warms_up() -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = ThroughputMeter(clock=clock)
     for seconds in (100, 1, 3):
         update(pace)
         clock.now += seconds
@@ -122,7 +122,7 @@ def test_the_first_interval_warms_up() -> None:
 
 def test_recompiles_are_those_of_the_interval() -> None:
     clock, count = Clock(), [None, 2, 2, 7]
-    pace = Pace(clock=clock, recompiles=lambda: count.pop(0))
+    pace = ThroughputMeter(clock=clock, recompiles=lambda: count.pop(0))
     found = []
     for _ in range(3):
         update(pace)
@@ -134,7 +134,7 @@ def test_recompiles_are_those_of_the_interval() -> None:
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0.1, 50), st.floats(0, 50)), min_size=2, max_size=8))
 def test_the_whole_is_what_the_intervals_were(plan: list[tuple[int, float, float]]) -> None:
     clock = Clock()
-    pace = Pace(clock=clock)
+    pace = ThroughputMeter(clock=clock)
     for updates, seconds, pause in plan:
         for _ in range(updates):
             update(pace)
@@ -154,8 +154,8 @@ def test_intervals_add_up_field_by_field() -> None:
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
 
-def measured(batches: list[Any], *, squares: bool = False) -> tuple[Update, WorkCounter]:
-    work = WorkCounter(Tokens(), "input_ids", tokens="no")
+def measured(batches: list[Any], *, squares: bool = False) -> tuple[Update, TorchWorkCounter]:
+    work = TorchWorkCounter(Tokens(), "input_ids", tokens="no")
     work.squares = squares
     update = Update(batches)
     work.measure(update)
@@ -424,7 +424,7 @@ def test_the_run_is_the_same_with_and_without_anybody_looking(tmp_path: Any) -> 
         model = Tokens()
 
         class Fixed(TorchInternals):
-            def make_pace(self) -> Pace:
+            def make_pace(self) -> ThroughputMeter:
                 pace = super().make_pace()
                 self.split_at = at
                 return pace

@@ -139,7 +139,7 @@ def test_drop_last_leaves_out_what_the_end_of_the_data_cut_short(tmp_path: Any) 
 
 
 def test_drop_last_of_all_there_is_says_so(tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="gave no batch"):
+    with pytest.raises(DataError, match="returned no batch"):
         packed(fresh(), tmp_path, dataloader_drop_last=True, per_device_train_batch_tokens=10**6)
 
 
@@ -184,7 +184,7 @@ def test_pairs_count_with_both_their_sides(tmp_path: Any) -> None:
 
 def test_samples_without_a_length_are_refused(tmp_path: Any) -> None:
     data = [{"text": "a b c"} for _ in range(4)]
-    with pytest.raises(DataError, match="packing needs a column 'length' or 'input_ids'; the samples have text"):
+    with pytest.raises(DataError, match="packing needs a column 'length' or 'input_ids', but the samples have text"):
         packed(fresh(), tmp_path, data)
 
 
@@ -281,9 +281,9 @@ def test_where_nothing_is_proved_batches_are_padded_and_that_is_said(
     torch.manual_seed(0)
     run = packed(Blind(), tmp_path / "blind", max_steps=2)
     assert run.plan.layout == AS_MADE and run.shapes[0][0][0] == len(expected(0)[0])
-    assert caplog.text.count("micro-batches are padded and may take more, since no layout is proved here") == 1
+    assert caplog.text.count("padded and may have more tokens, since no padding-free layout is verified here") == 1
     packed(fresh(), tmp_path / "own", kind=OwnStep)
-    assert "per_device_train_batch_tokens is not kept where batches are padded: training_step is over" in caplog.text
+    assert "batch_tokens is not enforced because batches are padded: training_step is over" in caplog.text
 
 
 def test_memory_that_runs_out_changes_rows_and_not_updates(tmp_path: Any) -> None:
@@ -418,7 +418,7 @@ def test_with_another_budget_the_rest_of_the_epoch_still_comes_once(
     assert sorted([*done, *seen[: 40 - len(done)]]) == list(range(40))
     assert rest.trainer.state.epoch == 2.0
     assert rest.trainer.state.global_step == rest.trainer.state.max_steps == 3 + len(rest.trainer.seen)
-    assert "updates have another size than in checkpoint-3: after its 3 there are" in caplog.text
+    assert "the effective batch size differs from checkpoint-3: after its 3 updates there are" in caplog.text
 
 
 def test_the_samples_of_an_update_can_be_loaded_again(tmp_path: Any) -> None:
@@ -450,9 +450,9 @@ class OwnLoader(Trainer):
 @pytest.mark.parametrize(
     ("kind", "data", "reason"),
     [
-        (Trainer, Stream(), "packing='across_updates' needs a dataset with a length .* not a stream"),
-        (OwnSampler, DATA, r"own order of samples.*\(SequentialSampler\).*_get_train_sampler is overridden"),
-        (OwnLoader, DATA, r"own order of samples.*get_train_dataloader or _get_train_sampler is overridden"),
+        (Trainer, Stream(), "packing='across_updates' needs a map-style dataset with a length"),
+        (OwnSampler, DATA, r"own sampling order.*_get_train_sampler is overridden \(SequentialSampler\)"),
+        (OwnLoader, DATA, r"own sampling order.*get_train_dataloader or _get_train_sampler is overridden"),
     ],
 )
 def test_an_order_that_is_not_ours_is_refused(kind: type[Trainer], data: Any, reason: str, tmp_path: Any) -> None:
@@ -463,7 +463,9 @@ def test_an_order_that_is_not_ours_is_refused(kind: type[Trainer], data: Any, re
 def test_several_processes_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(fresh(), TrainingArguments(str(tmp_path), use_cpu=True, **PACKED), train_dataset=DATA)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(NotAvailable, match="packing='across_updates' with 2 processes .WORLD_SIZE.: not available yet"):
+    with pytest.raises(
+        NotAvailable, match="packing='across_updates' is not available yet with 2 processes .WORLD_SIZE."
+    ):
         trainer.get_train_dataloader()
 
 
@@ -473,7 +475,7 @@ def test_a_checkpoint_that_only_counts_updates_is_refused(tmp_path: Any) -> None
     folder = tmp_path / "checkpoint-2"
     for name in ("progress.json", "manifest.json"):
         (folder / name).unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="do not say which samples are done"):
+    with pytest.raises(CheckpointError, match="do not identify the samples used"):
         packed(fresh(), tmp_path, resume=str(folder), **saving)
 
 

@@ -311,7 +311,7 @@ def test_logits_of_a_changed_head_are_refused():
     with torch.no_grad():
         head.weight.mul_(0.5)
     early.argmax(-1)
-    with pytest.raises(ModelError, match="before the optimizer's step"):
+    with pytest.raises(ModelError, match="before the optimizer step"):
         late.argmax(-1)
 
 

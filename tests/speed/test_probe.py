@@ -110,7 +110,7 @@ def test_a_leak_too_small_for_the_gradient_is_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(attention, "one_by_one", trace)
     run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
     flat = next(choice for choice in run.plan.choices if choice.name == FLAT)
-    assert "sees the others" in flat.reason and flat.numbers["gradient"] < 1e-4
+    assert "affect each other" in flat.reason and flat.numbers["gradient"] < 1e-4
 
 
 def test_proving_leaves_no_trace(tmp_path: Any) -> None:

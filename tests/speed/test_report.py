@@ -42,7 +42,7 @@ def test_the_text_is_a_short_table() -> None:
         "  off  whole-update graph    shapes differ from update to update",
         "  proof: loss 2.1e-07, gradients 4.04e-07, samples 4",
         "  measured: " + MEASURED,
-        "  time of an update (3 sampled updates of 273.0 ms): data 1%, forward 30%, backward 60%, optimizer 9%",
+        "  time per update (3 sampled updates of 273.0 ms): data 1%, forward 30%, backward 60%, optimizer 9%",
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_trainer_reports_before_and_after_training(tmp_path: Any) -> None:
     assert [choice.on for choice in report.choices] == [False]
     assert {"tokens_per_second", "samples_per_second", "useful_token_share", "peak_memory_gib"} <= set(report.numbers)
     assert report.sampled_updates == 1 and report.update_seconds is not None
-    assert "time of an update (1 sampled update" in str(report)
+    assert "time per update (1 sampled update" in str(report)
 
 
 def test_a_run_without_any_of_it_says_so(tmp_path: Any) -> None:

@@ -51,7 +51,7 @@ def main(folder: str) -> None:
     bad = torch.tensor(float("nan"), device=run._loopwright.device)
     assert (
         bool(run._loopwright.strategy.nonfinite(bad, None, sticky=False))
-        and float(run._loopwright.strategy.total(5)) == 5.0
+        and float(run._loopwright.strategy.mean_count(5)) == 5.0
     )
     print("GOOD", graphs)
 

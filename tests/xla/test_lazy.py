@@ -103,7 +103,7 @@ def test_the_weighted_loss_of_everybodys_first_override_runs_unchanged(tmp_path:
     cpu.train()
     xla.train()
     assert losses(xla) == pytest.approx(losses(cpu), abs=CLOSE)
-    assert not any("not filled up" in text for text in xla._loopwright.notices.told)
+    assert not any("not padded with rows" in text for text in xla._loopwright.notices.told)
 
 
 def test_recompiling_is_said_with_the_input_that_changed(tmp_path: Any) -> None:

@@ -85,7 +85,7 @@ def test_sums_of_the_runtime_are_part_of_the_step(tmp_path: Path) -> None:
 
 def test_a_runtime_knows_all_processes_or_this_one() -> None:
     assert spans_all(8, 8) and not spans_all(1, 8) and spans_all(1, 1)
-    with pytest.raises(loopwright.LoopwrightError, match="has 4 devices and the launcher started 8 processes"):
+    with pytest.raises(loopwright.LoopwrightError, match="has 4 devices, but the launcher started 8 processes"):
         spans_all(4, 8)
 
 
@@ -93,5 +93,5 @@ def test_nothing_else_is_spread_over_processes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(loopwright.ArgumentsError, match="asks for fsdp and processes"):
         trainer("own", tmp_path, fsdp="full_shard")
-    with pytest.raises(loopwright.ArgumentsError, match="ddp_backend='gloo' knows no lazy XLA device"):
+    with pytest.raises(loopwright.ArgumentsError, match="ddp_backend='gloo' does not support lazy XLA devices"):
         trainer("own", tmp_path, ddp_backend="gloo")

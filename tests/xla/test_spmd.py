@@ -69,5 +69,5 @@ def test_a_model_of_transformers_is_spread_too(tmp_path: Any) -> None:
 
 
 def test_rows_that_cannot_be_spread_are_an_error(tmp_path: Any) -> None:
-    with pytest.raises(loopwright.ArgumentsError, match="3 rows cannot be spread over 4 devices"):
+    with pytest.raises(loopwright.ArgumentsError, match="3 rows cannot be split evenly across 4 devices"):
         spread("wide", tmp_path, xla_spmd="data", per_device_train_batch_size=3).train()

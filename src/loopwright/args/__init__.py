@@ -1,1 +1,1 @@
-"""What was asked: one small dataclass per theme, one flat class that inherits them, and the rules between them."""
+"""Training arguments: one small dataclass per theme, one flat class that inherits them, and the rules between them."""

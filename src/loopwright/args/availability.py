@@ -31,7 +31,7 @@ def _only(name: str) -> Callable[[Any], Any]:
 MISSING: dict[str, Missing] = {
     "push_to_hub": Missing("pushing to the Hub"),
     "report_to": Missing(
-        "sending numbers to this tracker",
+        "this tracker",
         lambda names: [name for name in names if name in TRACKERS and name not in SERVED],
         "a tracker other than " + ", ".join(SERVED),
     ),

@@ -1,4 +1,4 @@
-"""BaseArguments: every argument, flat, settled and checked when it is made. Needs no framework."""
+"""BaseArguments: every argument in one flat class, derived and validated on construction, without a framework."""
 
 from __future__ import annotations
 

@@ -13,18 +13,22 @@ class DataArgs(Group):
 
     title = "Data"
 
-    dataloader_drop_last: bool = arg(False, "Leave out the last batch of an epoch when it is not full.")
-    dataloader_num_workers: int = arg(0, "Processes that load data; 0 loads in this one.", check=non_negative)
-    dataloader_pin_memory: bool = arg(True, "Load into memory from which copies to the device are fast.")
-    dataloader_persistent_workers: bool = arg(False, "Keep the loading processes from epoch to epoch.")
-    dataloader_prefetch_factor: int | None = arg(None, "Batches each loading process keeps ready.", check=positive)
-    dataloader_multiprocessing_context: str | None = arg(
-        None, "How loading processes are started.", choices=("fork", "spawn", "forkserver")
+    dataloader_drop_last: bool = arg(False, "Drop the last batch of an epoch if it is incomplete.")
+    dataloader_num_workers: int = arg(
+        0, ("Number of data loading worker processes; 0 loads in the main process."), check=non_negative
     )
-    dataloader_in_order: bool = arg(True, "Batches come in their order; otherwise as soon as one is ready.")
-    remove_unused_columns: bool = arg(True, "Withhold columns the model does not take.")
+    dataloader_pin_memory: bool = arg(True, "Use pinned host memory, from which copies to the device are faster.")
+    dataloader_persistent_workers: bool = arg(False, "Keep the data loading workers alive between epochs.")
+    dataloader_prefetch_factor: int | None = arg(
+        None, ("Batches prefetched by each data loading worker."), check=positive
+    )
+    dataloader_multiprocessing_context: str | None = arg(
+        None, "Start method of the data loading workers.", choices=("fork", "spawn", "forkserver")
+    )
+    dataloader_in_order: bool = arg(True, "Return batches in order; otherwise as soon as one is ready.")
+    remove_unused_columns: bool = arg(True, "Remove columns that the model's forward does not accept.")
     label_names: list[str] | None = arg(
-        None, "The inputs that are labels; found from the model when not given.", check=list_of_names
+        None, "The inputs that are labels; inferred from the model by default.", check=list_of_names
     )
     train_sampling_strategy: str = arg(
         "random",
@@ -34,16 +38,22 @@ class DataArgs(Group):
     length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
     per_device_train_batch_tokens: int | None = arg(
         None,
-        "Tokens per device in one forward pass of training; samples of an update are laid out to keep it.",
+        "Tokens per device in one forward pass of training; samples of an update are regrouped to stay within it.",
         check=positive,
     )
     static_lengths: list[int] | None = arg(
         None,
-        "Pad batches to these lengths, same results; devices that compile for each shape take powers of two.",
+        (
+            "Pad batches to these lengths, with the same results; devices that compile for each shape default to "
+            "powers of two."
+        ),
         check=whole_lengths,
     )
     packing: str | None = arg(
         None,
-        "across_updates: a micro-batch is as many following samples as fit into per_device_train_batch_tokens.",
+        (
+            "across_updates: fill each micro-batch with as many consecutive samples as fit in "
+            "per_device_train_batch_tokens."
+        ),
         choices=("across_updates",),
     )

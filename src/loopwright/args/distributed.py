@@ -1,4 +1,4 @@
-"""Many processes."""
+"""Arguments of distributed training."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class DistributedArgs(Group):
 
     title = "Many processes"
 
-    ddp_find_unused_parameters: bool | None = arg(None, "DDP: look for parameters without a gradient.")
-    ddp_bucket_cap_mb: int | None = arg(None, "DDP: size of a bucket of gradients in MiB.", check=positive)
-    ddp_broadcast_buffers: bool | None = arg(None, "DDP: send buffers from the first process to the others.")
+    ddp_find_unused_parameters: bool | None = arg(None, "DDP: search for parameters that received no gradient.")
+    ddp_bucket_cap_mb: int | None = arg(None, "DDP: size of a gradient bucket in MiB.", check=positive)
+    ddp_broadcast_buffers: bool | None = arg(None, "DDP: broadcast buffers from rank 0.")
     ddp_static_graph: bool | None = arg(None, "DDP: promise that every step uses the same parameters.")
     ddp_backend: str | None = arg(
         None,
-        "The communication library between processes.",
+        "The communication backend between processes.",
         choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl"),
     )
-    ddp_timeout: int = arg(1800, "Seconds to wait for other processes.", check=positive)
-    fsdp: str | None = arg(None, "Shard parameters over processes with FSDP.", as_given=True, nargs="?", const=True)
-    fsdp_config: dict[str, Any] | str | None = arg(None, "Options of FSDP, as a dict, JSON or the path of a JSON file.")
+    ddp_timeout: int = arg(1800, "Timeout in seconds for collective operations.", check=positive)
+    fsdp: str | None = arg(None, "Shard parameters across ranks with FSDP.", as_given=True, nargs="?", const=True)
+    fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP options, as a dict, JSON or the path of a JSON file.")
     deepspeed: dict[str, Any] | str | None = arg(
-        None, "DeepSpeed's configuration, as a dict, JSON or the path of a JSON file."
+        None, "DeepSpeed configuration, as a dict, JSON or the path of a JSON file."
     )
     accelerator_config: dict[str, Any] | str | None = arg(
-        None, "How batches are spread and copied: a dict with the keys of AcceleratorConfig, JSON or a JSON file."
+        None, "How batches are distributed and copied: a dict with the keys of AcceleratorConfig, JSON or a JSON file."
     )
     parallelism_config: dict[str, Any] | str | None = arg(None, "Sizes of the parallel dimensions.")
 
 
 @dataclass
 class AcceleratorConfig:
-    """How batches are spread over processes and copied to the device."""
+    """How batches are distributed across ranks and copied to the device."""
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
@@ -68,10 +68,10 @@ def read_accelerator_config(given: Any) -> AcceleratorConfig:
 
 
 UNSUITED: dict[str, tuple[Any, str]] = {
-    "split_batches": (True, "per_device_train_batch_size is always that of one process; divide it yourself"),
-    "dispatch_batches": (True, "every process loads its own batches; leave it at None"),
+    "split_batches": (True, "per_device_train_batch_size is always per rank; divide it yourself"),
+    "dispatch_batches": (True, "every rank loads its own batches; leave it at None"),
     "use_seedable_sampler": (False, "the order of samples is always a function of the seed; leave it at True"),
-    "use_configured_state": (True, "there is no accelerator state here to be configured; leave it at False"),
+    "use_configured_state": (True, "there is no accelerator state to configure; leave it at False"),
 }
 """Keys with a value that cannot be honoured, and why."""
 
@@ -80,5 +80,5 @@ def unsuited(config: AcceleratorConfig) -> list[str]:
     """What a configuration asks for that does not fit."""
     found = [f"{key}={value!r}: {why}" for key, (value, why) in UNSUITED.items() if getattr(config, key) == value]
     if config.gradient_accumulation_kwargs:
-        found.append("gradient_accumulation_kwargs: gradient_accumulation_steps says how many; leave it out")
+        found.append("gradient_accumulation_kwargs: use gradient_accumulation_steps instead and remove it")
     return found

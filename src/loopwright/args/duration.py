@@ -30,14 +30,14 @@ class DurationArgs(Group):
     title = "Output, duration and batch"
 
     output_dir: str | None = arg(
-        None, "Folder for checkpoints and results, or a URL (s3://...) for checkpoints; trainer_output when not given."
+        None, "Folder for checkpoints and results, or a URL (s3://...) for checkpoints; defaults to trainer_output."
     )
     per_device_train_batch_size: int = arg(8, "Samples per device in one forward pass of training.", check=positive)
     num_train_epochs: float = arg(3.0, "Passes over the training data; a fraction stops within the last one.")
-    max_steps: int = arg(-1, "Number of updates; when positive it takes the place of num_train_epochs.")
-    gradient_accumulation_steps: int = arg(1, "Micro-batches whose gradients make one update.", check=positive)
+    max_steps: int = arg(-1, "Number of updates; overrides num_train_epochs when positive.")
+    gradient_accumulation_steps: int = arg(1, "Micro-batches accumulated for one update.", check=positive)
     auto_find_batch_size: bool = arg(
-        False, "When memory runs out, split the micro-batch and go on; the number of samples per update stays."
+        False, "When memory runs out, split the micro-batch and continue; the effective batch size is unchanged."
     )
     max_runtime: float | str | None = arg(
         None,

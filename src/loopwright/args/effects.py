@@ -1,4 +1,4 @@
-"""Arguments that were given and change nothing in this run: the table and the question."""
+"""Arguments that were given but have no effect in this run."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Check = Callable[[Any], "str | None"]
 
 
 class Unset:
-    """The type of UNSET, the value of an argument nobody gave; there is only one of it."""
+    """The type of UNSET, the value of an argument that was not given; a singleton."""
 
     _only: ClassVar[Unset | None] = None
 
@@ -155,7 +155,7 @@ def positive(value: Any) -> str | None:
 
 def non_negative(value: Any) -> str | None:
     """Zero or more."""
-    return None if is_number(value) and value >= 0 else "must be a number, 0 or more"
+    return None if is_number(value) and value >= 0 else "must be a number greater than or equal to 0"
 
 
 def between(low: float, high: float, *, below: bool = False) -> Check:
@@ -173,7 +173,7 @@ def steps_or_share(value: Any) -> str | None:
     """A whole number of steps, or a share of all steps below 1."""
     if is_number(value) and value >= 0 and (value < 1 or value == int(value)):
         return None
-    return "must be a whole number of steps, or a share of all steps between 0 and 1"
+    return "must be an integer number of steps, or a fraction of all steps between 0 and 1"
 
 
 def one_of(*allowed: str) -> Check:
@@ -188,7 +188,7 @@ def one_of(*allowed: str) -> Check:
 def whole_lengths(value: Any) -> str | None:
     """A list of whole numbers above zero."""
     numbers_only = isinstance(value, list | tuple) and all(isinstance(each, int) and each > 0 for each in value)
-    return None if numbers_only and value else "must be a list of whole numbers above 0"
+    return None if numbers_only and value else "must be a list of integers above 0"
 
 
 def list_of_names(value: Any) -> str | None:
@@ -204,6 +204,6 @@ def names_in(*allowed: str) -> Check:
         unknown = [name for name in value if name not in allowed] if isinstance(value, list | tuple) else [value]
         if not unknown:
             return None
-        return f"must be a list of names out of {', '.join(allowed)}{nearest(unknown[0], allowed)}"
+        return f"must be a list of names from {', '.join(allowed)}{nearest(unknown[0], allowed)}"
 
     return check

@@ -15,12 +15,12 @@ class GenerationArgs(Group):
 
     title = "Generation"
 
-    sortish_sampler: bool = arg(False, "Train on samples of similar length together, with some randomness.")
+    sortish_sampler: bool = arg(False, "Batch samples of similar length together, with some randomness.")
     predict_with_generate: bool = arg(False, "Generate text in evaluation and prediction.")
     generation_max_length: int | None = arg(
-        None, "Longest generated sequence; the model's own when not given.", check=positive
+        None, "Maximum length of generated sequences; defaults to the model's own.", check=positive
     )
-    generation_num_beams: int | None = arg(None, "Beams of the search; the model's own when not given.", check=positive)
+    generation_num_beams: int | None = arg(None, "Number of beams; defaults to the model's own.", check=positive)
     generation_config: Path | str | Any | None = arg(
         None, "A GenerationConfig, or the name or path of one.", as_given=True
     )

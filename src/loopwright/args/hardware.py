@@ -13,7 +13,7 @@ class HardwareArgs(Group):
 
     title = "Reproducibility and hardware"
 
-    seed: int = arg(42, "Seed of all random numbers.", check=non_negative)
-    data_seed: int | None = arg(None, "Seed of the order of the data; seed when not given.", check=non_negative)
-    full_determinism: bool = arg(False, "Only deterministic kernels, so that a run can be repeated bit by bit.")
-    use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.")
+    seed: int = arg(42, "Random seed.", check=non_negative)
+    data_seed: int | None = arg(None, "Seed of the data order; defaults to seed.", check=non_negative)
+    full_determinism: bool = arg(False, "Use deterministic kernels only, so that a run can be reproduced bit by bit.")
+    use_cpu: bool = arg(False, "Train on the CPU even if there is an accelerator.")

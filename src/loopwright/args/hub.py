@@ -21,5 +21,5 @@ class HubArgs(Group):
     hub_strategy: HubStrategy | str = arg(
         "every_save", "What to push and when: end, every_save, checkpoint or all_checkpoints."
     )
-    hub_always_push: bool = arg(False, "Push even while an earlier push is under way.")
+    hub_always_push: bool = arg(False, "Push even while an earlier push is in progress.")
     hub_revision: str | None = arg(None, "The branch to push to.")

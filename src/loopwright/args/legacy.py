@@ -28,7 +28,7 @@ SEE = "not available yet, see docs/availability.md"
 
 
 @dataclass(frozen=True)
-class Row:
+class LegacyRow:
     """What became of an old name."""
 
     word: str
@@ -46,34 +46,34 @@ class Row:
         return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in self.harmless)
 
 
-def _old(row: Row) -> Any:
+def _old(row: LegacyRow) -> Any:
     return arg(UNSET, f"Old name: {row.word}.", row=row, repr=False)
 
 
 def renamed(new: str, *, harmless: tuple[Any, ...] = (None,), to: Callable[[Any], Any] = lambda value: value) -> Any:
     """An old name whose value, perhaps translated, goes to a new one."""
-    return _old(Row(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
+    return _old(LegacyRow(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
 
 
 def flag(new: str, meaning: Any) -> Any:
     """An old switch that now is one value of a new argument."""
-    row = Row(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
+    row = LegacyRow(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
     return _old(row)
 
 
 def added(word: str, translate: Translation, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
     """An old name that became part of a new argument."""
-    return _old(Row(word, translate, harmless=harmless, adds=True))
+    return _old(LegacyRow(word, translate, harmless=harmless, adds=True))
 
 
 def gone(why: str) -> Any:
     """An old name for which nothing needs to be done."""
-    return _old(Row(why))
+    return _old(LegacyRow(why))
 
 
 def refused(why: str, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
     """An old name whose effect cannot be had any more."""
-    return _old(Row(why, refused=True, harmless=harmless))
+    return _old(LegacyRow(why, refused=True, harmless=harmless))
 
 
 def _ratio(value: float) -> float:
@@ -124,16 +124,16 @@ class LegacyArgs(Group):
     include_inputs_for_metrics: bool | None = added(
         "it became include_for_metrics=['inputs']", _with_name("include_for_metrics", "inputs")
     )
-    use_legacy_prediction_loop: bool | None = gone("there is one evaluation loop, nothing is needed")
-    jit_mode_eval: bool | None = refused("evaluation is not traced any more; torch_compile=True compiles the model")
+    use_legacy_prediction_loop: bool | None = gone("there is only one evaluation loop; remove it")
+    jit_mode_eval: bool | None = refused("evaluation is no longer traced; torch_compile=True compiles the model")
     past_index: int | None = refused(
         "hidden states are not carried from batch to batch; do it in an override of compute_loss", harmless=(None, -1)
     )
 
     # Device and precision
     no_cuda: bool | None = flag("use_cpu", True)
-    use_mps_device: bool | None = gone("the device is found by itself, nothing is needed")
-    use_ipex: bool | None = gone("Intel's optimisations are part of PyTorch now, nothing is needed")
+    use_mps_device: bool | None = gone("the device is detected automatically; remove it")
+    use_ipex: bool | None = gone("Intel's optimizations are part of PyTorch now; remove it")
     fp16_backend: str | None = renamed("half_precision_backend", harmless=(None, "auto"))
     torchdynamo: str | None = renamed("torch_compile_backend")
     tpu_num_cores: int | None = refused(f"TPUs are {SEE}")
@@ -149,7 +149,7 @@ class LegacyArgs(Group):
 
     # Saving and the Hub
     overwrite_output_dir: bool | None = gone(
-        "a run starts anew in any folder unless it is asked to resume, nothing is needed"
+        "a run starts from scratch in any folder unless resuming is requested; remove it"
     )
     save_safetensors: bool | None = refused(
         "weights are always saved as safetensors; for a .bin file call torch.save(model.state_dict(), path)",
@@ -178,17 +178,17 @@ class LegacyArgs(Group):
         "it became the key split_batches of accelerator_config", _with_accelerator_key("split_batches")
     )
     xpu_backend: str | None = renamed("ddp_backend")
-    sharded_ddp: str | None = refused("FairScale is no more; fsdp takes its place", harmless=(None, False, "", []))
+    sharded_ddp: str | None = refused("FairScale is discontinued; use fsdp", harmless=(None, False, "", []))
     mp_parameters: str | None = refused("SageMaker's model parallelism is not supported", harmless=(None, ""))
     ray_scope: str | None = refused(f"hyper-parameter search is {SEE}", harmless=(None, "last"))
 
 
 OLD_VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
-    ("optim", "adamw_hf"): ("adamw_torch", "transformers' own AdamW is no more, torch's is the same algorithm"),
-    ("half_precision_backend", "amp"): ("torch", "the names of torch's own mixed precision were joined"),
-    ("ddp_backend", "ccl"): ("xccl", "Intel's library goes by that name in PyTorch"),
-    ("debug", True): ("tpu_metrics_debug", "debug names what to debug"),
-    ("debug", False): ("", "debug names what to debug"),
+    ("optim", "adamw_hf"): ("adamw_torch", "transformers' own AdamW was removed; torch's is the same algorithm"),
+    ("half_precision_backend", "amp"): ("torch", "torch's native mixed precision backends were merged"),
+    ("ddp_backend", "ccl"): ("xccl", "this is the name of Intel's library in PyTorch"),
+    ("debug", True): ("tpu_metrics_debug", "debug takes the names of debugging aids"),
+    ("debug", False): ("", "debug takes the names of debugging aids"),
 }
 """Values that were renamed, and why."""
 
@@ -202,14 +202,14 @@ def apply_legacy(args: Any, problems: Problems) -> None:
         value = getattr(args, name)
         if type(value) is type(old) and value == old:
             setattr(args, name, new)
-            _tell(args, f"{shown(name, old)} is an old value: {why}. It became {new!r}.", problems)
+            _tell(args, f"{shown(name, old)} is an old value: {why}. Use {new!r} instead.", problems)
 
 
 def _move(args: Any, name: str, problems: Problems) -> None:
     """Translate one old name; its field is UNSET afterwards."""
     spec, given = specs(type(args))[name], getattr(args, name)
     setattr(args, name, UNSET)
-    row: Row = spec.row
+    row: LegacyRow = spec.row
     try:
         value = given if row.asks_nothing(given) else read(spec, given)
         if row.refused and not row.asks_nothing(value):
@@ -218,7 +218,7 @@ def _move(args: Any, name: str, problems: Problems) -> None:
     except ValueError as error:
         problems.add(f"{shown(name, given)}: {error}", name)
         return
-    idle = " that asks for nothing here" if row.asks_nothing(value) else ""
+    idle = " without effect" if row.asks_nothing(value) else ""
     _tell(args, f"{shown(name, given)} is an old argument{idle}: {row.word}.", problems)
     for new, translated in news.items():
         _set(args, (name, given), (new, translated), problems)
@@ -232,7 +232,7 @@ def _set(args: Any, old: tuple[str, Any], new: tuple[str, Any], problems: Proble
     if row.adds or current == value or current == default_of(fields[name]):
         setattr(args, name, value)
     elif old[1] != default_of(fields[old[0]]):  # a default of the user's own class gives way to what was passed
-        text = f"{shown(*old)} is the old way to say {shown(name, value)}, but {shown(name, current)} was given too"
+        text = f"{shown(*old)} is the old form of {shown(name, value)}, but {shown(name, current)} was given too"
         problems.add(f"{text}; keep only {name}", name)
 
 

@@ -27,11 +27,13 @@ class LoggingArgs(Group):
     title = "Logging"
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When to log: no, steps or epoch.")
-    logging_steps: float = arg(500, "Updates between two logs; below 1, a share of all updates.", check=steps_or_share)
+    logging_steps: float = arg(
+        500, ("Updates between two logs; below 1, a fraction of all updates."), check=steps_or_share
+    )
     logging_first_step: bool = arg(False, "Log the first update too.")
-    log_on_each_node: bool = arg(True, "Log on the first process of each machine instead of only the first of all.")
+    log_on_each_node: bool = arg(True, "Log on the first rank of each node instead of rank 0 only.")
     logging_nan_inf_filter: bool = arg(
-        True, "Leave NaN and infinite losses out of the printed mean; they are counted either way."
+        True, "Exclude NaN and infinite losses from the logged mean; they are counted either way."
     )
     include_num_input_tokens_seen: str = arg(
         "no",
@@ -42,8 +44,8 @@ class LoggingArgs(Group):
         const="all",
     )
     log_level: str = arg("passive", "Log level of the main process.", choices=tuple(LEVELS))
-    log_level_replica: str = arg("warning", "Log level of the other processes.", choices=tuple(LEVELS))
+    log_level_replica: str = arg("warning", "Log level of the other ranks.", choices=tuple(LEVELS))
     disable_tqdm: bool | None = arg(
         None, "Plain lines instead of a progress bar; by default only where warnings are not shown."
     )
-    skip_memory_metrics: bool = arg(True, "Leave memory figures out of the metrics.")
+    skip_memory_metrics: bool = arg(True, "Leave memory statistics out of the metrics.")

@@ -116,7 +116,7 @@ class OptimizerNames(Name):
 
 
 class ParallelMode(Name):
-    """How the work is spread over processes."""
+    """How the work is distributed across ranks."""
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"

@@ -13,21 +13,20 @@ class PrecisionArgs(Group):
 
     title = "Precision"
 
-    bf16: bool = arg(False, "Compute in bfloat16 where that is safe.")
-    fp16: bool = arg(False, "Compute in float16 where that is safe, with loss scaling.")
-    bf16_full_eval: bool = arg(False, "Evaluate with the weights themselves in bfloat16.")
-    fp16_full_eval: bool = arg(False, "Evaluate with the weights themselves in float16.")
+    bf16: bool = arg(False, "Use bfloat16 mixed precision.")
+    fp16: bool = arg(False, "Use float16 mixed precision, with loss scaling.")
+    bf16_full_eval: bool = arg(False, "Evaluate with the weights cast to bfloat16.")
+    fp16_full_eval: bool = arg(False, "Evaluate with the weights cast to float16.")
     fp8: bool = arg(
         False,
-        "Compute linear layers in 8-bit floating point where a measurement shows that they become faster; results "
-        "differ from bf16 beyond rounding.",
+        "Compute linear layers in FP8 where a measurement shows a speedup; results differ from bf16 beyond rounding.",
     )
-    tf32: bool | None = arg(None, "Allow (or forbid) TF32 in float32 matrix products; None leaves it as it is.")
+    tf32: bool | None = arg(None, "Allow (or forbid) TF32 in float32 matmuls; None leaves torch's setting alone.")
     half_precision_backend: str = arg(
         "auto",
-        "What does mixed precision: torch's own (auto, torch, cuda_amp, cpu_amp) or NVIDIA Apex (apex).",
+        "Mixed precision backend: torch's own (auto, torch, cuda_amp, cpu_amp) or NVIDIA Apex (apex).",
         choices=("auto", "torch", "cuda_amp", "cpu_amp", "apex"),
     )
     fp16_opt_level: str = arg(
-        "O1", "Apex's optimisation level, with half_precision_backend='apex'.", choices=("O0", "O1", "O2", "O3")
+        "O1", "Apex's optimization level, with half_precision_backend='apex'.", choices=("O0", "O1", "O2", "O3")
     )

@@ -35,7 +35,9 @@ class Problems:
             raise NotAvailable(self.unavailable[0])
         if self.unavailable:
             lines = "".join(f"\n  - {text}" for text in self.unavailable)
-            raise NotAvailable(f"{len(self.unavailable)} of the arguments ask for what is not available yet:{lines}")
+            raise NotAvailable(
+                f"{len(self.unavailable)} of the arguments ask for something that is not available yet:{lines}"
+            )
 
 
 def shown(name: str, value: Any) -> str:

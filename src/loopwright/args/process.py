@@ -70,5 +70,5 @@ def _from_environment(name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise ArgumentsError(
-            f"the environment variable {name}={text!r} is not a number; a launcher such as torchrun sets it"
+            f"the environment variable {name}={text!r} is not a number; it is set by a launcher such as torchrun"
         ) from None

@@ -62,7 +62,7 @@ def read_int(value: Any) -> int:
     """A whole number, also written as text or as a float without a fraction."""
     number = read_float(value)
     if number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
+        raise ValueError(f"{value!r} is not an integer")
     return int(number)
 
 

@@ -40,20 +40,20 @@ def apply_rules(args: Any, problems: Problems) -> None:
 @rule("fp16", "bf16")
 def one_half_precision(args: Any) -> str | None:
     """Mixed precision has one format."""
-    return "fp16 and bf16 are both True; keep one of them" if args.fp16 and args.bf16 else None
+    return "fp16 and bf16 are both True; set only one of them" if args.fp16 and args.bf16 else None
 
 
 @rule("fp8", "fp16")
 def fp8_beside_bf16(args: Any) -> str | None:
     """8-bit layers go with bfloat16 or float32 around them."""
-    return "fp8 and fp16 are both True; use bf16=True beside fp8" if args.fp8 and args.fp16 else None
+    return "fp8 and fp16 are both True; use fp8 with bf16=True" if args.fp8 and args.fp16 else None
 
 
 @rule("per_device_train_batch_tokens", "speed")
 def token_budgets_need_layouts(args: Any) -> str | None:
     """Tokens per micro-batch are kept by laying samples out anew."""
     if args.per_device_train_batch_tokens and args.speed == "off":
-        return "per_device_train_batch_tokens needs speed='auto' or 'max': with 'off' batches stay as they are made"
+        return "per_device_train_batch_tokens needs speed='auto' or 'max'; speed='off' keeps the collator's batches"
     return None
 
 
@@ -62,7 +62,7 @@ def packing_needs_a_token_budget(args: Any) -> str | None:
     """Samples are packed into a number of tokens."""
     if args.packing and not args.per_device_train_batch_tokens:
         name = shown("packing", args.packing)
-        return f"{name} needs per_device_train_batch_tokens: the tokens of a micro-batch, for example 8192"
+        return f"{name} needs per_device_train_batch_tokens, the tokens of a micro-batch, for example 8192"
     return None
 
 
@@ -70,14 +70,14 @@ def packing_needs_a_token_budget(args: Any) -> str | None:
 def one_evaluation_precision(args: Any) -> str | None:
     """Evaluation has one format."""
     both = args.fp16_full_eval and args.bf16_full_eval
-    return "fp16_full_eval and bf16_full_eval are both True; keep one of them" if both else None
+    return "fp16_full_eval and bf16_full_eval are both True; set only one of them" if both else None
 
 
 @rule("half_precision_backend", "fp16")
 def apex_needs_fp16(args: Any) -> str | None:
     """Apex does float16 only."""
     if args.half_precision_backend == "apex" and not args.fp16:
-        return "half_precision_backend='apex' needs fp16=True; Apex knows no other mixed precision"
+        return "half_precision_backend='apex' needs fp16=True; Apex supports no other mixed precision"
     return None
 
 
@@ -94,7 +94,7 @@ def some_duration(args: Any) -> str | None:
 def logging_interval(args: Any) -> str | None:
     """Logging by steps needs an interval."""
     if args.logging_strategy == IntervalStrategy.STEPS and args.logging_steps == 0:
-        return "logging_steps=0 with logging_strategy='steps'; give an interval, or logging_strategy='no'"
+        return "logging_steps=0 with logging_strategy='steps'; set an interval, or logging_strategy='no'"
     return None
 
 
@@ -102,7 +102,7 @@ def logging_interval(args: Any) -> str | None:
 def saving_interval(args: Any) -> str | None:
     """Saving by steps needs an interval."""
     if args.save_strategy == SaveStrategy.STEPS and args.save_steps == 0:
-        return "save_steps=0 with save_strategy='steps'; give an interval, or save_strategy='no'"
+        return "save_steps=0 with save_strategy='steps'; set an interval, or save_strategy='no'"
     return None
 
 
@@ -110,7 +110,7 @@ def saving_interval(args: Any) -> str | None:
 def evaluation_interval(args: Any) -> str | None:
     """Evaluating by steps needs an interval."""
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
-        return "eval_strategy='steps' needs an interval; give eval_steps or logging_steps above 0"
+        return "eval_strategy='steps' needs an interval; set eval_steps or logging_steps above 0"
     return None
 
 
@@ -118,7 +118,7 @@ def evaluation_interval(args: Any) -> str | None:
 def best_model_needs_evaluation(args: Any) -> str | None:
     """Only evaluations can be compared."""
     if args.load_best_model_at_end and args.eval_strategy == IntervalStrategy.NO:
-        return "load_best_model_at_end=True needs evaluations; give eval_strategy='steps' or 'epoch'"
+        return "load_best_model_at_end=True needs evaluations; set eval_strategy='steps' or 'epoch'"
     return None
 
 
@@ -126,7 +126,7 @@ def best_model_needs_evaluation(args: Any) -> str | None:
 def saving_best_needs_evaluation(args: Any) -> str | None:
     """Only evaluations can be compared."""
     if args.save_strategy == SaveStrategy.BEST and args.eval_strategy == IntervalStrategy.NO:
-        return "save_strategy='best' needs evaluations; give eval_strategy='steps' or 'epoch'"
+        return "save_strategy='best' needs evaluations; set eval_strategy='steps' or 'epoch'"
     return None
 
 
@@ -135,7 +135,7 @@ def metric_schedule_needs_evaluation(args: Any) -> str | None:
     """A schedule that follows a metric needs one."""
     if args.lr_scheduler_type in METRIC_SCHEDULES and args.eval_strategy == IntervalStrategy.NO:
         name = shown("lr_scheduler_type", args.lr_scheduler_type)
-        return f"{name} follows an evaluation metric; give eval_strategy='steps' or 'epoch'"
+        return f"{name} follows an evaluation metric; set eval_strategy='steps' or 'epoch'"
     return None
 
 
@@ -161,7 +161,10 @@ def layerwise_optimizers_do_not_accumulate(args: Any) -> str | None:
     """A layer-wise optimizer steps in the backward pass of every micro-batch."""
     if args.optim.endswith("_layerwise") and args.gradient_accumulation_steps > 1:
         steps = shown("gradient_accumulation_steps", args.gradient_accumulation_steps)
-        return f"{shown('optim', args.optim)} updates in every backward pass and cannot accumulate; {steps} must be 1"
+        return (
+            f"{shown('optim', args.optim)} updates during the backward pass and cannot accumulate gradients; {steps} "
+            "must be 1"
+        )
     return None
 
 

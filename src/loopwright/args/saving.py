@@ -1,4 +1,4 @@
-"""Checkpoints, the best model and going on from a checkpoint."""
+"""Arguments of checkpoints, the best model and resuming."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from .names import SaveStrategy
 
 @dataclass
 class SavingArgs(Group):
-    """Checkpoints, the best model and going on from a checkpoint."""
+    """Arguments of checkpoints, the best model and resuming."""
 
     title = "Saving, best model and resume"
 
     save_strategy: SaveStrategy | str = arg("steps", "When to save: no, steps, epoch or best.")
-    save_steps: float = arg(500, "Updates between two saves; below 1, a share of all updates.", check=steps_or_share)
+    save_steps: float = arg(500, "Updates between two saves; below 1, a fraction of all updates.", check=steps_or_share)
     save_minutes: float | None = arg(
-        None, "Save also when the last checkpoint is this many minutes old.", check=positive
+        None, "Also save when the last checkpoint is this many minutes old.", check=positive
     )
-    save_samples: int | None = arg(None, "Save also whenever this many samples have been seen.", check=positive)
-    save_trigger_file: str | None = arg(None, "Save also when this file appears; it is deleted.")
-    save_total_limit: int | None = arg(None, "Checkpoints to keep; older ones are deleted. 0 or less keeps all.")
+    save_samples: int | None = arg(None, "Also save every time this many samples have been seen.", check=positive)
+    save_trigger_file: str | None = arg(None, "Also save when this file appears; it is deleted.")
+    save_total_limit: int | None = arg(
+        None, ("Number of checkpoints to keep; older ones are deleted. 0 or less keeps all.")
+    )
     save_only_model: bool = arg(False, "Save the weights only; such a checkpoint cannot be resumed from.")
-    save_on_each_node: bool = arg(False, "Save on each machine instead of only on the first one.")
+    save_on_each_node: bool = arg(False, "Save on each node instead of only on the first one.")
     checkpoint_format: str = arg(
-        "native", "Files of a checkpoint: native, or those of transformers.", choices=("native", "transformers")
+        "native", "Checkpoint file format: native or transformers.", choices=("native", "transformers")
     )
-    async_save: bool = arg(True, "Write checkpoints while training goes on.")
+    async_save: bool = arg(True, "Write checkpoints in the background while training continues.")
     enable_jit_checkpoint: bool = arg(True, "On SIGTERM or SIGUSR1 save a checkpoint, then stop.")
-    load_best_model_at_end: bool = arg(False, "End with the weights of the best evaluation.")
-    metric_for_best_model: str | None = arg(None, "The metric that decides which evaluation is the best; the loss.")
+    load_best_model_at_end: bool = arg(False, "Load the weights of the best evaluation at the end of training.")
+    metric_for_best_model: str | None = arg(None, "The metric that selects the best model; defaults to the loss.")
     greater_is_better: bool | None = arg(
-        None, "Whether a larger metric is better; by default unless its name ends in 'loss'."
+        None, "Whether a larger metric is better; by default True unless its name ends in 'loss'."
     )
-    ignore_data_skip: bool = arg(False, "When resuming, start the epoch's data anew instead of going on in it.")
-    restore_callback_states_from_checkpoint: bool = arg(True, "When resuming, give callbacks their saved state back.")
+    ignore_data_skip: bool = arg(False, "When resuming, restart the epoch's data instead of continuing within it.")
+    restore_callback_states_from_checkpoint: bool = arg(True, "When resuming, restore the saved state of callbacks.")
     resume_from_checkpoint: str | None = arg(
-        None, "The checkpoint to go on from, or True for the last one in output_dir.", as_given=True
+        None, "The checkpoint to resume from, or True for the last one in output_dir.", as_given=True
     )

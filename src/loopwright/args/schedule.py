@@ -15,8 +15,6 @@ class ScheduleArgs(Group):
 
     title = "Learning-rate schedule"
 
-    lr_scheduler_type: SchedulerType | str = arg("linear", "The schedule, by name; see SchedulerType.")
+    lr_scheduler_type: SchedulerType | str = arg("linear", "The learning rate schedule, by name; see SchedulerType.")
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(None, "Options of the schedule, as a dict or as JSON.")
-    warmup_steps: float = arg(
-        0, "Updates until the full learning rate is reached; below 1, a share of all updates.", check=steps_or_share
-    )
+    warmup_steps: float = arg(0, "Warmup updates; below 1, a fraction of all updates.", check=steps_or_share)

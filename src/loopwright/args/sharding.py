@@ -22,16 +22,16 @@ OLD_WORDS = {
 """Words of the time when `fsdp` was a string, and what they mean now."""
 
 GONE = {
-    "forward_prefetch": "FSDP2 prefetches by itself",
-    "backward_prefetch": "FSDP2 prefetches by itself",
+    "forward_prefetch": "FSDP2 prefetches automatically",
+    "backward_prefetch": "FSDP2 prefetches automatically",
     "use_orig_params": "FSDP2 always keeps the original parameters",
-    "sync_module_states": "weights that only the first process has are sent to the others in any case",
-    "limit_all_gathers": "FSDP2 limits them by itself",
+    "sync_module_states": "weights that only rank 0 has are always broadcast",
+    "limit_all_gathers": "FSDP2 limits all-gathers automatically",
 }
 """Keys that were FSDP1's, and why they are not needed: accepted, and told."""
 
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
-NOT_ON = {"no_shard": "is DistributedDataParallel: leave fsdp out"}
+NOT_ON = {"no_shard": "is DistributedDataParallel; remove fsdp"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def read_fsdp(fsdp: Any, config: Any) -> FsdpOptions:
     """The options in `fsdp` (True, or words) and `fsdp_config`; raises ValueError on what makes no sense."""
     given = {str(key).removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
     if int(given.pop("version", 2)) != 2:
-        raise ValueError("version 1 is not offered: FSDP2 takes its place, leave 'version' out")
+        raise ValueError("version 1 is not supported; remove 'version' to use FSDP2")
     if any(_true(given.get(key, False)) for key in XLA[:2]):
         raise ValueError("'xla' shards with PyTorch/XLA, which is not available here")
     for key in (*XLA, *GONE):
@@ -100,7 +100,9 @@ def _words(fsdp: Any) -> dict[str, Any]:
         if word in NOT_ON:
             raise ValueError(f"{word!r} {NOT_ON[word]}")
         if word not in OLD_WORDS:
-            raise ValueError(f"{word!r} is no way of sharding{nearest(word, OLD_WORDS)}; use fsdp=True and fsdp_config")
+            raise ValueError(
+                f"{word!r} is not a sharding strategy{nearest(word, OLD_WORDS)}; use fsdp=True and fsdp_config"
+            )
         values.update(OLD_WORDS[word])
     return values
 
@@ -162,6 +164,6 @@ def read_parallelism(given: Any) -> ParallelSizes:
         if size is None:
             continue
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} is not a whole number above 0")
+            raise ValueError(f"{name}={size!r} is not an integer above 0")
         sizes[name] = size
     return ParallelSizes(**sizes, tp_plan=values.get("tp_plan"))

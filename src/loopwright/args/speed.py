@@ -1,4 +1,4 @@
-"""Accelerations that are switched on by themselves."""
+"""Arguments of accelerations that are enabled automatically."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class SpeedArgs(Group):
 
     speed: str = arg(
         "auto",
-        "Accelerations, each proved to give the same result: off, auto (those that pay in this run), max (all).",
+        "Accelerations, each verified to give the same result: off, auto (those that pay off in this run), max (all).",
         choices=("off", "auto", "max"),
     )

@@ -1,4 +1,4 @@
-"""Where numbers are sent."""
+"""Arguments of experiment trackers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class TrackingArgs(Group):
 
     title = "Tracking"
 
-    report_to: None | str | list[str] = arg("none", "Trackers to send numbers to: names, 'all' installed, or 'none'.")
+    report_to: None | str | list[str] = arg("none", "Trackers to report to: names, 'all' installed, or 'none'.")
     run_name: str | None = arg(None, "The name of this run in trackers.")
     logging_dir: str | None = arg(
-        None, "TensorBoard's folder; TENSORBOARD_LOGGING_DIR or runs/<date>_<host> in output_dir when not given."
+        None, "TensorBoard's folder; defaults to TENSORBOARD_LOGGING_DIR or runs/<date>_<host> in output_dir."
     )
-    project: str = arg("huggingface", "The project's name in Trackio.")
-    trackio_space_id: str | None = arg(None, "The Space that shows Trackio's numbers live.")
+    project: str = arg("huggingface", "The Trackio project.")
+    trackio_space_id: str | None = arg(None, "The Space that shows Trackio's metrics live.")
     trackio_bucket_id: str | None = arg(None, "The bucket behind a Trackio Space.")
     trackio_static_space_id: str | None | Literal[False] = arg(None, "A read-only Trackio Space; False for none.")
 

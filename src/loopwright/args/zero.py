@@ -81,7 +81,7 @@ def filled_config(given: Mapping[str, Any], args: Any, world: int, hidden_size: 
             put(config, path, of_width(hidden_size))
     for section in SECTIONS_OF_OURS:
         config.pop(section, None)
-    problems += [f"{path}: 'auto' cannot be filled in from the arguments; give a value" for path in autos(config)]
+    problems += [f"{path}: 'auto' cannot be filled in from the arguments; set a value" for path in autos(config)]
     if problems:
         raise ValueError("; ".join(problems))
     config.setdefault("train_micro_batch_size_per_gpu", args.per_device_train_batch_size)
@@ -97,14 +97,16 @@ def contradictions(given: Mapping[str, Any], args: Any, world: int) -> list[str]
         found, expected = get(given, path), value(args, world)
         if found in (None, AUTO) or found == expected or _alike(found, expected):
             continue
-        problems.append(f"{path} is {found!r}, and {argument} is {expected!r}; make them equal, or write 'auto'")
+        problems.append(f"{path} is {found!r}, but {argument} is {expected!r}; make them equal, or use 'auto'")
     name = get(given, "optimizer.type")
     if name is not None and OPTIMIZERS.get(str(name).lower()) is None:
-        problems.append(f"optimizer.type {name!r} is not offered through DeepSpeed; leave it out and set optim")
+        problems.append(f"optimizer.type {name!r} is not supported through DeepSpeed; remove it and set optim")
     elif name is not None and not args.optim.startswith("adamw_torch"):
-        problems.append(f"optimizer.type is {name!r}, and optim is {args.optim!r}; make them agree, or leave it out")
+        problems.append(
+            f"optimizer.type is {name!r}, but optim is {args.optim!r}; make them equal, or remove optimizer.type"
+        )
     if get(given, "fp16.enabled") is True and get(given, "bf16.enabled") is True:
-        problems.append("fp16.enabled and bf16.enabled are both true; keep one of them")
+        problems.append("fp16.enabled and bf16.enabled are both true; set only one of them")
     return problems
 
 

@@ -40,7 +40,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             # A checkpoint that did not carry our best value, such as one written by another trainer.
             self.best_value = state.best_metric
         if self._is_exhausted():
-            logger.warning(f"Early stopping had ended this run at step {state.global_step}; it stays ended.")
+            logger.warning(f"Early stopping already ended this run at step {state.global_step}; it is not resumed.")
             control.should_training_stop = True
 
     def on_evaluate(
@@ -124,6 +124,6 @@ def _gain(value: float, best: float | None, greater_is_better: bool) -> float:
 def _missing(name: str, available: set[str]) -> MetricError:
     names = ", ".join(sorted(available)) or "none"
     return MetricError(
-        f"Early stopping watches {name}, which evaluation does not produce. Available: {names}. "
-        "Set metric_for_best_model to one of them, or return the metric from compute_metrics."
+        f"Early stopping monitors {name}, which evaluation does not return (available: {names}). Set "
+        "metric_for_best_model to one of them, or return the metric from compute_metrics."
     )

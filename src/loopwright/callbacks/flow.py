@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.events import TrainerCallback
-from .triggers import Watch, watches_for
+from .triggers import Trigger, watches_for
 
 
 class DefaultFlowCallback(TrainerCallback):
@@ -19,7 +19,7 @@ class DefaultFlowCallback(TrainerCallback):
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._watches: tuple[Watch, ...] = ()
+        self._watches: tuple[Trigger, ...] = ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._watches = watches_for(args, state, self._clock)

@@ -28,7 +28,7 @@ class MetricsFileCallback(TrainerCallback):
 
     A row of training also holds how fast it was, as {"pace": {"tokens_per_second", ...}}.
     A resumed run first drops the rows after the step it resumes from, and a row it logs a second time for that step
-    takes the place of the old one. A run that starts anew keeps the file of the previous run as metrics.<n>.jsonl.
+    takes the place of the old one. A new run keeps the file of the previous run as metrics.<n>.jsonl.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -103,13 +103,17 @@ class MetricsFileCallback(TrainerCallback):
         except OSError as error:
             self._mended = None  # half a line may have been written
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                logger.warning(f"the disk is full: {len(self._unwritten)} rows of {path} wait until there is room")
+                logger.warning(
+                    f"the disk is full; {len(self._unwritten)} rows of {path} will be written when there is space"
+                )
                 return
             if self._is_training:
                 raise _cannot_write(path, error) from error
             # An evaluation alone must not fail because its numbers cannot also be kept.
             self._is_off = True
-            logger.warning(f"{path} cannot be written ({error}); the numbers of this evaluation are not kept there.")
+            logger.warning(
+                f"{path} cannot be written ({error}); the metrics of this evaluation are not recorded there."
+            )
 
     def _resume(self, path: Path, step: int) -> None:
         rows = _rows_of(path) if path.exists() else []
@@ -175,7 +179,7 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
             continue
         row = _parsed(line)
         if row is None:
-            logger.warning(f"{path}, line {number} is not a complete row and is left out.")
+            logger.warning(f"{path}, line {number} is not a complete row and is skipped.")
         else:
             rows.append(row)
     return rows
@@ -246,4 +250,4 @@ def _free_name(path: Path) -> Path:
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:
-    return OutputError(f"{path} cannot be written ({error}). Choose an output_dir that this process may write to.")
+    return OutputError(f"{path} cannot be written ({error}). Choose an output_dir that this process can write to.")

@@ -18,8 +18,8 @@ STEP_MEMORY = 0.9
 """How much of the longest update so far still counts after another one: a slow first update is soon forgotten."""
 
 
-class Watch:
-    """Something looked at after every update that may ask to save or stop."""
+class Trigger:
+    """A condition checked after every update that may ask to save or stop."""
 
     def step_ended(self, state: Any, control: Any) -> None:
         raise NotImplementedError
@@ -31,7 +31,7 @@ class Watch:
         """A checkpoint has just been written, for whatever reason."""
 
 
-class EveryMinutes(Watch):
+class EveryMinutes(Trigger):
     """Save when the last checkpoint is `minutes` old."""
 
     def __init__(self, minutes: float, clock: Clock) -> None:
@@ -46,7 +46,7 @@ class EveryMinutes(Watch):
         self.last = self.clock()
 
 
-class EverySamples(Watch):
+class EverySamples(Trigger):
     """Save when another `count` samples have been seen."""
 
     def __init__(self, count: int, samples_seen: int) -> None:
@@ -59,7 +59,7 @@ class EverySamples(Watch):
             control.should_save = True
 
 
-class TriggerFile(Watch):
+class TriggerFile(Trigger):
     """Save when a file appears, and delete the file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,12 +76,12 @@ class TriggerFile(Watch):
             # A file that stays would mean a checkpoint at every update.
             self.ignored = True
             logger.warning(
-                f"save_trigger_file: {self.path} cannot be deleted ({error}). A checkpoint is saved now; "
-                "the file is ignored for the rest of this run."
+                f"save_trigger_file: {self.path} cannot be deleted ({error}). A checkpoint is saved now; the file is "
+                "ignored for the rest of this run."
             )
 
 
-class RuntimeLimit(Watch):
+class RuntimeLimit(Trigger):
     """Save and stop while there is still time for one more update, an evaluation and the checkpoint."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
@@ -98,7 +98,7 @@ class RuntimeLimit(Watch):
         control.should_save = control.should_training_stop = True
         logger.warning(
             f"max_runtime: stopping at step {state.global_step} after {now - self.started:.0f} of {self.limit:.0f} "
-            "seconds, with a checkpoint to go on from."
+            "seconds, with a checkpoint to resume from."
         )
 
     def evaluated(self) -> None:
@@ -114,7 +114,7 @@ class RuntimeLimit(Watch):
         return self.longest_step + self.longest_evaluation + SAVE_MARGIN * float(save_seconds)
 
 
-BUILDERS: dict[str, Callable[[Any, Any, Clock], Watch]] = {
+BUILDERS: dict[str, Callable[[Any, Any, Clock], Trigger]] = {
     "save_minutes": lambda value, state, clock: EveryMinutes(value, clock),
     "save_samples": lambda value, state, clock: EverySamples(value, getattr(state, "samples_seen", 0)),
     "save_trigger_file": lambda value, state, clock: TriggerFile(value),
@@ -123,7 +123,7 @@ BUILDERS: dict[str, Callable[[Any, Any, Clock], Watch]] = {
 """Each argument that needs a watch, and how to build it. The time limit is last: it sees what the others asked for."""
 
 
-def watches_for(args: Any, state: Any, clock: Clock) -> tuple[Watch, ...]:
+def watches_for(args: Any, state: Any, clock: Clock) -> tuple[Trigger, ...]:
     """The watches these arguments ask for; their clocks start now."""
     asked = ((build, getattr(args, name, None)) for name, build in BUILDERS.items())
     return tuple(build(value, state, clock) for build, value in asked if value is not None)
@@ -144,5 +144,5 @@ def seconds_in(duration: float | str) -> float:
         return float(duration)
     except ValueError:
         raise ArgumentsError(
-            f"max_runtime={duration!r} is not a duration. Give seconds (3600), HH:MM:SS or D-HH:MM:SS."
+            f"max_runtime={duration!r} is not a duration. Use seconds (3600), HH:MM:SS or D-HH:MM:SS."
         ) from None

@@ -50,9 +50,11 @@ def _text(path: Path) -> str | None:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="loopwright docs", description="Write the generated pages of the docs.")
+    parser = argparse.ArgumentParser(
+        prog="loopwright docs", description="Write the generated pages of the documentation."
+    )
     parser.add_argument("folder", nargs="?", default="docs", type=Path)
-    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    parser.add_argument("--check", action="store_true", help="only report which pages are out of date")
     options = parser.parse_args(argv)
     stale = outdated(options.folder)
     if options.check:

@@ -1,4 +1,4 @@
-"""`loopwright doctor`: devices, backends and versions, and whether processes can talk to each other, how fast."""
+"""`loopwright doctor`: devices, backends and versions, and the communication between ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..errors import LoopwrightError
 from . import env
 
 DESCRIPTION = """\
-Show devices, backends and versions, then let all processes add up numbers and measure how fast they can talk.
+Show devices, backends and versions, then run an all-reduce over all ranks and measure bandwidth and latency.
 
-Alone it starts its own processes on this machine. To check several machines start it on each through the launcher:
+Without a launcher it starts its own processes on this machine. To check several nodes, start it on each with the
+launcher:
   loopwright launch --nnodes 2 --host node1 -m loopwright doctor
 """
 
@@ -27,11 +28,13 @@ def run(words: list[str]) -> int:
         "loopwright doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--processes", "-n", type=int, help="processes to start (default: one per accelerator; 2 on processors)"
+        "--processes", "-n", type=int, help="number of processes to start (default: one per accelerator; 2 on CPU)"
     )
-    parser.add_argument("--megabytes", type=float, default=64.0, help="size of the large all-reduce (default: 64)")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for others (default: 60)")
-    parser.add_argument("--cpu", action="store_true", help="check the processors, not the accelerators")
+    parser.add_argument(
+        "--megabytes", type=float, default=64.0, help="size of the large all-reduce in MB (default: 64)"
+    )
+    parser.add_argument("--timeout", type=float, default=60.0, help="timeout in seconds (default: 60)")
+    parser.add_argument("--cpu", action="store_true", help="check the CPU backend, not the accelerators")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words)
     if options.cpu:
@@ -95,10 +98,10 @@ def _among_own_processes(options: argparse.Namespace) -> dict[str, Any]:
                 command, env=variables, cwd=folder, capture_output=True, text=True, timeout=60 + 5 * options.timeout
             )
         except subprocess.TimeoutExpired as error:
-            raise LoopwrightError(f"{count} processes did not finish the check in {error.timeout:g} s") from error
+            raise LoopwrightError(f"{count} ranks did not finish the check in {error.timeout:g} s") from error
         if ended.returncode or not result.is_file():
             lines = [line for line in ended.stderr.splitlines() if line.startswith("rank ")] or [ended.stderr[-2000:]]
-            raise LoopwrightError(f"{count} processes cannot talk to each other:\n  " + "\n  ".join(lines))
+            raise LoopwrightError(f"{count} ranks cannot communicate:\n  " + "\n  ".join(lines))
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return found
 
@@ -117,7 +120,7 @@ def connection_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("processes", f"{figures['world']} through {figures['backend']} on {figures['device'].split(':')[0]}"),
         *((f"  rank {rank}", host) for rank, host in enumerate(figures["hosts"])),
-        ("all-reduce", f"right (sum {figures['sum']:g}), {figures['latency_us']:,.0f} us for one number"),
+        ("all-reduce", f"correct (sum {figures['sum']:g}), {figures['latency_us']:,.0f} us for one number"),
         ("bandwidth", f"{figures['bandwidth_mb_s']:,.0f} MB/s, all-reduce of {figures['megabytes']:.0f} MB"),
         ("", f"{figures['bus_mb_s']:,.0f} MB/s in and out of each rank"),
     ]

@@ -1,4 +1,4 @@
-"""`loopwright drill -- python train.py ...`: put the user's own training through faults and say what survived.
+"""`loopwright drill -- python train.py ...`: run the user's training under injected faults and report what survived.
 
 Every case runs the script in a process of its own (drill_child.py) with a fault inside, starts it again until it
 finishes, and compares the weights with those of an undisturbed run.
@@ -24,7 +24,7 @@ from ..notices import Notices
 from .drill_child import OUTPUT
 from .processes import Anew, Launcher, Warm
 from .script import Script, script_in, split_at_dashes
-from .verdicts import CASES, Attempt, Row, is_hopeless, judge, table
+from .verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3
@@ -86,7 +86,7 @@ class Drill:
         code = self.launcher.run([fault, *words, "--", "python", *self.script.as_words()], log, deadline)
         return Attempt(code, _journal(journal), log.read_text(encoding="utf-8", errors="replace"))
 
-    def row(self, name: str, attempts: list[Attempt], *, comparable: bool = True) -> Row:
+    def row(self, name: str, attempts: list[Attempt], *, comparable: bool = True) -> VerdictRow:
         """The verdict on a case."""
         damage = damaged(self.home / name / OUTPUT)
         return judge(name, attempts, self.reference, save_every=self.save_every, comparable=comparable, damage=damage)
@@ -152,7 +152,7 @@ def run(words: list[str]) -> int:
     options = _parser().parse_args(own)
     names = _chosen(options.only)
     if options.steps < FEWEST_STEPS:
-        raise ArgumentsError(f"--steps {options.steps} is too short for a drill; at least {FEWEST_STEPS}")
+        raise ArgumentsError(f"--steps {options.steps} is too short for a drill; use at least {FEWEST_STEPS}")
     script = script_in(command)
     home = Path(tempfile.mkdtemp(prefix="loopwright-drill-"))
     launcher = (Warm if options.warm else Anew)(script.python)
@@ -173,16 +173,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "loopwright drill",
         usage="loopwright drill [options] -- python train.py ...",
-        description="Put a training script through faults and print what survived.",
+        description="Run a training script under injected faults and report what survived.",
         epilog=f"cases:\n{cases}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=30, help="length of the runs in updates (30)")
     parser.add_argument("--only", help="cases to run, separated by commas; all by default")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds a case may take (600)")
-    parser.add_argument("--seed", type=int, default=0, help="decides at which moments faults strike (0)")
-    parser.add_argument("--warm", action="store_true", help="fork runs from a process that has imported torch: faster")
-    parser.add_argument("--keep", action="store_true", help="keep journals, logs and checkpoints of every case")
+    parser.add_argument("--timeout", type=float, default=600, help="timeout of a case in seconds (600)")
+    parser.add_argument("--seed", type=int, default=0, help="seed that decides when faults are injected (0)")
+    parser.add_argument("--warm", action="store_true", help="fork runs from a process that has imported torch (faster)")
+    parser.add_argument("--keep", action="store_true", help="keep the journals, logs and checkpoints of every case")
     return parser
 
 
@@ -190,7 +190,7 @@ def _chosen(only: str | None) -> list[str]:
     names = list(CASES) if only is None else [name.strip() for name in only.split(",") if name.strip()]
     unknown = [name for name in names if name not in CASES]
     if unknown or not names:
-        raise ArgumentsError(f"--only {only}: the cases are {', '.join(CASES)}")
+        raise ArgumentsError(f"--only {only}: available cases are {', '.join(CASES)}")
     return names
 
 
@@ -200,14 +200,14 @@ def _rehearse(drill: Drill) -> None:
     attempt = drill.undisturbed()
     if not attempt.finished:
         tail = "\n".join(attempt.text.splitlines()[-15:])
-        reason = attempt.outcome() if attempt.code != 0 else "ended without calling train() of a loopwright trainer"
-        raise ArgumentsError(f"{drill.script.target} did not train to the end undisturbed ({reason}):\n{tail}")
+        reason = attempt.outcome() if attempt.code != 0 else "exited without calling train() of a loopwright trainer"
+        raise ArgumentsError(f"{drill.script.target} did not finish training without faults ({reason}):\n{tail}")
     if attempt.reached < FEWEST_STEPS:
-        raise ArgumentsError(f"the training is over after {attempt.reached} steps; a drill needs {FEWEST_STEPS}")
+        raise ArgumentsError(f"training ended after {attempt.reached} steps; a drill needs {FEWEST_STEPS}")
     drill.reference, drill.steps = attempt, attempt.reached
 
 
-def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
+def _all_rows(drill: Drill, names: list[str]) -> list[VerdictRow]:
     attempts = {}
     rows = {}
     for name in names:
@@ -217,12 +217,14 @@ def _all_rows(drill: Drill, names: list[str]) -> list[Row]:
         if rows[name].survived != "no" and not drill.keep:
             shutil.rmtree(drill.home / name / OUTPUT, ignore_errors=True)
     if any(row.same == "no" for row in rows.values()) and drill.undisturbed("again").weights != drill.reference.weights:
-        _say("two undisturbed runs end with different weights, so weights are not compared; try full_determinism=True")
+        _say(
+            "two runs without faults end with different weights, so weights are not compared; try full_determinism=True"
+        )
         rows = {name: drill.row(name, attempts[name], comparable=False) for name in names}
     return list(rows.values())
 
 
-def _end(drill: Drill, rows: list[Row]) -> int:
+def _end(drill: Drill, rows: list[VerdictRow]) -> int:
     failed = [row.name for row in rows if row.survived == "no"]
     asked = [row.name for row in rows if row.survived == "as asked"]
     if failed or drill.keep:
@@ -230,7 +232,7 @@ def _end(drill: Drill, rows: list[Row]) -> int:
     else:
         shutil.rmtree(drill.home, ignore_errors=True)
     verdict = f"not survived: {', '.join(failed)}" if failed else "everything survived"
-    print(verdict + (f"; as asked only: {', '.join(asked)}" if asked else ""))
+    print(verdict + (f"; only as requested: {', '.join(asked)}" if asked else ""))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""The training process of `loopwright drill`: the user's script with a fault inside, its output somewhere else.
+"""The training process of `loopwright drill`: the user's script with an injected fault and a redirected output.
 
 It keeps a journal, one JSON object a line: where the run began, each finished step, the fault, and at the end a digest
 of model and optimizer. The script is left as soon as `train()` has returned.
@@ -44,7 +44,7 @@ class Journal:
 
 
 class Witness(TrainerCallback):
-    """Notes the steps and tells the fault when they begin."""
+    """Records the steps and notifies the fault when they begin."""
 
     def __init__(self, trainer: Any, journal: Journal, fault: Fault) -> None:
         self._trainer, self._journal, self._fault = trainer, journal, fault

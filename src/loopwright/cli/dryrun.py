@@ -1,4 +1,4 @@
-"""`loopwright dryrun`: compile a trainer's whole step for TPUs that are not there, and say whether it fits."""
+"""`loopwright dryrun`: compile a trainer's whole step for TPUs without a TPU, and report whether it fits."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..xla.topologies import EXAMPLES, check_packages, read_topology
 
 MAKER = "make_trainer"
 GIB, MIB = 2**30, 2**20
-TEXT = """Compile the whole training step of a trainer (forward, loss, backward, AdamW) for the chips of a TPU, without
-having one, and say what memory it takes on each chip. TARGET names a function without arguments that returns the
-Trainer, as FILE.py:function or package.module:function; without a name it is make_trainer. The trainer's batch size is
-that of one chip; all chips hold all weights. Nothing is computed and nothing runs on a TPU."""
+TEXT = """Compile the whole training step of a trainer (forward, loss, backward, AdamW) for TPU chips, without a TPU,
+and report the memory it needs on each chip. TARGET names a function without arguments that returns the Trainer, as
+FILE.py:function or package.module:function; the default function is make_trainer. The trainer's batch size is per
+chip, and weights are replicated on all chips. Nothing is computed and nothing runs on a TPU."""
 
 
 def run(words: list[str]) -> int:
@@ -56,7 +56,9 @@ def find_maker(target: str) -> Any:
     else:
         names = _names_of(place)
     if not callable(names.get(name)):
-        raise ArgumentsError(f"{place} has no function {name}(); write one that returns your Trainer, without training")
+        raise ArgumentsError(
+            f"{place} has no function {name}(); define one that returns your Trainer, without training"
+        )
     return names[name]
 
 
@@ -85,19 +87,19 @@ def text_of(report: dict[str, Any]) -> str:
     size = f"{report['parameters']:,} parameters, {report['trained']:,} of them trained"
     lines = [
         f"{report['model']}: {size}, in {report['precision']}",
-        f"batch of one chip: {batch}",
+        f"batch per chip: {batch}",
         "compiled only: nothing ran on a TPU",
         *(f"note: {note}" for note in report["notes"]),
     ]
     for each in report["topologies"]:
-        lines += ["", f"{each['topology']}: {each['chips']} chips, {each['seconds']:.1f} s to compile; each chip:"]
+        lines += ["", f"{each['topology']}: {each['chips']} chips, compiled in {each['seconds']:.1f} s; each chip:"]
         lines += _given_up(each) if "error" in each else _contents(each)
     return "\n".join(lines)
 
 
 def _contents(each: dict[str, Any]) -> list[str]:
     rows = {
-        "arguments": f"{_size(each['argument_bytes'])}  weights, AdamW's numbers, batch",
+        "arguments": f"{_size(each['argument_bytes'])}  weights, AdamW state, batch",
         "temporaries": f"{_size(each['temporary_bytes'])}  gradients, activations",
         "program": f"{_size(each['program_bytes'] + each['result_bytes'])}  instructions, results",
         "total": f"{_size(each['total_bytes'])}  of {each['hbm_bytes'] / GIB:.0f} GiB: "
@@ -109,10 +111,10 @@ def _contents(each: dict[str, Any]) -> list[str]:
 
 
 def _given_up(each: dict[str, Any]) -> list[str]:
-    words = (each["error"].strip().splitlines() or ["without a word"])[0]
+    words = (each["error"].strip().splitlines() or ["no message"])[0]
     if not each["too_large"]:
         return [f"  the compiler failed: {words}"]
-    return [f"  DOES NOT FIT into {each['hbm_bytes'] / GIB:.0f} GiB of a chip: {words}"]
+    return [f"  DOES NOT FIT in {each['hbm_bytes'] / GIB:.0f} GiB of chip memory: {words}"]
 
 
 def _size(count: int) -> str:

@@ -15,7 +15,7 @@ OPTIONAL = ("transformers", "datasets", "peft", "accelerate", "tensorboard", "li
 
 def run(words: list[str]) -> int:
     """Print versions and devices."""
-    description = "Show versions and devices, to copy into a bug report. No names, paths or settings are shown."
+    description = "Show versions and devices for a bug report. No names, paths or settings are shown."
     argparse.ArgumentParser("loopwright env", description=description).parse_args(words)
     rows = [*machine(), *packages(), *devices()]
     width = max(len(name) for name, _ in rows)
@@ -40,7 +40,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed" if package in OPTIONAL else "NOT INSTALLED, but needed"
+        return "not installed" if package in OPTIONAL else "NOT INSTALLED, but required"
 
 
 def devices() -> list[tuple[str, str]]:

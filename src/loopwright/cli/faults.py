@@ -1,4 +1,4 @@
-"""What can go wrong in a training process, caused on purpose inside it. Used by `loopwright drill`."""
+"""Faults that `loopwright drill` injects into a training process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEP = re.compile(r"checkpoint-(\d+)")
 
 @dataclass
 class Moment:
-    """When a fault strikes, and whom it tells."""
+    """When a fault is injected, and the function that records it."""
 
     step: int
     save_every: int
@@ -116,7 +116,7 @@ class NotANumber(MicroStepFault):
 
 
 class DiskFault(Fault):
-    """Strikes when a file of a checkpoint is about to be written, whoever writes it."""
+    """Strikes when a checkpoint file is about to be written, by any thread or library."""
 
     def install(self) -> None:
         root = os.fspath(self.moment.output) + os.sep

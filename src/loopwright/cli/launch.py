@@ -11,14 +11,14 @@ from pathlib import Path
 from ..errors import ArgumentsError
 from ..launch import kubernetes, slurm, torchrun
 from ..launch.machine import this_machine
-from ..launch.request import Request, read
+from ..launch.request import LaunchRequest, read
 
 DESCRIPTION = """\
-Run a script on many processes: `loopwright launch --processes 8 train.py --lr 1e-4`.
+Run a script on several processes: `loopwright launch --processes 8 train.py --lr 1e-4`.
 
-What torchrun accepts is accepted too and passed on (`torchrun --help` lists it). What is left open gets a default: one
-process per accelerator, threads shared out, a free port, log files per rank. Exit codes are those of the script: 75
-means that every process saved and stopped, and that the same command goes on from there.
+All options of torchrun are accepted and passed on (`torchrun --help` lists them). Defaults: one process per
+accelerator, CPU threads divided between processes, a free port, log files per rank. Exit codes are those of the
+script: 75 means that every rank saved and stopped, and that the same command resumes from there.
 """
 
 
@@ -32,13 +32,17 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = own.add_argument
-    add("--processes", "-n", type=int, help="processes on each machine (default: one per accelerator, or 1)")
-    add("--threads", type=int, help="threads of each process (default: cores shared out; OMP_NUM_THREADS is honoured)")
-    add("--host", help="ADDRESS[:PORT] of the machine where all meet; the same words on every machine")
-    add("--interface", help="network interface between machines (default: the one that leads to --host)")
-    add("--rejoin", type=float, help="seconds to look for machines that were lost (default: 600, or 0 on one machine)")
-    add("--no-log-files", action="store_true", help="write no log files per rank")
-    add("--dry-run", action="store_true", help="print the command and its environment, run nothing")
+    add("--processes", "-n", type=int, help="processes per node (default: one per accelerator, or 1)")
+    add(
+        "--threads",
+        type=int,
+        help="threads per process (default: cores divided by processes; OMP_NUM_THREADS is honoured)",
+    )
+    add("--host", help="ADDRESS[:PORT] of the rendezvous node; the same value on every node")
+    add("--interface", help="network interface between nodes (default: the one with a route to --host)")
+    add("--rejoin", type=float, help="seconds to wait for lost nodes to return (default: 600, or 0 on one node)")
+    add("--no-log-files", action="store_true", help="do not write log files per rank")
+    add("--dry-run", action="store_true", help="print the command and its environment without running it")
     _add_slurm(own.add_argument_group("a Slurm script"))
     _add_kubernetes(own.add_argument_group("a Kubernetes manifest"))
     _add_ray(own.add_argument_group("on Ray"))
@@ -47,32 +51,44 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_slurm(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--slurm", metavar="FILE", help="write an sbatch script that requeues itself ('-': to the screen)")
+    add("--slurm", metavar="FILE", help="write an sbatch script that requeues itself ('-': to stdout)")
     add("--time", default="24:00:00", help="time limit (default: %(default)s)")
     add("--signal-before", type=int, default=300, help="seconds before the limit to save and requeue (default: 300)")
-    add("--gpus", type=int, help="accelerators of each machine (default: --processes)")
-    add("--cpus", type=int, help="processors of each machine")
-    add("--sbatch", action="append", default=[], metavar="OPTION=VALUE", help="more #SBATCH lines; may be repeated")
-    add("--before", action="append", default=[], metavar="COMMAND", help="lines before the run; may be repeated")
+    add("--gpus", type=int, help="accelerators per node (default: --processes)")
+    add("--cpus", type=int, help="CPUs per node")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="additional #SBATCH line; may be repeated",
+    )
+    add(
+        "--before",
+        action="append",
+        default=[],
+        metavar="COMMAND",
+        help="shell line to run before the script; may be repeated",
+    )
 
 
 def _add_kubernetes(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--kubernetes", metavar="FILE", help="write a manifest ('-': to the screen)")
-    add("--kind", choices=tuple(kubernetes.KINDS), default="PyTorchJob", help="which one (default: %(default)s)")
-    add("--image", help="container image; needed for --kubernetes")
+    add("--kubernetes", metavar="FILE", help="write a manifest ('-': to stdout)")
+    add("--kind", choices=tuple(kubernetes.KINDS), default="PyTorchJob", help="kind of resource (default: %(default)s)")
+    add("--image", help="container image; required with --kubernetes")
     add("--name", help="name of the job (default: the script's)")
     add("--namespace", help="namespace of the job")
-    add("--memory", help="memory of each machine, such as 64Gi")
+    add("--memory", help="memory per node, such as 64Gi")
     add("--claim", action="append", default=[], metavar="CLAIM:PATH", help="mount a volume claim; may be repeated")
-    add("--variable", action="append", default=[], metavar="NAME=VALUE", help="environment; may be repeated")
+    add("--variable", action="append", default=[], metavar="NAME=VALUE", help="environment variable; may be repeated")
 
 
 def _add_ray(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--ray", metavar="WORKERS", help="run on Ray Train workers: a number, or MIN:MAX for an elastic run")
     add("--ray-address", help="cluster to join (default: RAY_ADDRESS, or a new one on this machine)")
-    add("--ray-storage", help="folder all workers can write (default: Ray's own)")
+    add("--ray-storage", help="folder that all workers can write to (default: Ray's own)")
 
 
 def run(words: list[str]) -> int:
@@ -92,24 +108,24 @@ def run(words: list[str]) -> int:
     return _run_here(request, knows)
 
 
-def _check(request: Request) -> None:
+def _check(request: LaunchRequest) -> None:
     problems = [
-        f"--{name} {value}: give a number above 0"
+        f"--{name} {value}: must be a number above 0"
         for name in ("processes", "threads")
         if (value := getattr(request.own, name)) is not None and value < 1
     ]
     chosen = [name for name in ("slurm", "kubernetes", "ray") if getattr(request.own, name)]
     if len(chosen) > 1:
-        problems.append(f"--{' and --'.join(chosen)} exclude each other")
+        problems.append(f"--{' and --'.join(chosen)} are mutually exclusive")
     if request.own.processes is not None and "nproc_per_node" in request.given:
-        problems.append("--processes and --nproc-per-node are the same; give one of them")
+        problems.append("--processes and --nproc-per-node are the same; use only one of them")
     if request.own.host and "rdzv_endpoint" in request.given:
-        problems.append("--host and --rdzv-endpoint are the same; give one of them")
+        problems.append("--host and --rdzv-endpoint are the same; use only one of them")
     if problems:
         raise ArgumentsError(problems)
 
 
-def _run_here(request: Request, knows: frozenset[str]) -> int:
+def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
     machine = this_machine()
 
     def words() -> list[str]:
@@ -129,11 +145,11 @@ def _run_here(request: Request, knows: frozenset[str]) -> int:
     return agent.run(words, elastic=request.is_elastic, patience=patience)
 
 
-def _write_slurm(request: Request) -> int:
+def _write_slurm(request: LaunchRequest) -> int:
     return _write(slurm.script(request), request.own.slurm, "submit it with: sbatch {}")
 
 
-def _write_kubernetes(request: Request) -> int:
+def _write_kubernetes(request: LaunchRequest) -> int:
     return _write(kubernetes.manifest(request), request.own.kubernetes, "start it with: kubectl create -f {}")
 
 
@@ -147,7 +163,7 @@ def _write(text: str, place: str, advice: str) -> int:
     return 0
 
 
-def _run_on_ray(request: Request) -> int:
+def _run_on_ray(request: LaunchRequest) -> int:
     from ..launch.on_ray import run_on_ray
 
     return run_on_ray(request, this_machine())

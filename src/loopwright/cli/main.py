@@ -1,7 +1,7 @@
 """The `loopwright` command: a table of subcommands.
 
-Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (start
-again to go on); 130 interrupted by the user.
+Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (run
+again to resume); 130 interrupted by the user.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
     "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
-    "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and the connection between processes"),
-    "drill": Command("loopwright.cli.drill:run", "put a training script through faults and say what survived"),
-    "dryrun": Command("loopwright.cli.dryrun:run", "compile a training step for TPUs without one; memory per chip"),
-    "env": Command("loopwright.cli.env:run", "show versions and devices, to copy into a bug report"),
-    "launch": Command("loopwright.cli.launch:run", "run a script on many processes, or write a cluster's job file"),
-    "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the numbers"),
+    "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
+    "drill": Command(
+        "loopwright.cli.drill:run", ("run a training script under injected faults and report what survived")
+    ),
+    "dryrun": Command("loopwright.cli.dryrun:run", "compile a training step for TPUs without a TPU; memory per chip"),
+    "env": Command("loopwright.cli.env:run", "show versions and devices for a bug report"),
+    "launch": Command("loopwright.cli.launch:run", "run a script on several processes, or write a cluster's job file"),
+    "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the metrics"),
     "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
 }
@@ -57,8 +59,11 @@ def usage() -> str:
     head = ["usage: loopwright <command> [options]", "", "commands:"]
     tail = [
         "",
-        "`loopwright <command> --help` says more.",
-        "exit codes: 0 done, 1 failed, 2 bad input, 75 stopped after saving (start again to go on), 130 interrupted",
+        "see `loopwright <command> --help`",
+        (
+            "exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped after saving (run again to resume), 130 "
+            "interrupted"
+        ),
     ]
     return "\n".join([*head, *lines, *tail])
 

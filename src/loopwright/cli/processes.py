@@ -1,4 +1,4 @@
-"""Starting the training processes of a drill: each anew, or as forks of one that has imported torch already."""
+"""Starting the training processes of a drill: as new processes, or as forks of one that has imported torch already."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Warm(Anew):
         assert self._nurse.stdout is not None
         line = self._nurse.stdout.readline()
         if not line:
-            raise ArgumentsError(f"{self.python} cannot run loopwright; its message is above")
+            raise ArgumentsError(f"{self.python} cannot run loopwright; see its output above")
         self._has_answered = True
         return line
 

@@ -1,4 +1,4 @@
-"""`loopwright replay RUN --step N`: run up to a logged step once more and see whether it gives the logged numbers.
+"""`loopwright replay RUN --step N`: run up to a logged step again and compare the metrics.
 
 The script of the run is started again in this process, but its trainer writes to a temporary folder, starts from the
 newest complete checkpoint before the step, logs where the run logged, saves nothing and stops at the step.
@@ -113,7 +113,7 @@ class Replay:
             try:
                 return _resumable(manager, str(complete[step]))
             except CheckpointError as error:
-                print(f"left out: {error}", file=sys.stderr)
+                print(f"skipping: {error}", file=sys.stderr)
         if isinstance(self.requested, str) and os.path.isdir(self.requested):
             return self.requested
         return None
@@ -169,7 +169,7 @@ def run(words: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "loopwright replay",
         usage="loopwright replay RUN --step N [-- python train.py ...]",
-        description="Run up to a logged step once more and compare the numbers with those in metrics.jsonl.",
+        description="Run up to a logged step again and compare the metrics with those in metrics.jsonl.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of the run")
     parser.add_argument("--step", type=int, required=True, help="a step that was logged")
@@ -187,9 +187,7 @@ def run(words: list[str]) -> int:
 def _rows_with(folder: Path, step: int) -> dict[int, dict[str, Any]]:
     """The logged rows of a run, the asked-for step among them."""
     if not (folder / FILE_NAME).is_file():
-        raise ArgumentsError(
-            f"{folder} holds no {FILE_NAME}: it is not the output folder of a run that logged anything"
-        )
+        raise ArgumentsError(f"{folder} has no {FILE_NAME}; it is not the output folder of a run that logged anything")
     rows = logged_rows(read_metrics(folder))
     if step not in rows:
         raise ArgumentsError(f"step {step} was not logged in {folder}; logged steps: {_ranges(sorted(rows)) or 'none'}")
@@ -207,12 +205,12 @@ def _script(folder: Path, command: list[str]) -> Script:
         return script_in(command)
     record = read_record(folder)
     if record is None:
-        raise ArgumentsError(f"{folder} has no run.json that says how it was started; give the command after --")
+        raise ArgumentsError(f"{folder} has no run.json with the command of the run; give the command after --")
     if record["python"] != sys.executable:
-        print(f"the run used {record['python']}; this is {sys.executable}", file=sys.stderr)
+        print(f"the run used {record['python']}, but this is {sys.executable}", file=sys.stderr)
     if not os.path.isdir(record["folder"]):
         raise ArgumentsError(
-            f"the run was started in {record['folder']}, which is not there; give the command after --"
+            f"the run was started in {record['folder']}, which does not exist; give the command after --"
         )
     os.chdir(record["folder"])
     return script_of_record(record["argv"])
@@ -229,7 +227,7 @@ def _run_script(replay: Replay, script: Script) -> None:
         return
     finally:
         BaseTrainer.train_instead = None
-    raise ArgumentsError(f"{script.target} ended without training into {replay.run}; is this the command of that run?")
+    raise ArgumentsError(f"{script.target} exited without training into {replay.run}; is this the command of that run?")
 
 
 def compare(logged: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
@@ -247,7 +245,7 @@ def report(replay: Replay, differences: list[str]) -> str:
     """What was replayed, value by value, and the verdict."""
     logged = replay.rows[replay.step]
     start = os.path.basename(replay.start) if replay.start else "the start"
-    samples = "unknown: the data has an order of its own" if replay.samples is None else _some(replay.samples)
+    samples = "unknown: the dataset decides its own order" if replay.samples is None else _some(replay.samples)
     lines = [f"step {replay.step} of {replay.run}, replayed from {start}", f"samples: {samples}"]
     lines.append(f"{'':<14} {'logged':<24} {'replayed':<24}")
     for name in COMPARED:
@@ -255,7 +253,7 @@ def report(replay: Replay, differences: list[str]) -> str:
             mark = "differs" if name in differences else "same"
             lines.append(f"{name:<14} {_shown(logged, name):<24} {_shown(replay.row, name):<24} {mark}")
     if not replay.row:
-        lines.append(f"the replay did not reach step {replay.step}: it ended at {replay.trainer.state.global_step}")
+        lines.append(f"the replay did not reach step {replay.step}; it ended at {replay.trainer.state.global_step}")
     return "\n".join([*lines, f"different: {', '.join(differences)}" if differences else "equal"])
 
 

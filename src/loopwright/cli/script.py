@@ -54,8 +54,10 @@ def script_in(command: Sequence[str]) -> Script:
     if words and words[0] == "-m" and len(words) > 1:
         return Script(words[1], tuple(words[2:]), is_module=True, python=python)
     if not words or not (python or words[0].endswith(".py")):
-        raise ArgumentsError(f"{' '.join(command) or 'an empty command'!r} does not run a Python script: say it as "
-                             "`python train.py ...` or `python -m package.train ...`")  # fmt: skip
+        raise ArgumentsError(
+            f"{' '.join(command) or 'an empty command'!r} does not run a Python script; use the form `python train.py "
+            "...` or `python -m package.train ...`"
+        )  # fmt: skip
     if not Path(words[0]).is_file():
         raise ArgumentsError(f"there is no script {words[0]!r} in {os.getcwd()}")
     return Script(words[0], tuple(words[1:]), python=python)
@@ -65,7 +67,7 @@ def script_of_record(argv: Sequence[str]) -> Script:
     """The script that a process with this sys.argv was running; a file inside a package is run as its module."""
     path, words = Path(argv[0]).absolute(), tuple(argv[1:])
     if not path.is_file():
-        raise ArgumentsError(f"the run was started as {argv[0]!r}, which is no file; give the command after --")
+        raise ArgumentsError(f"the run was started as {argv[0]!r}, which is not a file; give the command after --")
     package: list[str] = []
     while (path.parent / "__init__.py").is_file():
         package.insert(0, path.stem)

@@ -1,4 +1,4 @@
-"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared; a report to send to somebody."""
+"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared, as a report to share."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def text_of(report: dict[str, Any]) -> str:
     for number, (one, other, apart) in enumerate(rows, start=1):
         name = "eval" if number > STEPS else str(number)
         lines.append(f"{name:>4}  {one:19.7f} {other:15.7f} {apart:12.1e}")
-    gone_on = "the same to the last bit" if found["resumed_exactly"] else "DIFFERENT"
-    lines += ["", f"saved, loaded and gone on: {gone_on}"]
+    gone_on = "bitwise identical" if found["resumed_exactly"] else "DIFFERENT"
+    lines += ["", f"saved, loaded and resumed: {gone_on}"]
     lines.append(f"graphs compiled: {found['graphs']}" if found["graphs"] is not None else "")
     verdict = "the device agrees with the CPU" if report["passed"] else "THE DEVICE DOES NOT AGREE WITH THE CPU"
     return "\n".join([*lines, f"{verdict} (largest difference {report['largest_difference']:.1e})"])

@@ -1,4 +1,4 @@
-"""What came of a drill: attempts of one run in, one row of the table out. docs/drill.md says it in words."""
+"""The result table of a drill: attempts of one run in, one row out; docs/drill.md explains it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXITS = {
     -2: "was interrupted",
     -9: "was killed",
     -15: "was terminated",
-    None: "did not end in time",
+    None: "timed out",
 }
 """What the exit code of an attempt says."""
 
@@ -36,11 +36,11 @@ CASES: dict[str, Case] = {
     "kill-in-save": Case("SIGKILL while a checkpoint is written", 2),
     "sigterm": Case("SIGTERM, as a scheduler sends it", 0),
     "ctrl-c": Case("Ctrl-C", 1),
-    "out-of-memory": Case("no memory left in one micro-batch", 1),
+    "out-of-memory": Case("out of memory in one micro-batch", 1),
     "nan": Case("a NaN loss in one micro-batch", 2),
-    "full-disk": Case("no space left for two checkpoints", 0, stays_up=True),
-    "slow-disk": Case("a slow disk for two checkpoints", 0, stays_up=True),
-    "truncated": Case("a kill, then the newest checkpoint is cut short", 3, fault="kill"),
+    "full-disk": Case("disk full during two checkpoints", 0, stays_up=True),
+    "slow-disk": Case("slow disk during two checkpoints", 0, stays_up=True),
+    "truncated": Case("a kill, then the newest checkpoint is truncated", 3, fault="kill"),
     "bit-flip": Case("a kill, then one bit of the newest checkpoint is flipped", 3, fault="kill"),
 }
 """Every case of the drill."""
@@ -94,7 +94,7 @@ def is_hopeless(attempts: list[Attempt]) -> bool:
 
 
 @dataclass
-class Row:
+class VerdictRow:
     """One line of the table."""
 
     name: str
@@ -115,19 +115,19 @@ def judge(
     save_every: int,
     comparable: bool = True,
     damage: str | None = None,
-) -> Row:
+) -> VerdictRow:
     """The row of a case. `comparable` says whether two undisturbed runs are equal; `damage` what is wrong on disk."""
     case, first, final = CASES[name], attempts[0], attempts[-1]
     facts = first.last("begin").get("facts", {})
-    row = Row(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
+    row = VerdictRow(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
     row.trouble = [*_trouble(case, attempts), *([damage] if damage else [])]
     allowed = _allowed(name, case, facts, save_every)
     if row.lost is not None and row.lost > allowed:
-        row.trouble.append(f"{row.lost} steps were lost, {allowed} at most were expected")
+        row.trouble.append(f"{row.lost} steps were lost, at most {allowed} expected")
     if final.finished and _must_be_equal(name, facts, attempts) and comparable:
         row.same = "yes" if final.weights == reference.weights else "no"
         if row.same == "no":
-            row.trouble.append("the weights are not those of the undisturbed run")
+            row.trouble.append("the weights differ from those of the run without faults")
     if name == "nan":
         _judge_nan(row, facts.get("on_nonfinite"), first)
     if row.trouble:
@@ -143,7 +143,7 @@ def _story(attempts: list[Attempt]) -> str:
             break
         parts.append(f"{attempt.outcome()} at step {attempt.reached}")
         if following is not None and following.began is not None:
-            parts.append(f"went on from {following.began}" if following.began else "started anew")
+            parts.append(f"resumed from {following.began}" if following.began else "started from scratch")
     return "; ".join(parts)
 
 
@@ -156,11 +156,11 @@ def _lost(attempts: list[Attempt]) -> int:
 def _trouble(case: Case, attempts: list[Attempt]) -> list[str]:
     first, final = attempts[0], attempts[-1]
     if not first.last("fault"):
-        return ["the fault could not be caused"]
+        return ["the fault could not be injected"]
     if not final.finished:
         return [f"the run did not finish in {len(attempts)} starts"]
     if case.stays_up and len(attempts) > 1:
-        return ["training did not go on by itself"]
+        return ["training did not continue on its own"]
     return []
 
 
@@ -178,7 +178,7 @@ def _must_be_equal(name: str, facts: dict[str, Any], attempts: list[Attempt]) ->
     return not (name == "out-of-memory" and went_on and facts.get("auto_find_batch_size"))
 
 
-def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
+def _judge_nan(row: VerdictRow, policy: str | None, first: Attempt) -> None:
     if not first.finished:
         if "NonFiniteError" not in first.text:
             row.trouble.append("the run did not end with a NonFiniteError")
@@ -186,7 +186,7 @@ def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
     if policy == "raise":
         row.trouble.append("on_nonfinite='raise', but nothing was raised")
     elif first.last("end")["finite"]:
-        row.happened += "; the update was left out"
+        row.happened += "; the update was skipped"
     elif policy == "skip":
         row.trouble.append("on_nonfinite='skip', but the weights are NaN now")
     else:
@@ -194,7 +194,7 @@ def _judge_nan(row: Row, policy: str | None, first: Attempt) -> None:
         row.happened += f"; on_nonfinite={policy!r}, so the weights became NaN: set it to 'raise' or 'skip'"
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[VerdictRow]) -> str:
     """The rows as aligned text."""
     head = ("fault", "survived", "steps lost", "same weights", "what happened")
     lines = [head, *(_cells(row) for row in rows)]
@@ -207,6 +207,6 @@ def table(rows: list[Row]) -> str:
     )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: VerdictRow) -> tuple[str, ...]:
     lost = "-" if row.lost is None else str(row.lost)
     return (row.name, row.survived, lost, row.same, "; ".join([row.happened, *row.trouble]))

@@ -1,4 +1,4 @@
-"""What a trainer does besides training: log, evaluate, save, and the small things users call."""
+"""Actions of the loop besides training: log, evaluate, save, roll back, stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.manager import CheckpointManager
-from .deferred_logs import LogPoint, may_be_late
+from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -25,10 +25,10 @@ from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
-from .throughput import Pace
+from .throughput import ThroughputMeter
 
 
-class Acting:
+class LoopActions:
     """Grants what control asks for; the part of a trainer that has no loop."""
 
     trainer: Hooks
@@ -39,7 +39,7 @@ class Acting:
     notices: Notices
     meter: Meter
     memory: MemoryMeter
-    pace: Pace
+    pace: ThroughputMeter
     strategy: Strategy
     signals: SignalWatch
     spikes: SpikeWatch
@@ -87,7 +87,7 @@ class Acting:
         if step <= self.progress.last_logged_step:
             return
         updates, self.progress.last_logged_step = step - self.progress.last_logged_step, step
-        if self.strategy.logs_later and may_be_late(self):
+        if self.strategy.logs_later and can_defer_logs(self):
             self.control.should_log = False
             self._late.append(LogPoint(step, updates, self.learning_rate, self.meter.hand_over()))
             self.strategy.defer(self.write_late_logs)
@@ -145,7 +145,9 @@ class Acting:
         self.checkpoints.wait()
         good = [each for each in self.checkpoints.complete() if each <= step]
         if not good:
-            self.notices.tell_once(f"the loss jumped after step {step}; there is no earlier checkpoint to go back to")
+            self.notices.warn_once(
+                f"the loss spiked after step {step}, and there is no earlier checkpoint to roll back to"
+            )
             return
         jumped = self.state.global_step
         self.restore_weights(max(good))
@@ -153,8 +155,8 @@ class Acting:
             if callable(getattr(callback, "rewind", None)):
                 callback.rewind(self.args, self.state)
         logger.warning(
-            f"the loss jumped between steps {step} and {jumped}: back to checkpoint-{max(good)}; "
-            "the samples since then are left out"
+            f"the loss spiked between steps {step} and {jumped}: rolling back to checkpoint-{max(good)} and skipping "
+            "the samples since then"
         )
 
     def restore_weights(self, step: int) -> None:
@@ -173,15 +175,15 @@ class Acting:
             folder = self.write_incident(first)
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
-                f"{first - 1}. What was found by running that step again is in {folder}. "
-                'Look at that batch, lower the learning rate, or set on_nonfinite="skip" to leave such updates out'
+                f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
+                'rate, or set on_nonfinite="skip" to skip such updates'
             )
         if self.meter.nonfinite > reading.nonfinite:
             return  # told at an earlier log point
-        done = "were left out" if policy == "skip" else "were applied all the same"
-        self.notices.tell_once(
-            f"loss or gradients were NaN or infinite, first at step {first}; on_nonfinite={policy!r}: such updates "
-            f"{done}. Every log says how many there were (nonfinite_updates)"
+        done = "skipped" if policy == "skip" else "applied anyway"
+        self.notices.warn_once(
+            f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "
+            f"updates are {done}. The number of them is logged as nonfinite_updates"
         )
 
     def write_incident(self, step: int) -> str:
@@ -205,7 +207,7 @@ class Acting:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)
 
-    def leave(self) -> NoReturn:
+    def save_and_exit(self) -> NoReturn:
         """After a signal: save the last finished update, note what was still to do, end the process with code 75.
 
         After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
@@ -223,7 +225,7 @@ class Acting:
         self.checkpoints.raise_if_failed()
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
-        logger.warning(f"stopped by {self.signals.received} after saving step {step}; start again to go on")
+        logger.warning(f"stopped by {self.signals.received} after saving step {step}; run again to resume")
         note_stop()
         self.signals.chained()
         raise SystemExit(STOPPED_AFTER_SAVING)
@@ -240,7 +242,7 @@ class Acting:
             with self._off_the_clock():
                 metrics = self.trainer._evaluate(None, self.ignore_keys_for_eval)
         except Interrupted:
-            self.leave()
+            self.save_and_exit()
         is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
             # A wish for time's or a trigger file's sake stays; the flow of steps and epochs has none here.
@@ -274,7 +276,7 @@ class Acting:
         name = full_name(wanted)
         if name not in metrics:
             known = ", ".join(sorted(metrics))
-            raise MetricError(f"metric_for_best_model={wanted!r} is not among the metrics of the evaluation: {known}")
+            raise MetricError(f"metric_for_best_model={wanted!r} is not one of the metrics of the evaluation: {known}")
         return name
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -303,7 +305,9 @@ class Acting:
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
         left = restore_callback_states(self.callback_handler.callbacks, states)
         if left:
-            self.notices.tell_once(f"the checkpoint holds state of callbacks that are not there now: {', '.join(left)}")
+            self.notices.warn_once(
+                f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
+            )
 
     def _check_output_dir(self) -> None:
         if not self.args.should_save:
@@ -314,8 +318,8 @@ class Acting:
             self.checkpoints.storage.check_writable()
         except OSError as error:
             raise OutputError(
-                f"the output folder {folder!r} cannot be written ({error.strerror or error}); "
-                "choose another output_dir or change its permissions"
+                f"the output folder {folder!r} cannot be written ({error.strerror or error}); choose another "
+                "output_dir or change its permissions"
             ) from error
 
     # ---- small things users call ------------------------------------------------------------------------------------
@@ -369,4 +373,4 @@ class Acting:
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write a model card (not available yet): a script that ends with this has done its work, so it goes on."""
-        self.notices.tell_once("create_model_card is not available yet: no README.md was written")
+        self.notices.warn_once("create_model_card is not available yet; no README.md was written")

@@ -1,7 +1,7 @@
-"""Where each process of a run stands: its update, its phase, and which of them the others are waiting for.
+"""Positions of the ranks for the hang detector: update, phase, and which rank the others wait for.
 
-The phase is read off the main thread's stack by a thread that looks now and then, so training itself does nothing for
-it. Positions can be compared: whoever is behind the furthest process is late.
+The phase is read off the main thread's stack by a second thread, so training itself does no work for it. Positions can
+be compared: a rank behind the furthest one is late.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PHASES = {
     "epoch_batches": "data",
     "_next_batches": "data",
     "make_update": "data",
-    "share_update": "data",
+    "sync_update": "data",
     "log_now": "logging",
     "evaluate": "evaluation",
     "evaluate_now": "evaluation",
     "predict": "evaluation",
     "save_now": "saving",
-    "leave": "saving",
+    "save_and_exit": "saving",
     "save_model": "saving",
     "prepare_training": "getting ready",
     "fire": "callbacks",
@@ -44,7 +44,9 @@ PHASES = {
 ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data", "forward", "backward", "clipping",
          "optimizer step", "ending")  # fmt: skip
 # Verbs of a strategy that wait for the other processes.
-WAITING = frozenset({"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "rows", "total"})
+WAITING = frozenset(
+    {"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"}
+)
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,12 @@ def describe(seen: Mapping[int, Sighting], silent: Mapping[int, float], world: i
     """What a process that waits can say about the others: who is gone, who is late, where, and what it is doing."""
     lines = [f"no progress for {waited:.0f} s"]
     unseen = [rank for rank in range(world) if rank not in seen]
-    lines += [f"rank {rank} has never been seen: it was not started, or cannot reach the others" for rank in unseen]
+    lines += [f"rank {rank} was never seen; it was not started, or cannot reach the other ranks" for rank in unseen]
     for rank in sorted(silent):
         last = seen[rank]
         lines.append(
-            f"missing: {last.name} has given no sign of life for {silent[rank]:.0f} s (last: {last.where}); "
-            "its process has ended, or its machine is cut off"
+            f"missing: {last.name} has sent no heartbeat for {silent[rank]:.0f} s (last: {last.where}); its process "
+            "exited, or its node is unreachable"
         )
     if not silent and not unseen:
         lines += _late_lines(seen)
@@ -135,7 +137,7 @@ def _late_lines(seen: Mapping[int, Sighting]) -> list[str]:
         lines = ["no rank is behind the others:"]
         return [*lines, *(line for each in seen.values() for line in _lines(each, "standing"))]
     others = [each for each in seen.values() if each not in late]
-    return [*(line for each in late for line in _lines(each, "late")), f"the others are at {others[0].where}"]
+    return [*(line for each in late for line in _lines(each, "late")), f"the other ranks are at {others[0].where}"]
 
 
 def _lines(each: Sighting, word: str) -> list[str]:

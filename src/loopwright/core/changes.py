@@ -1,15 +1,15 @@
-"""What callbacks and overrides change while a trainer trains: taken up at the next update, or refused."""
+"""Changes that callbacks and overrides make during training: applied at the next update, or refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..errors import ArgumentsError, NotAvailable
-from .actions import Acting
+from .actions import LoopActions
 from .plan import Plan
 
 
-class ChangingMethods(Acting):
+class ChangingMethods(LoopActions):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
     plan: Plan
@@ -40,8 +40,8 @@ class ChangingMethods(Acting):
         Where updates are compiled as a whole it is refused.
         """
         raise NotAvailable(
-            f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, and updates "
-            "are compiled with those they began with; assign them before train()"
+            f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, but "
+            "updates are already compiled with the previous ones; assign them before train()"
         )
 
     def tell_unfollowed(self) -> None:
@@ -52,7 +52,7 @@ class ChangingMethods(Acting):
         asked, before, step = self.args.gradient_accumulation_steps, self.plan, self.state.global_step
         if not isinstance(asked, int) or asked < 1:
             raise ArgumentsError(
-                f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be a whole number above 0"
+                f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be an integer above 0"
             )
         self._asked_accumulation = asked
         if asked == before.accumulation:
@@ -63,10 +63,10 @@ class ChangingMethods(Acting):
         told = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
         if self.plan.max_steps != before.max_steps:
             told += (
-                f": the run has {self.plan.max_steps:,} updates now instead of {before.max_steps:,}, and the learning "
-                "rate keeps the schedule it was started with"
+                f": the run now has {self.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
+                "learning rate schedule is unchanged"
             )
-        self.notices.tell_once(told)
+        self.notices.warn_once(told)
 
     def replanned(self) -> Plan:
         """The plan of the arguments as they are now, for a run whose updates so far had other sizes."""

@@ -1,8 +1,8 @@
-"""Log points whose numbers are still being computed: on a device that works while the host goes on, nobody waits.
+"""Deferred logging for asynchronous devices.
 
 A device that computes whole steps (lazy XLA) still works on a step when its log point comes. There the log is written
 at the end of the next step, when the device has work again: the state of the run is still that of the log's own step.
-Whoever could see the difference, or has to decide by the numbers, gets them at once.
+Logs are not deferred where a callback could see the difference, or decides by the numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BETWEEN = ("on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_subs
 
 @dataclass(frozen=True)
 class LogPoint:
-    """What belongs to a log and is not there any more when it is written."""
+    """The state of a log point, kept until the deferred log is written."""
 
     step: int
     updates: int
@@ -30,7 +30,7 @@ class LogPoint:
     read: Callable[[], Reading]
 
 
-def may_be_late(trainer: Any) -> bool:
+def can_defer_logs(trainer: Any) -> bool:
     """Whether nobody minds: no callback or `log` of the user's, no policy that acts on the loss, no other process."""
     args = trainer.args
     if not trainer.is_alone or args.on_spike is not None or args.on_nonfinite != "continue":

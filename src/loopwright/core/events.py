@@ -210,7 +210,7 @@ class CallbackHandler:
     def _prepared(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """The method, given what it names: `tokenizer` for old callbacks, no more than it takes for strict ones."""
         wants_tokenizer, wants_pace = names_parameter(method, "tokenizer"), names_parameter(method, "pace")
-        takes_anything = accepts(method, "an argument nobody would name")
+        takes_anything = accepts(method, "an argument without any name")
         if takes_anything and not wants_tokenizer and not wants_pace:
             return method
 

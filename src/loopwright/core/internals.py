@@ -1,4 +1,4 @@
-"""Internals: what is ours behind a trainer, with bodies that need no framework."""
+"""Internals: the library's part of a trainer, with methods that need no framework."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .signals import Interrupted, SignalWatch
 from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState
 from .strategy import Strategy
-from .throughput import Pace
+from .throughput import ThroughputMeter
 from .trainer import BaseTrainer
 from .update import Place, Update
 
@@ -37,13 +37,14 @@ from .update import Place, Update
 class Internals(ChangingMethods):
     """Trains whatever its strategy can run; a subclass brings the framework.
 
-    A trainer holds one of these under its only private name, and has no other attribute of ours: a user's subclass may
-    use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that overrides count.
+    A trainer holds one of these under its only private name, and has no other attribute of the library: a user's
+    subclass may use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that
+    overrides count.
     """
 
     strategy: Strategy
     split_at: int = -1
-    """The update after which `turn_split` begins or ends looking where the time goes."""
+    """The update after which `toggle_step_timing` begins or ends looking where the time goes."""
     plan: Plan
     _places: dict[int, Place]
     handler_class: type[CallbackHandler] = CallbackHandler
@@ -69,7 +70,7 @@ class Internals(ChangingMethods):
         self._places = {}
         self._late = []
         self.progress = Progress()
-        self.pace = Pace()
+        self.pace = ThroughputMeter()
         self.trainer.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
@@ -82,7 +83,7 @@ class Internals(ChangingMethods):
                 logger.addHandler(logging.StreamHandler())
         idle = args.without_effect()
         if idle:
-            self.notices.tell_once(f"without effect in this run: {', '.join(idle)}")
+            self.notices.warn_once(f"without effect in this run: {', '.join(idle)}")
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -96,7 +97,9 @@ class Internals(ChangingMethods):
         """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
         resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
-            raise NotAvailable("train(trial=...): hyper-parameter search is not available yet: docs/availability.md")
+            raise NotAvailable(
+                "train(trial=...): hyper-parameter search is not available yet, see docs/availability.md"
+            )
         self.ignore_keys_for_eval = ignore_keys_for_eval
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
@@ -106,9 +109,9 @@ class Internals(ChangingMethods):
             write_record(working_folder(self.args.output_dir))
         older = {} if checkpoint is not None else self.checkpoints.complete()
         if older:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
-                "takes the highest step; choose another output_dir, or delete them"
+                "would pick the highest step; choose another output_dir, or delete them"
             )
         self.trainer.is_in_train = True
         try:
@@ -147,7 +150,7 @@ class Internals(ChangingMethods):
         if problem is not None:
             raise problem
         if self.strategy.agree(found is not None and not os.path.isdir(found)):
-            raise CheckpointError(f"{found} is not there on every machine; resume from a folder that all of them share")
+            raise CheckpointError(f"{found} does not exist on every node; resume from a shared folder")
         return found
 
     def release_data(self) -> None:
@@ -189,7 +192,7 @@ class Internals(ChangingMethods):
         """The update made of these micro-batches, its targets counted."""
         raise NotImplementedError
 
-    def share_update(self, batches: list[Any]) -> Update | None:
+    def sync_update(self, batches: list[Any]) -> Update | None:
         """This process's part of an update, or None when no process has any data left."""
         raise NotImplementedError
 
@@ -213,7 +216,7 @@ class Internals(ChangingMethods):
                 if not micro_batches:
                     break
                 update = self.make_update(micro_batches)
-            elif (shared := self.share_update(micro_batches)) is None:
+            elif (shared := self.sync_update(micro_batches)) is None:
                 break
             else:
                 update = shared
@@ -232,8 +235,10 @@ class Internals(ChangingMethods):
 
     def _no_batches(self, epoch: int) -> None:
         if epoch == 0:
-            raise DataError("the training data gave no batch; with dataloader_drop_last the dataset may be too small")
-        self.notices.tell_once(f"the training data gave no batch in epoch {epoch}: training stops here")
+            raise DataError(
+                "the training data returned no batch; with dataloader_drop_last the dataset may be too small"
+            )
+        self.notices.warn_once(f"the training data returned no batch in epoch {epoch}; stopping training")
         self.control.should_training_stop = True
 
     def part_states(self) -> dict[str, Any]:
@@ -264,7 +269,7 @@ class Internals(ChangingMethods):
             except Interrupted:
                 self._undone = True
                 strategy.undo(self._held)
-                self.leave()
+                self.save_and_exit()
             except (RuntimeError, MemoryError) as error:
                 total = inputs = loss = None  # what failed may hold the memory that is missing
                 if not self.recover(error, update):
@@ -336,7 +341,7 @@ class Internals(ChangingMethods):
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
         if state.global_step == self.split_at:
-            self.turn_split(update)
+            self.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos
         state.num_input_tokens_seen += update.tokens
@@ -348,12 +353,12 @@ class Internals(ChangingMethods):
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 
-    def turn_split(self, update: Update) -> None:
+    def toggle_step_timing(self, update: Update) -> None:
         """Begin, or end after this update, looking where the time of an update goes."""
 
-    def make_pace(self) -> Pace:
+    def make_pace(self) -> ThroughputMeter:
         """What measures the speed of a run."""
-        return Pace()
+        return ThroughputMeter()
 
     def _remember_place(self, update: Update) -> None:
         """Which samples an update took, kept until its numbers are known to be finite."""
@@ -413,7 +418,7 @@ class Internals(ChangingMethods):
             newest = self._find_checkpoint("auto")
             if newest is not None:
                 if self.args.should_log:
-                    logger.warning(f"the launcher has started this run again: it goes on from {newest}")
+                    logger.warning(f"restarted by the launcher, resuming from {newest}")
                 return newest
         return self._find_checkpoint(request)
 

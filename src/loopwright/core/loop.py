@@ -6,7 +6,7 @@
         callbacks say what they want                                                   control
         log, evaluate, save: whatever was asked for, always in this order              act
 
-What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run goes on (order.py and
+What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run continues (order.py and
 the trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
 """
 
@@ -51,7 +51,7 @@ def act(trainer: Internals) -> None:
     if control.should_log:
         trainer.log_now()
     if trainer.signals.received:
-        trainer.leave()
+        trainer.save_and_exit()
     if control.should_evaluate:
         trainer.evaluate_now()
     if control.should_save:

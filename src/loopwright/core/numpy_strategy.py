@@ -190,7 +190,7 @@ class NumpyStrategy(Strategy):
 
     # ---- numbers and agreement: there is one process ----------------------------------------------------------------
 
-    def total(self, count: int) -> int:
+    def mean_count(self, count: int) -> int:
         return count
 
     def read(self, scalars: list[Any]) -> list[float]:

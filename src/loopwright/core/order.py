@@ -62,6 +62,6 @@ class Order:
             return np.arange(self.n, dtype=np.int64)
         shuffled = self.permute(self.n, self.seed + epoch)
         if self.strategy == "group_by_length":
-            assert self.lengths is not None, "length grouping was asked for without lengths"
+            assert self.lengths is not None, "group_by_length needs lengths, but none were given"
             return grouped_by_length(self.lengths, self.group_size, shuffled)
         return shuffled

@@ -1,4 +1,4 @@
-"""Calling a user's method with what its signature accepts, and refusing overrides nobody would call."""
+"""Calling a user's method with the arguments its signature accepts, and refusing overrides that are never called."""
 
 from __future__ import annotations
 

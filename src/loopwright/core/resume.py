@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: state, progress and plan; what the arguments changed; the best model."""
+"""Resuming from a checkpoint: state, progress and plan; changed arguments; the best model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .state import Progress, TrainerState
 
 CHANGES = {
     ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):
-        "the checkpoint's optimizer and schedule are loaded, so these stay as they were",
+        "the checkpoint's optimizer and schedule are restored, so these are unchanged",
     ("seed", "data_seed", "train_sampling_strategy"):
-        "samples come in another order from here on, so some of this epoch come twice and some not at all",
+        "the order of samples differs from now on, so some samples of this epoch are repeated and others skipped",
 }  # fmt: skip
 """Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
 
@@ -74,7 +74,7 @@ class ResumingMethods(Internals):
             saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
         )
         if warning:
-            self.notices.tell_once(warning)
+            self.notices.warn_once(warning)
 
     def _saves_models_itself(self) -> bool:
         """Whether the user's own code writes the model."""
@@ -122,7 +122,7 @@ class ResumingMethods(Internals):
         for names, effect in CHANGES.items():
             changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
             if changed:
-                self.notices.tell_once(f"not as in {folder.name}: {', '.join(changed)}; {effect}")
+                self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
 
     def plan_to_go_on(self, checkpoint: str) -> Plan:
         """The plan; with batches of another size, the updates done so far plus those of the samples left."""
@@ -136,8 +136,8 @@ class ResumingMethods(Internals):
         progress = Progress(**document["progress"])
         shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
         if args.max_steps <= 0 and not are_alike:
-            self.notices.tell_once(
-                f"updates have another size than in {folder.name}: after its {step} there are "
+            self.notices.warn_once(
+                f"the effective batch size differs from {folder.name}: after its {step} updates there are "
                 f"{shifted.max_steps - step} more"
             )
         return shifted
@@ -231,7 +231,7 @@ class ResumingMethods(Internals):
         if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
         if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
-            self.notices.tell_once(f"the best checkpoint, {best}, could not be saved: the last weights are kept")
+            self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
         self._load_weights_of(self.checkpoints.local(best))
 

@@ -69,7 +69,7 @@ def _unknown_options(name: str, options: Mapping[str, Any]) -> list[str]:
     accepted = schedule_options(name)
     listing = ", ".join(accepted) if accepted else "no options"
     return [
-        f"The schedule '{name}' does not know the option '{key}' (given {value!r}). It accepts {listing}."
+        f"The schedule '{name}' has no option '{key}' (given {value!r}). It accepts {listing}."
         for key, value in options.items()
         if key not in accepted
     ]
@@ -293,7 +293,7 @@ FALLS: dict[str, Callable[[float, float], float]] = {
 
 def _check_shapes(warmup_type: str, decay_type: str) -> None:
     problems = [
-        f"The schedule 'warmup_stable_decay' does not know {option}={given!r}. Choose {', '.join(table)}."
+        f"The schedule 'warmup_stable_decay' has no {option}={given!r}. Choose {', '.join(table)}."
         for option, given, table in (("warmup_type", warmup_type, RISES), ("decay_type", decay_type, FALLS))
         if given not in table
     ]

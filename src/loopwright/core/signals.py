@@ -1,4 +1,4 @@
-"""Noticing that somebody wants the run to stop: signals set a flag, and the loop looks at it.
+"""Signal handling: signals set a flag, and the loop reads it.
 
 SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
 finish and then raises KeyboardInterrupt as usual. A second signal does at once what it would have done without us.
@@ -101,9 +101,11 @@ class SignalWatch:
         if not _is_launched():
             self._restore()
         if self.noted == "SIGINT":
-            logger.warning("interrupted: this update is finished first; again to stop now")
+            logger.warning("interrupted: finishing this update first; interrupt again to stop now")
             return
-        logger.warning(f"{self.noted} received: the run saves its last finished update and stops; again to stop now")
+        logger.warning(
+            f"{self.noted} received: saving the last finished update and stopping; send it again to stop now"
+        )
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving: it may well leave
 

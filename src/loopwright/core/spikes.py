@@ -1,4 +1,4 @@
-"""Noticing that the loss has jumped: far above what it was at the last few log points."""
+"""Loss spike detection: a loss far above those at the last few log points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FACTOR = 4.0
 
 
 class SpikeWatch:
-    """Remembers the last logged losses and tells a jump from noise."""
+    """Remembers the last logged losses and distinguishes a spike from noise."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)

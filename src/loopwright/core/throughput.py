@@ -1,4 +1,4 @@
-"""How fast a run goes between two log points: counters and a wall clock, never a wait for the device."""
+"""Throughput between two log points: counters and a wall clock, without a device synchronization."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Interval:
-    """What was done between two log points; NaN is a count nobody could make."""
+    """What was done between two log points; NaN is an unknown count."""
 
     seconds: float = 0.0
     """Wall time, without evaluations and saves."""
@@ -32,7 +32,7 @@ class Interval:
         return Interval(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
-class Pace:
+class ThroughputMeter:
     """Collects what each update did and says at log points how fast that was.
 
     The loop adds to the public counters itself, without a call: they are touched in every update. A log point reads the

@@ -84,7 +84,7 @@ class DataMethods(KerasBase, ResumingMethods):
     def _pipeline_source(self, dataset: Any, what: str, size: int, *, training: bool, drop: bool) -> Source:
         batched = is_batched(dataset)
         if batched:
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"the {what} pipeline is batched already: its batches are taken as they are, over all replicas, and "
                 "the order is its own"
             )
@@ -112,7 +112,7 @@ class DataMethods(KerasBase, ResumingMethods):
         surplus = [name for name in features if name not in inputs]
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
-            self.notices.tell_once(f"withheld because the model does not take them: {', '.join(surplus)}")
+            self.notices.warn_once(f"withheld because the model does not take them: {', '.join(surplus)}")
         return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
 
     # ---- order ------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class DataMethods(KerasBase, ResumingMethods):
             yield from batches
 
     def _begin_skip(self, done: int) -> None:
-        self.notices.tell_once(
+        self.notices.warn_once(
             f"this data cannot be positioned: {done} batches already trained on are read again and left out"
         )
         if self._epoch_rng is not None:
@@ -236,7 +236,7 @@ class DataMethods(KerasBase, ResumingMethods):
             return None
         folder = source.files()
         if getattr(source, "cannot_save", None):
-            self.notices.tell_once(
+            self.notices.warn_once(
                 f"TensorFlow cannot save where this pipeline stands ({source.cannot_save}): a resumed run reads the "
                 "batches of its epoch again and leaves them out"
             )

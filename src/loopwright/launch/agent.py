@@ -30,7 +30,7 @@ LAST_LINES = 20
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and tells restarts apart."""
+    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and distinguishes restarts."""
 
     current: Agent | None = None
     elastic = False
@@ -109,9 +109,9 @@ def _run(make_words: Callable[[], list[str]], patience: float) -> int:
             now = time.monotonic()
             lost_at = now if lost_at is None or now - started > patience else lost_at
             if now - lost_at >= patience:
-                logger.error(f"the other machines cannot be reached: {error}")
+                logger.error(f"the other nodes cannot be reached: {error}")
                 return FAILED
-            logger.warning(f"the meeting point is lost ({_short(error)}); this machine tries to come back")
+            logger.warning(f"lost the rendezvous ({_short(error)}); this node tries to rejoin")
             os.environ[RESUME] = "auto"
             time.sleep(PAUSE)
 
@@ -143,7 +143,7 @@ def _failed(error: ChildFailedError) -> int:
 
 
 def _saved() -> int:
-    logger.warning("every worker has saved and stopped; start again to go on")
+    logger.warning("every worker saved and stopped; run again to resume")
     return STOPPED_AFTER_SAVING
 
 

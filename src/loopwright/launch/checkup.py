@@ -1,4 +1,4 @@
-"""What each process of `loopwright doctor` does: meet the others, add up, and measure the way between them.
+"""The checks of `loopwright doctor` on each rank: rendezvous, all-reduce, bandwidth and latency.
 
     torchrun ... -m loopwright.launch.checkup
 
@@ -68,8 +68,8 @@ def missing(hosts: dict[int, str], world: int, seconds: float) -> str:
     absent = [str(rank) for rank in range(world) if rank not in hosts]
     present = "; ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(hosts))
     return (
-        f"{len(absent)} of {world} ranks did not come within {seconds:g} s: {', '.join(absent)}. Here are: {present}. "
-        "Look at the machines of the missing ones: are they started, and do firewalls let the ports through?"
+        f"{len(absent)} of {world} ranks did not join within {seconds:g} s: {', '.join(absent)} (joined: {present}). "
+        "Check that the missing ones are started and that no firewall blocks the ports"
     )
 
 
@@ -99,7 +99,7 @@ def check_sum(rank: int, world: int, device: torch.device) -> float:
     dist.all_reduce(value)
     expected = world * (world + 1) / 2
     if not bool((value == expected).all()):
-        raise LoopwrightError(f"all-reduce gives {value[0].item()} where {expected} is right: the backend is broken")
+        raise LoopwrightError(f"all-reduce returned {value[0].item()} instead of {expected}: the backend is broken")
     return expected
 
 

@@ -9,21 +9,21 @@ from typing import Any
 import yaml
 
 from ..errors import ArgumentsError
-from .request import Request
+from .request import LaunchRequest
 from .torchrun import SHUTDOWN
 
 RESTARTS = 10
 """How often a job may come back: pods are moved often, and each time it goes on from its last checkpoint."""
 
 
-def manifest(request: Request) -> str:
+def manifest(request: LaunchRequest) -> str:
     """The manifest as YAML."""
     if not request.own.image:
-        raise ArgumentsError("--kubernetes needs --image: the container image with the script and loopwright in it")
+        raise ArgumentsError("--kubernetes needs --image, a container image with the script and loopwright")
     return str(yaml.safe_dump(KINDS[request.own.kind](request), sort_keys=False))
 
 
-def pytorch_job(request: Request) -> dict[str, Any]:
+def pytorch_job(request: LaunchRequest) -> dict[str, Any]:
     """A PyTorchJob; the operator tells torchrun the number of machines and where they meet through PET_* variables."""
     low, high = request.nodes
     replica = {
@@ -47,11 +47,11 @@ def pytorch_job(request: Request) -> dict[str, Any]:
     return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(request), "spec": spec}
 
 
-def train_job(request: Request) -> dict[str, Any]:
+def train_job(request: LaunchRequest) -> dict[str, Any]:
     """A TrainJob on the cluster's `torch-distributed` runtime."""
     if request.is_elastic:
         raise ArgumentsError(
-            f"--nnodes {request.values.nnodes}: a TrainJob has a fixed number of machines; use --kind PyTorchJob"
+            f"--nnodes {request.values.nnodes}: a TrainJob has a fixed number of nodes; use --kind PyTorchJob"
         )
     own = request.own
     trainer: dict[str, Any] = {
@@ -77,10 +77,10 @@ def train_job(request: Request) -> dict[str, Any]:
     }
 
 
-KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {"PyTorchJob": pytorch_job, "TrainJob": train_job}
+KINDS: dict[str, Callable[[LaunchRequest], dict[str, Any]]] = {"PyTorchJob": pytorch_job, "TrainJob": train_job}
 
 
-def _pod(request: Request, *, container: str) -> dict[str, Any]:
+def _pod(request: LaunchRequest, *, container: str) -> dict[str, Any]:
     volumes, mounts = _volumes(request)
     body = {
         "name": container,
@@ -95,7 +95,7 @@ def _pod(request: Request, *, container: str) -> dict[str, Any]:
     return {"terminationGracePeriodSeconds": SHUTDOWN + 30, "containers": [body], "volumes": volumes}
 
 
-def _command(request: Request) -> list[str]:
+def _command(request: LaunchRequest) -> list[str]:
     """Machines and meeting point come from the operator, so they are not said here."""
     words = ["loopwright", "launch"]
     if request.own.threads:
@@ -103,17 +103,17 @@ def _command(request: Request) -> list[str]:
     return [*words, *request.passed_on, *request.script]
 
 
-def _variables(request: Request) -> list[dict[str, str]]:
+def _variables(request: LaunchRequest) -> list[dict[str, str]]:
     variables = {"LOOPWRIGHT_RESUME": "auto"}  # a pod that comes back cannot know that it has been here before
     for given in request.own.variable:
         name, equals, value = given.partition("=")
         if not equals or not name:
-            raise ArgumentsError(f"--variable {given!r}: say it as NAME=VALUE")
+            raise ArgumentsError(f"--variable {given!r}: use the form NAME=VALUE")
         variables[name] = value
     return [{"name": name, "value": value} for name, value in variables.items()]
 
 
-def _resources(request: Request) -> dict[str, Any]:
+def _resources(request: LaunchRequest) -> dict[str, Any]:
     own = request.own
     gpus = own.processes if own.gpus is None else own.gpus
     limits = {
@@ -125,20 +125,20 @@ def _resources(request: Request) -> dict[str, Any]:
     return {"limits": kept, "requests": dict(kept)} if kept else {}
 
 
-def _volumes(request: Request) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+def _volumes(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     # Loader workers hand batches over in shared memory; a container's 64 MiB of it are soon full.
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, given in enumerate(request.own.claim):
         claim, colon, path = given.partition(":")
         if not colon or not path.startswith("/"):
-            raise ArgumentsError(f"--claim {given!r}: say it as CLAIM:/path/in/the/container")
+            raise ArgumentsError(f"--claim {given!r}: use the form CLAIM:/path/in/the/container")
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
     return volumes, mounts
 
 
-def _metadata(request: Request) -> dict[str, str]:
+def _metadata(request: LaunchRequest) -> dict[str, str]:
     name = re.sub(r"[^a-z0-9-]+", "-", request.name.lower()).strip("-")[:63] or "train"
     name = name if name[0].isalpha() else f"job-{name}"[:63]
     return {"name": name, **({"namespace": request.own.namespace} if request.own.namespace else {})}

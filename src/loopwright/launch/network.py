@@ -1,4 +1,4 @@
-"""Addresses: which of this machine's others can reach, and through which interface."""
+"""Addresses and network interfaces through which other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def endpoint(text: str) -> tuple[str, int]:
     if not colon or text.endswith("]") or (":" in host and not host.endswith("]")):  # no port, or a bare v6 address
         return text.strip("[]"), PORT
     if not port.isdigit():
-        raise ArgumentsError(f"{text!r}: {port!r} is not a port number; say host:port such as node1:{PORT}")
+        raise ArgumentsError(f"{text!r}: {port!r} is not a port number; use host:port such as node1:{PORT}")
     return host.strip("[]"), int(port)
 
 
@@ -27,7 +27,7 @@ def is_here(host: str) -> bool:
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise ArgumentsError(f"the host {host!r} cannot be resolved ({error}); give an address") from error
+        raise ArgumentsError(f"the host {host!r} cannot be resolved ({error}); use an IP address") from error
     return any(_can_listen(str(address)) for address in addresses)
 
 

@@ -13,7 +13,7 @@ from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger
 from .machine import Machine
-from .request import Request
+from .request import LaunchRequest
 
 RESTARTS = 3
 
@@ -26,18 +26,18 @@ def workers(text: str) -> int | tuple[int, int]:
     except ValueError:
         bounds = (0, 0)
     if not 1 <= bounds[0] <= bounds[1]:
-        raise ArgumentsError(f"--ray {text}: give a number of workers, or MIN:MAX such as 1:4")
+        raise ArgumentsError(f"--ray {text}: use a number of workers, or MIN:MAX such as 1:4")
     return bounds if colon else bounds[0]
 
 
-def settings(request: Request, machine: Machine) -> dict[str, Any]:
+def settings(request: LaunchRequest, machine: Machine) -> dict[str, Any]:
     """What Ray is asked for, as plain values."""
     own = request.own
     given = [f"--{name.replace('_', '-')}" for name in sorted(request.given) if name not in ("max_restarts", "module")]
     if own.processes is not None:
         given.append("--processes")
     if given:
-        raise ArgumentsError(f"--ray places the processes itself; without effect there: {', '.join(given)}")
+        raise ArgumentsError(f"--ray places the processes itself and ignores {', '.join(given)}")
     accelerated = machine.devices > 0
     cores = own.threads or 1
     resources = {"CPU": cores, **({"GPU": 1} if accelerated else {})}
@@ -53,7 +53,7 @@ def settings(request: Request, machine: Machine) -> dict[str, Any]:
     }
 
 
-def run_on_ray(request: Request, machine: Machine) -> int:
+def run_on_ray(request: LaunchRequest, machine: Machine) -> int:
     """Run the script on the workers to its end; returns the exit code."""
     wanted = settings(request, machine)
     if request.own.dry_run:
@@ -107,13 +107,13 @@ def _ended(error: BaseException) -> int:
         texts.append(str(chain))
         chain = chain.__cause__ or chain.__context__
     if any(StoppedAfterSaving.MARK in text for text in texts):
-        logger.warning("every worker has saved and stopped; start again to go on")
+        logger.warning("every worker saved and stopped; run again to resume")
         return STOPPED_AFTER_SAVING
     raise LoopwrightError(f"the run on Ray failed: {texts[0]}") from error
 
 
 class StoppedAfterSaving(RuntimeError):
-    """A worker saved a checkpoint and left because it was told to stop."""
+    """A worker saved a checkpoint and exited because of a signal."""
 
     MARK = f"exit code {STOPPED_AFTER_SAVING}: saved and stopped"
 
@@ -135,4 +135,4 @@ def _work(script: dict[str, Any]) -> None:
         if end.code == STOPPED_AFTER_SAVING:
             raise StoppedAfterSaving(StoppedAfterSaving.MARK) from end
         if end.code not in (None, 0):
-            raise RuntimeError(f"the script ended with {end.code!r}") from end
+            raise RuntimeError(f"the script exited with {end.code!r}") from end

@@ -12,7 +12,7 @@ from ..errors import ArgumentsError
 
 
 @dataclass(frozen=True)
-class Request:
+class LaunchRequest:
     """A launch as the user said it."""
 
     own: argparse.Namespace
@@ -34,7 +34,7 @@ class Request:
         except ValueError:
             nodes = (0, 0)
         if not 1 <= nodes[0] <= nodes[1]:
-            raise ArgumentsError(f"--nnodes {self.values.nnodes}: give a number of machines, or MIN:MAX such as 1:4")
+            raise ArgumentsError(f"--nnodes {self.values.nnodes}: use a number of nodes, or MIN:MAX such as 1:4")
         return nodes
 
     @property
@@ -71,16 +71,16 @@ def read(
     own: argparse.ArgumentParser,
     torchrun: argparse.ArgumentParser,
     environment: Mapping[str, str],
-) -> Request:
+) -> LaunchRequest:
     """Sort the words before the script into ours and torchrun's; what follows the script is the script's."""
     mine, theirs, script = split(words, own, torchrun)
     options = own.parse_args(mine)
     if not script:
-        raise ArgumentsError("no script was named: loopwright launch [options] train.py [the script's own options]")
+        raise ArgumentsError("no script was given: loopwright launch [options] train.py [the script's own options]")
     values = torchrun.parse_args([*theirs, *script])
     named = {action.dest for word in theirs if (action := _action(word, torchrun)) is not None}
     preset = {name.removeprefix("PET_").lower() for name in environment if name.startswith("PET_")}
-    return Request(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
+    return LaunchRequest(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
 
 
 def split(
@@ -110,4 +110,7 @@ def _unknown(word: str, *parsers: argparse.ArgumentParser) -> str:
     known = [option for parser in parsers for option in parser._option_string_actions]
     close = get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else "see loopwright launch --help and torchrun --help."
-    return f"{name} is no option of loopwright launch or torchrun: {advice} Options of the script come after the script"
+    return (
+        f"{name} is not an option of loopwright launch or torchrun: {advice} Options of the script come after the "
+        "script"
+    )

@@ -1,4 +1,4 @@
-"""An sbatch script that runs the launch on every machine of a job and puts itself back into the queue."""
+"""An sbatch script that runs the launch on every node of a job and requeues itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import shlex
 
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError
-from .request import Request
+from .request import LaunchRequest
 
 TEMPLATE = """\
 #!/bin/bash
 {directives}
 
 # Written by `loopwright launch --slurm`. {before_limit} seconds before the time limit, and when the job is preempted,
-# every process saves one checkpoint and exits with {saved}; the job goes back into the queue and goes on from there.
+# every rank saves one checkpoint and exits with {saved}; the job is requeued and resumes from there.
 set -uo pipefail
 {before}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -29,14 +29,14 @@ wait "$step"; code=$?
 while kill -0 "$step" 2> /dev/null; do wait "$step"; code=$?; done  # a trap ends `wait` early
 
 if [ "$code" -eq {saved} ]; then
-    echo "saved and stopped: back into the queue"
+    echo "saved and stopped: requeuing"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
 
 
-def script(request: Request) -> str:
+def script(request: LaunchRequest) -> str:
     """The text of the sbatch script."""
     most = request.nodes[1]
     directives = [f"#SBATCH --{name}={value}" if value else f"#SBATCH --{name}" for name, value in _directives(request)]
@@ -49,7 +49,7 @@ def script(request: Request) -> str:
     )
 
 
-def _directives(request: Request) -> list[tuple[str, str]]:
+def _directives(request: LaunchRequest) -> list[tuple[str, str]]:
     own = request.own
     gpus = own.processes if own.gpus is None else own.gpus
     table = {
@@ -67,12 +67,12 @@ def _directives(request: Request) -> list[tuple[str, str]]:
     for given in own.sbatch:
         name, _, value = given.removeprefix("--").partition("=")
         if not name:
-            raise ArgumentsError(f"--sbatch {given!r}: say it as option=value, such as partition=gpu")
+            raise ArgumentsError(f"--sbatch {given!r}: use the form option=value, such as partition=gpu")
         table[name] = value
     return [(name, value) for name, value in table.items() if value is not None]
 
 
-def _command(request: Request, nodes: int) -> str:
+def _command(request: LaunchRequest, nodes: int) -> str:
     words = ["loopwright", "launch", "--nnodes", '"$SLURM_JOB_NUM_NODES"']
     if request.is_elastic:
         words[3] = f"{request.nodes[0]}:{nodes}"

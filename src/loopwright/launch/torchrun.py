@@ -1,4 +1,4 @@
-"""The torchrun command line and environment of a launch: what the user said, and defaults for what was left open."""
+"""The torchrun command line and environment of a launch, with defaults for what the user did not set."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import ArgumentsError
 from . import network
 from .machine import Machine
-from .request import Request
+from .request import LaunchRequest
 
 LOGS = "loopwright-logs"
 HOME = "127.0.0.1"
@@ -28,7 +28,7 @@ class Way:
     interface: str | None = None
 
 
-def find_way(request: Request) -> Way:
+def find_way(request: LaunchRequest) -> Way:
     """The meeting point of the machines and how this one reaches it."""
     if request.nodes[1] == 1 and not request.own.host and "rdzv_endpoint" not in request.given:
         return Way(interface=request.own.interface or network.interface_of(HOME))
@@ -37,7 +37,8 @@ def find_way(request: Request) -> Way:
     given = request.own.host or request.values.rdzv_endpoint
     if not given:
         raise ArgumentsError(
-            f"--nnodes {request.values.nnodes} needs --host ADDRESS: the machine where all meet, the same words on each"
+            f"--nnodes {request.values.nnodes} needs --host ADDRESS, the rendezvous node; use the same value on each "
+            "node"
         )
     host, port = network.endpoint(given)
     local = network.address_towards(host, port)
@@ -47,7 +48,7 @@ def find_way(request: Request) -> Way:
     return Way(host, port, hosts, local, interface)
 
 
-def words(request: Request, machine: Machine, way: Way, *, knows: frozenset[str]) -> list[str]:
+def words(request: LaunchRequest, machine: Machine, way: Way, *, knows: frozenset[str]) -> list[str]:
     """The words torchrun is started with; `knows` are the options this version of torchrun has."""
     defaults = {**_counts(request, machine), **_meeting(request, way), **_logs(request)}
     if "shutdown_timeout" in knows:
@@ -58,14 +59,14 @@ def words(request: Request, machine: Machine, way: Way, *, knows: frozenset[str]
     return [*added, *_passed(request, way), *request.script]
 
 
-def _counts(request: Request, machine: Machine) -> dict[str, str]:
+def _counts(request: LaunchRequest, machine: Machine) -> dict[str, str]:
     counts = {"nproc_per_node": str(request.own.processes or machine.devices or 1)}
     if request.is_elastic:
         counts["max_restarts"] = "3"
     return counts
 
 
-def processes(request: Request, machine: Machine) -> int | None:
+def processes(request: LaunchRequest, machine: Machine) -> int | None:
     """Processes on this machine; None when torchrun is to count them (`gpu`, `cpu`, `auto`)."""
     if "nproc_per_node" not in request.given:
         return int(request.own.processes or machine.devices or 1)
@@ -73,7 +74,7 @@ def processes(request: Request, machine: Machine) -> int | None:
     return int(given) if given.isdigit() else None
 
 
-def _meeting(request: Request, way: Way) -> dict[str, str]:
+def _meeting(request: LaunchRequest, way: Way) -> dict[str, str]:
     if request.is_static or request.values.standalone:
         return {}
     at_home = way.port == 0
@@ -89,14 +90,14 @@ def _meeting(request: Request, way: Way) -> dict[str, str]:
     return meeting
 
 
-def _logs(request: Request) -> dict[str, str]:
+def _logs(request: LaunchRequest) -> dict[str, str]:
     if request.own.no_log_files:
         return {}
     # Each rank's output goes to its files; the screen shows the first process of each machine.
     return {"log_dir": LOGS, "tee": "3", "local_ranks_filter": "0"}
 
 
-def _passed(request: Request, way: Way) -> list[str]:
+def _passed(request: LaunchRequest, way: Way) -> list[str]:
     """The user's own options of torchrun; who hosts the meeting is added to rdzv-conf if it was left open."""
     passed = list(request.passed)
     conf = str(request.values.rdzv_conf or "")
@@ -105,7 +106,7 @@ def _passed(request: Request, way: Way) -> list[str]:
     return passed
 
 
-def environment(request: Request, machine: Machine, way: Way, existing: Mapping[str, str]) -> dict[str, str]:
+def environment(request: LaunchRequest, machine: Machine, way: Way, existing: Mapping[str, str]) -> dict[str, str]:
     """Variables the workers get in addition; what the user has set stays."""
     count = processes(request, machine) or machine.devices or machine.cores
     wanted = {

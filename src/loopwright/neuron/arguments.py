@@ -25,63 +25,69 @@ class NeuronArgs(Group):
     xla_spmd: str | None = arg(
         None, "On lazy XLA, one process drives all devices: data or fsdp.", choices=("data", "fsdp")
     )
-    tensor_parallel_size: int = arg(1, "Devices one layer is split over.", check=positive)
+    tensor_parallel_size: int = arg(1, "Number of devices each layer is split across.", check=positive)
     tensor_parallel_plan: dict[str, Any] | str | None = arg(
-        None, "Which layers are split, by name pattern: colwise or rowwise; the model's own plan when not given."
+        None, "Which layers are split, by name pattern: colwise or rowwise; defaults to the model's own plan."
     )
-    zero_1: bool = arg(True, "Several processes share the optimizer state (FSDP2 that keeps whole weights).")
-    use_autocast: bool = arg(False, "With bf16: weights stay in 32 bits and matrix products are cast.")
+    zero_1: bool = arg(True, "Shard the optimizer state across ranks (FSDP2 with unsharded weights).")
+    use_autocast: bool = arg(False, "With bf16: keep the weights in fp32 and cast matmuls.")
     stochastic_rounding_enabled: bool = arg(
-        True, "Weights kept in bf16 are rounded up or down at random, so that small updates are not lost."
+        True, "Round weights kept in bf16 stochastically, so that small updates are not lost."
     )
-    optimizer_use_master_weights: bool = arg(True, "With bf16: weights are kept in 32 bits.")
-    optimizer_use_fp32_grad_acc: bool = arg(True, "Gradients are added up in 32 bits.")
-    optimizer_save_master_weights_in_ckpt: bool | None = arg(None, "Checkpoints hold the weights in 32 bits.")
-    compile_cache_dir: str | None = arg(None, "Where compiled graphs are kept from run to run.")
-    pipeline_parallel_size: int = arg(1, "Stages the model is cut into.", check=positive)
+    optimizer_use_master_weights: bool = arg(True, "With bf16: keep the weights in fp32.")
+    optimizer_use_fp32_grad_acc: bool = arg(True, "Accumulate gradients in fp32.")
+    optimizer_save_master_weights_in_ckpt: bool | None = arg(None, "Save the weights in fp32 in checkpoints.")
+    compile_cache_dir: str | None = arg(None, "Where compiled graphs are kept between runs.")
+    pipeline_parallel_size: int = arg(1, "Number of pipeline stages.", check=positive)
     pipeline_parallel_num_microbatches: int | None = arg(None, "Micro-batches in a pipeline.")
     pipeline_parallel_use_zero1_optimizer: bool | None = arg(None, "ZeRO-1 inside a pipeline.")
-    disable_sequence_parallel: bool | None = arg(None, "Do not split activations along the sequence.")
+    disable_sequence_parallel: bool | None = arg(None, "Disable sequence parallelism.")
     kv_size_multiplier: int | None = arg(None, "How often key and value heads are repeated.")
-    fuse_qkv: bool | None = arg(None, "Queries, keys and values as one matrix.")
-    recompute_causal_mask: bool = arg(True, "The model makes its causal mask in every step.")
-    use_xser: bool | None = arg(None, "Tensors of a checkpoint in files of their own.")
-    num_local_ranks_per_step: int | None = arg(None, "How many processes of a machine save at a time.")
+    fuse_qkv: bool | None = arg(None, "Fuse queries, keys and values into one matrix.")
+    recompute_causal_mask: bool = arg(True, "The model builds its causal mask in every step.")
+    use_xser: bool | None = arg(None, "Save the tensors of a checkpoint in separate files.")
+    num_local_ranks_per_step: int | None = arg(None, "How many ranks of a node save at the same time.")
     skip_cache_push: bool = arg(True, "Do not push compiled graphs to the Hub.")
     hub_neuronx_cache: str | None = arg(None, "The Hub repository of compiled graphs.")
-    dataloader_prefetch_size: int | None = arg(None, "Batches kept ready on the device.")
+    dataloader_prefetch_size: int | None = arg(None, "Batches prefetched to the device.")
 
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "pipeline_parallel_size": (
         lambda value: value > 1,
-        "pipelines are not available; split layers with tensor_parallel_size, or shard with several processes",
+        "pipeline parallelism is not available; use tensor_parallel_size, or shard across several ranks",
     ),
-    "pipeline_parallel_num_microbatches": (lambda value: value is not None, "pipelines are not available"),
-    "pipeline_parallel_use_zero1_optimizer": (lambda value: value is not None, "pipelines are not available"),
+    "pipeline_parallel_num_microbatches": (lambda value: value is not None, "pipeline parallelism is not available"),
+    "pipeline_parallel_use_zero1_optimizer": (lambda value: value is not None, "pipeline parallelism is not available"),
     "disable_sequence_parallel": (
         lambda value: value is False,
-        "activations are not split along the sequence; leave it out, or set it to True",
+        "sequence parallelism is not available; remove it, or set it to True",
     ),
     "kv_size_multiplier": (
         lambda value: value not in (None, 1),
-        "it belongs to models rewritten for neuronx_distributed; models are used as they are, so leave it out",
+        "it applies to models rewritten for neuronx_distributed, but models are used unchanged; remove it",
     ),
-    "fuse_qkv": (bool, "it belongs to models rewritten for neuronx_distributed; models are used as they are"),
-    "recompute_causal_mask": (lambda value: not value, "models make their mask in every step; leave it at True"),
-    "use_xser": (lambda value: value is not None, "checkpoints are safetensors files; there is nothing to choose"),
+    "fuse_qkv": (bool, "it applies to models rewritten for neuronx_distributed, but models are used unchanged"),
+    "recompute_causal_mask": (lambda value: not value, "models build their mask in every step; leave it at True"),
+    "use_xser": (lambda value: value is not None, "checkpoints are always safetensors files"),
     "num_local_ranks_per_step": (
         lambda value: value is not None,
-        "each process copies its part to host memory and writes it in the background; leave it out",
+        "each rank copies its shard to host memory and writes it in the background; remove it",
     ),
     "skip_cache_push": (lambda value: not value, "compiled graphs are not pushed to the Hub; use compile_cache_dir"),
     "hub_neuronx_cache": (
         lambda value: value is not None,
-        "compiled graphs do not come from the Hub; compile_cache_dir may be a shared folder or, on Neuron, an S3 URL",
+        (
+            "compiled graphs are not downloaded from the Hub; compile_cache_dir may be a shared folder or, on Neuron, "
+            "an S3 URL"
+        ),
     ),
     "dataloader_prefetch_size": (
         lambda value: value is not None,
-        "batches travel while the device works on the last step; dataloader_prefetch_factor keeps more of them ready",
+        (
+            "batches are copied while the device runs the previous step; dataloader_prefetch_factor keeps more of them "
+            "ready"
+        ),
     ),
 }
 """Arguments that ask for what is not here: when they do, and what to do instead."""
@@ -161,7 +167,7 @@ def _rounding_problem(args: Any) -> str | None:
         return None
     if args.optimizer_use_fp32_grad_acc and args.gradient_accumulation_steps > 1:
         return (
-            "optimizer_use_fp32_grad_acc=True: gradients of bf16 weights are bf16; keep the weights in 32 bits "
+            "optimizer_use_fp32_grad_acc=True, but gradients of bf16 weights are bf16; keep the weights in fp32 "
             "(optimizer_use_master_weights=True), or set it to False"
         )
     return None
@@ -173,9 +179,11 @@ def _master_problem(args: Any) -> str | None:
         return None
     kept = args.use_autocast or args.optimizer_use_master_weights
     if wanted and not kept:
-        return "optimizer_save_master_weights_in_ckpt=True: the weights are bf16, so there are no others to save"
+        return (
+            "optimizer_save_master_weights_in_ckpt=True, but the weights are bf16 and there are no fp32 copies to save"
+        )
     if not wanted and kept:
-        return "optimizer_save_master_weights_in_ckpt=False: the weights in 32 bits are the model, so they are saved"
+        return "optimizer_save_master_weights_in_ckpt=False, but the fp32 weights are the model, so they are saved"
     return None
 
 

@@ -32,9 +32,9 @@ class NeuronInternals(TorchInternals):
         super().construct(model, args, **given)
         tell_device(self.device, args.use_cpu)
         if getattr(args, "zero_1", False) and self.strategy.world_size > 1 and is_lazy(self.device):
-            self.notices.tell_once(
-                "zero_1: several processes on lazy XLA each keep the whole optimizer state; set zero_1=False, or let "
-                "one process drive the devices and spread it (xla_spmd='fsdp')"
+            self.notices.warn_once(
+                "zero_1: on lazy XLA each rank keeps the whole optimizer state; set zero_1=False, or let one process "
+                "drive all devices and shard it (xla_spmd='fsdp')"
             )
 
     def wants_static_shapes(self) -> bool:
@@ -179,4 +179,4 @@ def tell_device(device: torch.device, asked_for_cpu: bool) -> None:
         logger.info(f"training on {device}")
         return
     commands = "\n".join(f"  {name}: {kind.install}" for name, kind in known_kinds().items())
-    logger.warning(f"no accelerator was found, so training runs on the CPU; to get one into torch:\n{commands}")
+    logger.warning(f"no accelerator was found, so training runs on the CPU; to use one, install:\n{commands}")

@@ -1,4 +1,4 @@
-"""The trainer's accelerations: what it tells the speed room, and what it does with its plan."""
+"""The trainer's accelerations: the inputs of the speed engine, and the use of its plan."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
-from ..speed.engine import Conductor
-from ..speed.inputs import Situation
+from ..speed.engine import SpeedEngine
+from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.model_stamp import fingerprint, is_foreign
 from ..speed.planner.decision import SpeedPlan
@@ -44,7 +44,7 @@ BATCHES_ARE_THEIRS = {
 }
 """Overrides that see micro-batches as the collator made them, so that they stay that way."""
 INPUTS_ARE_THEIRS = {
-    "compute_loss": "compute_loss is overridden, and may look at the mask",
+    "compute_loss": "compute_loss is overridden and may read the mask",
     "_prepare_inputs": "_prepare_inputs is overridden",
     "_prepare_input": "_prepare_input is overridden",
     "compute_loss_context_manager": "compute_loss_context_manager is overridden",
@@ -57,7 +57,7 @@ class SpeedMethods(TorchBase):
 
     accounting: Any
     speed_plan: dict[str, Any] | None = None
-    _speed: Conductor | None = None
+    _speed: SpeedEngine | None = None
     """None when micro-batches stay as the collator made them."""
     graph_recorder: Any = None
     """What records micro-batches where it is not CUDA that does."""
@@ -65,7 +65,7 @@ class SpeedMethods(TorchBase):
     _has_planned = False
     """Whether all processes of the run have made their plan."""
 
-    def _start_speed(self) -> Conductor | None:
+    def _start_speed(self) -> SpeedEngine | None:
         """The one who lays out updates, or None with the reason told."""
         self._has_planned = False
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
@@ -75,35 +75,37 @@ class SpeedMethods(TorchBase):
             self.speed_plan = plan.as_dict()
             if self.args.speed == "off":
                 return None
-            logger.info(f"speed: micro-batches stay as the collator makes them: {reason}")
+            logger.info(f"speed: keeping the collator's micro-batches: {reason}")
             if self.args.per_device_train_batch_tokens:
-                self.notices.tell_once(f"per_device_train_batch_tokens is not kept where batches are padded: {reason}")
+                self.notices.warn_once(
+                    f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
+                )
             return None
-        return Conductor(self._situation, announce=self._announce_plan, tell=self.notices.tell_once)
+        return SpeedEngine(self._situation, announce=self._announce_plan, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in BATCHES_ARE_THEIRS.items():
             if is_overridden(self.trainer, name):
                 return reason
         if self.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha is set, and the size of its noise depends on the length of rows"
+            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
         if self.callback_handler.listens("on_substep_end"):
-            return "a callback listens to on_substep_end, which comes after each micro-batch"
+            return "a callback uses on_substep_end, which is called after each micro-batch"
         if self.wants_static_shapes():  # type: ignore[attr-defined]
-            return "batches keep few shapes, since this device compiles for each one"
+            return "this device compiles for each shape, so batches keep few shapes"
         if self.strategy.is_sharded:
-            return "parameters are in shards, and nothing is proved there yet"
+            return "parameters are sharded, which is not supported yet"
         if self.strategy.world_size > self.strategy.data_world:
-            return "several processes take the same samples, and nothing is proved there yet"
+            return "several ranks use the same samples, which is not supported yet"
         if self.strategy.world_size > 1 and self.strategy.forward_is_collective:
-            return "all processes must have equally many micro-batches"
+            return "all ranks must have the same number of micro-batches"
         return None
 
-    def _situation(self) -> Situation:
+    def _situation(self) -> PlannerInputs:
         model = innermost(self.model)
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
-        return Situation(
+        return PlannerInputs(
             model=without_wrappers(self.model),
             device=self.device,
             level=self.args.speed,
@@ -157,12 +159,12 @@ class SpeedMethods(TorchBase):
             if is_overridden(self.trainer, name):
                 return reason
         if self.trainer.compute_loss_func is not None:
-            return "compute_loss_func is given, and may look at the outputs of padded batches"
+            return "compute_loss_func is set and may read the outputs of padded batches"
         return None
 
     def _why_not_compile(self) -> str | None:
         if self.args.torch_compile:
-            return "torch_compile has done it"
+            return "torch_compile already does it"
         if not repeated_blocks(self.model):
             return "the model has no repeated blocks"
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
@@ -174,11 +176,11 @@ class SpeedMethods(TorchBase):
         args, kind = self.args, self.device.type
         reasons = (
             (f"{kind} has none", kind != "cuda" and self.graph_recorder is None),
-            ("there is more than one process", self.strategy.world_size > 1),
+            ("there is more than one rank", self.strategy.world_size > 1),
             ("torch_compile is on", args.torch_compile),
             ("gradient_checkpointing is on", args.gradient_checkpointing),
             ("fp8 is on", args.fp8),
-            ("gradients are scaled", type(self.strategy.precision) not in (Precision, Autocast)),
+            ("loss scaling is on", type(self.strategy.precision) not in (Precision, Autocast)),
             (
                 "autocast_smart_context_manager is overridden",
                 is_overridden(self.trainer, "autocast_smart_context_manager"),

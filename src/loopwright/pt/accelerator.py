@@ -26,8 +26,8 @@ class AcceleratorFace:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         raise NotAvailable(
-            f"trainer.accelerator.gradient_accumulation_steps={steps}: the trainer goes by its arguments; "
-            f"set trainer.args.gradient_accumulation_steps={steps}, which counts from the next update on"
+            f"trainer.accelerator.gradient_accumulation_steps={steps} has no effect; set "
+            f"trainer.args.gradient_accumulation_steps={steps}, which applies from the next update on"
         )
 
     @property

@@ -35,15 +35,16 @@ def check_constructor(
     train, evaluation = datasets
     problems = []
     if (model is None) == (model_init is None):
-        problems.append("give exactly one of model and model_init")
+        problems.append("pass exactly one of model and model_init")
     elif model is not None and not isinstance(model, nn.Module):
         problems.append(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if model_init is not None and any(part is not None for part in optimizers):
         problems.append(
-            "optimizers= holds parameters of one model and cannot go with model_init: override create_optimizer"
+            "optimizers= holds parameters of one model and cannot be combined with model_init; override "
+            "create_optimizer"
         )
     if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
-        problems.append("give optimizers= or optimizer_cls_and_kwargs=, not both")
+        problems.append("pass optimizers= or optimizer_cls_and_kwargs=, not both")
     problems += problems_of_arguments(
         args,
         train_length=train is None or has_length(train),
@@ -62,7 +63,7 @@ def _check_kinds(args: Any, optimizers: Any) -> None:
         problems.append(f"args must be a loopwright.TrainingArguments, not {kind}; import it from loopwright too")
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         kind = type(optimizers).__name__
-        problems.append(f"optimizers must be a pair (optimizer, scheduler), either may be None, not {kind}")
+        problems.append(f"optimizers must be a pair (optimizer, scheduler), either of which may be None, not {kind}")
     if problems:
         raise ArgumentsError(problems)
 

@@ -15,11 +15,11 @@ from ..core.overrides import accepts, is_overridden
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
-from .checkpoint.save import SavingMethods
-from .checkpoint.tensors import HostCopies
+from .checkpoint.save import TorchSavingMethods
+from .checkpoint.tensors import HostSnapshot
 from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
-from .distributed.heartbeat import Watch, patience_for
+from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import SharingMethods, agreeing
 from .evaluation.metric_inputs import metrics_function
 from .evaluation.precheck import RehearsalMethods
@@ -35,15 +35,17 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
-from .optim.creation import OptimizerMethods
+from .optim.creation import TorchOptimizerMethods
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
 from .strategies.choose import asked_for, choose_strategy, told
 from .throughput import PacingMethods
-from .token_counter import WorkCounter, operations_per_token, tokens_in
+from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
 
-class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingMethods, ChangeMethods, PacingMethods):
+class TorchInternals(
+    TorchOptimizerMethods, SharingMethods, RehearsalMethods, TorchSavingMethods, ChangeMethods, PacingMethods
+):
     """The parts of a trainer, and how they are made ready for a run."""
 
     _noise: Any = None
@@ -100,15 +102,15 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
             self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
         )
         self.memory = meter_of(self.device)
-        self._copies = HostCopies()
+        self._copies = HostSnapshot()
         if not self.is_alone:
-            self.handler_class = agreeing(self.strategy.host.rows)
+            self.handler_class = agreeing(self.strategy.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         self.signals.shared = not self.is_alone
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in told(args):
-            self.notices.tell_once(text)
+            self.notices.warn_once(text)
         if args.should_save:
             self._check_output_dir()
         self._adopt_model(self.trainer.call_model_init() if model is None else model)
@@ -207,7 +209,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:
             return nullcontext()
-        return Watch(
+        return HangDetector(
             rank=self.strategy.rank,
             world=self.strategy.world_size,
             step=lambda: self.state.global_step,
@@ -251,7 +253,7 @@ class TorchInternals(OptimizerMethods, SharingMethods, RehearsalMethods, SavingM
         super()._start_state()
         self.micro_split = 1
         self._resume_rng = None
-        self.work = WorkCounter(
+        self.work = TorchWorkCounter(
             self.model,
             self._input_name(),
             tokens=self.args.include_num_input_tokens_seen,

@@ -1,4 +1,4 @@
-"""Memory figures of a phase, for skip_memory_metrics=False."""
+"""Memory metrics of a phase, for skip_memory_metrics=False."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def choose_precision(args: Any, device: torch.device) -> Precision:
         return own
     if args.bf16:
         if not supports_bf16(device):
-            raise ArgumentsError(f"bf16=True, but {device} has no bfloat16; use fp16=True or no mixed precision")
+            raise ArgumentsError(
+                f"bf16=True, but {device} does not support bfloat16; use fp16=True or no mixed precision"
+            )
         return Autocast(device, torch.bfloat16)
     if not args.fp16:
         return Precision()

@@ -1,4 +1,4 @@
-"""Random numbers: seeding them, and keeping and putting back where every stream stands."""
+"""Random number generators: seeding, saving and restoring their states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trying something out without leaving a trace: random streams, buffers, gradients, modes and plain Python state."""
+"""Running code without side effects: random states, buffers, gradients, modes and plain Python state are restored."""
 
 from __future__ import annotations
 

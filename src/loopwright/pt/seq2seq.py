@@ -202,7 +202,7 @@ class Seq2SeqInternals(TorchInternals):
                 found = getattr(place, name, None)
                 if found is not None:
                     return int(found[0] if isinstance(found, (list, tuple)) else found)
-        raise ArgumentsError("generating in batches needs a padding token: set model.generation_config.pad_token_id")
+        raise ArgumentsError("generating in batches needs a padding token; set model.generation_config.pad_token_id")
 
 
 class Seq2SeqTrainer(Trainer):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.throughput import Interval, Pace
+from ..core.throughput import Interval, ThroughputMeter
 from ..core.update import Update
 from ..notices import logger
 from ..speed.measure.flops import Operations, count_operations
@@ -50,7 +50,7 @@ class PacingMethods(TorchBase):
             number_format=self._number_format(),
         )
 
-    def make_pace(self) -> Pace:
+    def make_pace(self) -> ThroughputMeter:
         peak = device_peak(self.device, self._number_format())
         self.work.squares = self.work.keeps_sample = peak is not None
         if self._counted is not self.model:  # another model than the one that was counted
@@ -58,7 +58,7 @@ class PacingMethods(TorchBase):
             self._counted = None
         self._time_split = TimeSplit()
         self.split, self.split_at = None, next_sample(self.state.global_step)
-        return Pace(
+        return ThroughputMeter(
             peak_operations=peak,
             operations=self._operations_of,
             peak_memory=self._peak_memory_gib,
@@ -73,14 +73,14 @@ class PacingMethods(TorchBase):
                 self._count_operations()
         return super().live_numbers()
 
-    def turn_split(self, update: Update) -> None:
+    def toggle_step_timing(self, update: Update) -> None:
         step = self.state.global_step
         if self.split is None:
             try:
                 self.split, self.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
             except (RuntimeError, NotImplementedError, TypeError) as error:
                 self.split_at = -1
-                logger.info(f"the time of updates is not split into parts: {self.device} has no timed events: {error}")
+                logger.info(f"step timing is not available: {self.device} has no timed events: {error}")
             return
         self.split.end(micro_batches=len(update.batches), waited=self.pace.last_wait)
         assert self._time_split is not None
@@ -118,7 +118,7 @@ class PacingMethods(TorchBase):
                 untouched=untouched_rng,
             )
         except Exception as error:  # the model is the user's, and a number less is no reason to stop
-            logger.info(f"MFU is not known, since the operations of the model could not be counted: {error}")
+            logger.info(f"MFU is unknown, since the FLOPs of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
         internals: Any = self

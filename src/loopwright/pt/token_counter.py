@@ -17,7 +17,7 @@ WHOLE = (torch.int64, torch.int32)
 """What token ids come in; another main input (pixels, sound) has no tokens to count."""
 
 
-class WorkCounter:
+class TorchWorkCounter:
     """Measures the operations and tokens of batches while they are in host memory."""
 
     def __init__(

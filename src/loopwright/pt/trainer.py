@@ -21,7 +21,7 @@ from ..core.trainer import BaseTrainer, derived
 from ..speed.report import SpeedReport
 from .arguments import TrainingArguments
 from .internals import TorchInternals
-from .optim.creation import OptimizerMethods
+from .optim.creation import TorchOptimizerMethods
 
 
 class Trainer(BaseTrainer):
@@ -320,7 +320,7 @@ class Trainer(BaseTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
         """The class and keyword arguments of the optimizer the arguments name. Called by `create_optimizer`."""
-        return OptimizerMethods.get_optimizer_cls_and_kwargs(args, model)
+        return TorchOptimizerMethods.get_optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to: no biases, no norms. Called by `create_optimizer`."""

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a reporter is told about the run when it starts.
+    """What a reporter receives about the run when it starts.
 
-    The same `run_id` as before means: go on with that run. `resumed_from` is the step it goes on from; whatever was
-    sent for later steps will be sent again.
+    The same `run_id` as before means: resume that run. `resumed_from` is the step it resumes from; metrics of later
+    steps will be sent again.
     """
 
     run_id: str

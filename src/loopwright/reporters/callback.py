@@ -21,8 +21,8 @@ SECTIONS = {"eval_": "eval/", "test_": "test/"}
 class ReporterCallback(TrainerCallback):
     """Starts, feeds and finishes one reporter, in the first process only.
 
-    The id of the run and what the reporter remembers travel with the checkpoint, so that a resumed run goes on where
-    it was reported before.
+    The id of the run and what the reporter remembers travel with the checkpoint, so that a resumed run continues
+    where it was reported before.
     """
 
     def __init__(self, reporter: Reporter) -> None:

@@ -62,7 +62,7 @@ def _not_served(missing: list[str], known: list[str]) -> Exception:
     names = ", ".join(known)
     where = f"A package can add one under the entry point group {ENTRY_POINTS!r}."
     if all(name in TRACKERS for name in missing):
-        return NotAvailable(f"report_to: {', '.join(missing)} is not available yet. Available: {names}. {where}")
+        return NotAvailable(f"report_to: {', '.join(missing)} is not available yet (available: {names}). {where}")
     return ArgumentsError(
-        [f"report_to={name!r} is not a known reporter. Known: {names}, all, none. {where}" for name in missing]
+        [f"report_to={name!r} is not a known reporter (known: {names}, all, none). {where}" for name in missing]
     )

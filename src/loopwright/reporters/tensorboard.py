@@ -80,7 +80,7 @@ class TensorBoardReporter(Reporter):
     """Scalars of every log, and the arguments and the model's configuration as text.
 
     The folder is `logging_dir`, else the environment's TENSORBOARD_LOGGING_DIR, else runs/<date>_<host> in the output
-    folder. A resumed run goes on in its folder, and what was written after the step it resumes from is withdrawn.
+    folder. A resumed run continues in its folder, and what was written after the step it resumes from is withdrawn.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -112,7 +112,7 @@ class TensorBoardReporter(Reporter):
                 self.writer.add_scalar(name, number, step)
             elif name not in self._not_numbers:
                 self._not_numbers.add(name)
-                logger.warning(f"TensorBoard takes numbers: {name}={value!r} is left out there.")
+                logger.warning(f"TensorBoard accepts numbers only; {name}={value!r} is not logged there.")
         self.writer.flush()
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
@@ -160,8 +160,8 @@ def choose_log_dir(run: RunInfo, before: str | None = None) -> str:
         return os.path.join(os.path.dirname(chosen), os.path.basename(before))
     if "://" in chosen:
         raise NotAvailable(
-            f"TensorBoard files cannot be written to {chosen!r}: only local folders are served. Use a local folder, "
-            "or pass a writer that can: callbacks=[TensorBoardCallback(tb_writer=...)]."
+            f"TensorBoard files cannot be written to {chosen!r}; only local folders are supported. Use a local "
+            "folder, or pass a writer: callbacks=[TensorBoardCallback(tb_writer=...)]."
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""Applying the plan: has it made from the first updates, lays out the samples of every update."""
+"""SpeedEngine: has the plan made from the first updates, and lays out the samples of every update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ..core.update import Update
 from .cuda_graphs.graphed_step import GraphedTraining, share_of
 from .fused_loss.lazy_logits import PendingHead
-from .inputs import Situation
+from .inputs import PlannerInputs
 from .layouts.candidates import Layout, make_layout
 from .layouts.positions import check_lengths, longest_alike
 from .layouts.rows import Laid, Limits
@@ -28,12 +28,12 @@ MOST_CHANGES = 8
 """Times a model may change between two updates before nothing about it is believed any more."""
 
 
-class Conductor:
+class SpeedEngine:
     """Lays out updates, and brings the model's attention and head in and out around each of them."""
 
     def __init__(
         self,
-        situation: Callable[[], Situation],
+        situation: Callable[[], PlannerInputs],
         *,
         announce: Callable[[SpeedPlan], None],
         tell: Callable[[str], None],
@@ -47,7 +47,7 @@ class Conductor:
 
     def _reset(self) -> None:
         """Nothing decided; what the plan depends on is looked at when it is first needed."""
-        self._situation: Situation | None = None
+        self._situation: PlannerInputs | None = None
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
@@ -67,7 +67,7 @@ class Conductor:
         """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
 
     @property
-    def _here(self) -> Situation:
+    def _here(self) -> PlannerInputs:
         if self._situation is None:
             self._situation = self._make_situation()
             self._planner = Planner(self._situation)
@@ -113,9 +113,9 @@ class Conductor:
         try:
             samples = self._taken_apart(batches)
             if self._here.shifts() and samples.first_targets_are_counted():
-                raise OddSamples("a sample that is padded on the left has a target on its first token")
+                raise OddSamples("a left-padded sample has a target on its first token")
         except NoSamples as reason:
-            self._tell(f"speed: batches like these stay as they were made: {reason}")
+            self._tell(f"speed: keeping the collator's batches when they look like these: {reason}")
             return None
         return samples
 
@@ -139,7 +139,7 @@ class Conductor:
         proof = self._verification.prove(batches, samples, limits, covers=not self._verification.coverage.forms)
         self._must_prove = False
         if not proof.accepted:
-            self._start_again(f"the plan of the checkpoint does not hold any more: {proof.reason}")
+            self._start_again(f"the plan in the checkpoint is no longer valid: {proof.reason}")
         return proof.accepted
 
     def _verify(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
@@ -150,11 +150,11 @@ class Conductor:
         if proof is None:
             return True
         self._tell(
-            f"speed: update {watch.updates} since the plan was made differs from the path as it is: {proof.reason}. "
-            f"The last one that agreed came {watch.since} updates before; those in between may be wrong. "
-            "Batches stay as they were made from here on."
+            f"speed: update {watch.updates} since planning differs from the normal path: {proof.reason}. The last "
+            f"update that agreed was {watch.since} updates earlier, those in between may be wrong; the collator's "
+            "batches are kept from now on."
         )
-        self._switch_off(f"an update differed later on: {proof.reason}")
+        self._switch_off(f"a later update differed: {proof.reason}")
         return False
 
     def _switch_off(self, reason: str) -> None:
@@ -169,7 +169,7 @@ class Conductor:
 
     def _start_again(self, reason: str) -> None:
         """Take everything off; the next update decides anew, from what model and training are now."""
-        self._tell(f"speed: accelerations are looked at again: {reason}")
+        self._tell(f"speed: accelerations are chosen again: {reason}")
         self._changes += 1
         if self._changes > MOST_CHANGES or self._here.is_shared:
             self._switch_off(reason)
@@ -204,7 +204,7 @@ class Conductor:
         assert self._graphed is not None
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self._graphed.give_up(f"{change} changes while training runs")
+            self._graphed.give_up(f"{change} changes during training")
         else:
             self._graphed.look_again()
 
@@ -243,7 +243,7 @@ class Conductor:
         """Around the forward and backward of all micro-batches of an update."""
         reason = None if self._head is None else self._head.try_install()
         if reason is not None:
-            self._tell(f"speed: the loss is computed from logits again: the output layer changed, {reason}")
+            self._tell(f"speed: the fused loss is switched off because the output layer changed: {reason}")
         try:
             if self.is_laid:
                 assert self._layout is not None
@@ -287,7 +287,7 @@ class Conductor:
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)
-        self._tell(f"out of memory: micro-batches have at most {self.plan.budget:,} tokens from here on")
+        self._tell(f"out of memory: micro-batches now have at most {self.plan.budget:,} tokens")
         if self._graphed is not None:
             self._graphed.step.forget()
         self._put_into(update, samples, self._laid(batches, samples)[0])
@@ -308,8 +308,8 @@ class Conductor:
         self._announce(self.plan)
         if here.token_budget and self._layout is None and made.padding > 0:
             self._tell(
-                f"per_device_train_batch_tokens={here.token_budget:,}: micro-batches are padded and may take "
-                "more, since no layout is proved here; speed_report() says why"
+                f"per_device_train_batch_tokens={here.token_budget:,}: micro-batches are padded and may have more "
+                "tokens, since no padding-free layout is verified here; see speed_report()"
             )
 
     def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
@@ -369,7 +369,7 @@ class Conductor:
         """Do what another process of this run has decided, or nothing where that is impossible here."""
         self.load_state_dict(state)
         if state.get("plan") and not self.is_decided:
-            self.plan.note("layouts", False, "what another process decided is not possible on this one")
+            self.plan.note("layouts", False, "the decision of another rank is not possible on this one")
             self._carry_out(None, None)
         if self.is_decided:
             self._announce(self.plan)

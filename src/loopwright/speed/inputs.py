@@ -1,4 +1,4 @@
-"""What a speed plan depends on, as values and functions: this room knows no trainer."""
+"""Inputs of the planner; this package must not import the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .proof.prober import LossOf
 
 
 @dataclass
-class Situation:
+class PlannerInputs:
     """A model, its loss, its device, and what the user asked for."""
 
     model: nn.Module
@@ -77,7 +77,7 @@ class Situation:
     """Whether the user has activations recomputed already."""
     graph: Callable[[], Any] | None = None
     """Run micro-batches as graphs from here on; returns the training step that does."""
-    why_not_graph: str | None = "nobody asked for graphs"
+    why_not_graph: str | None = "CUDA graphs were not requested"
 
     @property
     def insists(self) -> bool:

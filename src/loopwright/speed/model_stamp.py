@@ -1,4 +1,4 @@
-"""What a plan takes for granted about a model and its training, in a form that is cheap to compare at every update."""
+"""What a plan assumes about a model and its training, in a form that is cheap to compare at every update."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 class ModelStamp:
     """Modes, plain numbers, functions, hooks, buffers and trainable parameters of a model, and what is around it.
 
-    `settle` after each update, `changes` before the next one: what a callback did in between. What is looked at is
-    found once, and then only read.
+    `settle` after each update, `changes` before the next one: what a callback did in between. What is compared
+    is found once, and then only read.
     """
 
     def __init__(self, model: nn.Module, around: Callable[[], tuple[Any, ...]] = tuple) -> None:

@@ -63,7 +63,7 @@ class SpeedReport:
         parts = ", ".join(f"{name} {share:.0%}" for name, share in self.split.items())
         seconds = "" if self.update_seconds is None else f" of {1000 * self.update_seconds:.1f} ms"
         count = "1 sampled update" if self.sampled_updates == 1 else f"{self.sampled_updates} sampled updates"
-        return [f"  time of an update ({count}{seconds}): {parts}"]
+        return [f"  time per update ({count}{seconds}): {parts}"]
 
 
 def report_of(plan: Mapping[str, Any] | None, **measured: Any) -> SpeedReport:

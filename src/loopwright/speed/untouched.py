@@ -1,4 +1,4 @@
-"""Running something and leaving everything else as it was: random streams, buffers, gradients, modes."""
+"""Running code and restoring random states, buffers, gradients and modes."""
 
 from __future__ import annotations
 

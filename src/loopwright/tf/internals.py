@@ -42,7 +42,7 @@ class TFInternals(GradientMethods, OldCheckpointMethods):
         if not self.strategy.spreads or not is_built(model) or in_scope(model, self.args.strategy):
             return model
         model = rebuilt(model, self.args.strategy, info.family)
-        self.notices.tell_once(
+        self.notices.warn_once(
             "the model was built outside args.strategy.scope(): trainer.model is a copy of it, built inside"
         )
         return model

@@ -51,7 +51,7 @@ class OldCheckpointMethods(KerasInternals):
         self.state.epoch = plan.epoch_after(self.progress.epoch, self.progress.batches_in_epoch)
         for _ in range(step):
             self.trainer.lr_scheduler.step()
-        self.notices.tell_once(
+        self.notices.warn_once(
             f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
             f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"
         )

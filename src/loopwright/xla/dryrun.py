@@ -1,4 +1,4 @@
-"""The training step of a trainer, compiled for TPUs that are not there: does it fit, and what is in it.
+"""A trainer's training step, compiled for TPUs without a TPU: whether it fits, and what it contains.
 
 torchax shows torch's operations to JAX, and libtpu's compiler translates what JAX has seen for a described topology.
 Nothing is computed, neither here nor on a TPU: shapes are all that is needed of weights and batches.
@@ -130,27 +130,29 @@ def first_batch(trainer: Any) -> dict[str, Any]:
     """The first batch of the training data, as the trainer's own loader makes it."""
     batch = next(iter(trainer.get_train_dataloader()), None)
     if not isinstance(batch, Mapping):
-        raise ArgumentsError(f"the dry run needs batches with names, and the loader gave {type(batch).__name__}")
+        raise ArgumentsError(
+            f"the dry run needs batches that are dicts, but the loader returned {type(batch).__name__}"
+        )
     return dict(batch)
 
 
 def left_out(args: Any) -> list[str]:
     """What of the arguments is no part of the dry run; raises where nothing sensible can be compiled."""
     if args.fp16:
-        raise ArgumentsError("fp16=True: loss scaling is not compiled for TPUs, which compute in bf16; use bf16=True")
+        raise ArgumentsError("fp16=True: loss scaling is not compiled for TPUs; use bf16=True")
     notes = []
     if args.gradient_checkpointing:
-        notes.append("gradient_checkpointing is left out: training would need fewer temporaries than shown")
+        notes.append("gradient_checkpointing is ignored: training would need fewer temporaries than shown")
     if args.gradient_accumulation_steps > 1:
         notes.append(
-            f"one of {args.gradient_accumulation_steps} micro-batches is compiled, with the optimizer's step; "
-            "adding up gradients takes one more copy of the trained weights than shown"
+            f"one of {args.gradient_accumulation_steps} micro-batches is compiled, with the optimizer step; "
+            "accumulating gradients needs one more copy of the trained weights than shown"
         )
     if args.fp8:
-        notes.append("fp8 is left out: layers are compiled in the format of the rest")
+        notes.append("fp8 is ignored: layers are compiled in the dtype of the rest")
     split = [name for name, plain in UNSPLIT.items() if getattr(args, name, plain[0]) not in plain]
     if split:
-        notes.append(f"every chip holds all weights here; splitting them ({', '.join(split)}) is left out")
+        notes.append(f"weights are replicated on every chip here; splitting them ({', '.join(split)}) is ignored")
     return notes
 
 
@@ -161,9 +163,9 @@ def adamw_options(trainer: Any) -> dict[str, dict[str, Any]]:
     optimizer = trainer.optimizer if optimizer is None else optimizer
     if not isinstance(optimizer, torch.optim.AdamW) or any(group["amsgrad"] for group in optimizer.param_groups):
         raise ArgumentsError(
-            "the dry run compiles AdamW only, without amsgrad, and the trainer's optimizer is "
-            f"{type(optimizer).__name__}; let it use optim=\"adamw_torch\" for the dry run, whose two numbers "
-            "for each weight few optimizers exceed"
+            "the dry run compiles AdamW only, without amsgrad, but the trainer's optimizer is "
+            f'{type(optimizer).__name__}. Use optim="adamw_torch" for the dry run; few optimizers need more than its '
+            "two values per weight"
         )
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     return {
@@ -344,9 +346,9 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         raise
     except Exception as error:  # tracing runs the user's model through two other libraries
         raise NotAvailable(
-            f"the dry run cannot follow {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
-            f"{_first_line(error)}. It sees the model through torchax and JAX, as shapes without values; this is a "
-            "limit of the dry run and says nothing about training"
+            f"the dry run cannot trace {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
+            f"{_first_line(error)}. It traces the model through torchax and JAX, as shapes without values; this does "
+            "not affect training"
         ) from error
 
 
@@ -385,4 +387,4 @@ def _place_of(error: Exception) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["nothing more is said"])[0].rstrip(".")
+    return (str(error).strip().splitlines() or ["no details"])[0].rstrip(".")

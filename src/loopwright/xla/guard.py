@@ -1,4 +1,4 @@
-"""Which graphs were compiled, and what was different when one was compiled that should not have been."""
+"""Which graphs were compiled, and what changed when an unexpected one was."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ class ShapeGuard:
         again = self.graphs - EXPECTED
         if again > self._allowed:
             self._told = True
-            reason = self._changed or "no input changed its shape; a value read in the middle of a step does this too"
+            reason = self._changed or (
+                "no input changed its shape; reading a value in the middle of a step also causes this"
+            )
             self.tell(
-                f"{self.graphs} graphs were compiled, which is {again} more than a run of one shape needs, and more "
-                f"than max_recompiles={self._allowed}; the last new shape: {reason}"
+                f"{self.graphs} graphs were compiled, {again} more than a run with one shape needs and more than "
+                f"max_recompiles={self._allowed}; the last new shape: {reason}"
             )
 
 

@@ -1,4 +1,4 @@
-"""SPMD: one process drives all devices as one, and annotations say how tensors are spread over them."""
+"""SPMD: one process drives all devices as one, and annotations say how tensors are sharded across them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ STYLES = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "embedding
 """Names of styles in a plan, and the dimension of the weight they split."""
 
 
-class Layout:
+class MeshLayout:
     """How the tensors of a run lie on a mesh of devices: batches by rows, weights whole, in pieces, or by a plan."""
 
     def __init__(self, devices: int, *, shards: bool = False, tensor: int = 1, plan: Mapping[str, str] | None = None):
         import torch_xla.distributed.spmd as xs
 
         if devices % tensor:
-            raise ArgumentsError(f"tensor_parallel_size={tensor} does not divide the {devices} devices there are")
+            raise ArgumentsError(f"tensor_parallel_size={tensor} does not divide the {devices} available devices")
         self._spmd = xs
         self.rows, self.tensor, self.shards, self.plan = devices // tensor, tensor, shards, dict(plan or {})
         self.mesh = xs.Mesh(np.arange(devices), (self.rows, tensor), (DATA, MODEL))
@@ -54,7 +54,7 @@ class Layout:
             if split is not None and parameter.shape[split] % self.tensor:
                 raise ModelError(
                     f"tensor_parallel_size={self.tensor} does not divide dimension {split} of {name}, whose shape is "
-                    f"{tuple(parameter.shape)}; choose another size, or leave the layer out of tensor_parallel_plan"
+                    f"{tuple(parameter.shape)}; choose another size, or remove the layer from tensor_parallel_plan"
                 )
             self._mark(parameter, self._spec(parameter, split))
 
@@ -72,19 +72,19 @@ class Layout:
         plan = self.plan or dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
         if not plan:
             raise ModelError(
-                f"{type(model).__name__} carries no plan for tensor parallelism; give one by name pattern: "
+                f"{type(model).__name__} has no tensor parallel plan; set one by name pattern: "
                 "tensor_parallel_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
             )
         unknown = [style for style in plan.values() if style not in STYLES and style not in ("replicate",)]
         if unknown:
-            raise ArgumentsError(f"tensor_parallel_plan: {unknown[0]!r} is none of {', '.join(STYLES)}, replicate")
+            raise ArgumentsError(f"tensor_parallel_plan: {unknown[0]!r} is not one of {', '.join(STYLES)}, replicate")
         splits: dict[str, int] = {}
         for name, module in model.named_modules():
             style = next((style for pattern, style in plan.items() if fnmatch(name, pattern)), None)
             if style in STYLES:
                 splits.update(_splits_of(name, module, STYLES[style]))
         if not splits:
-            raise ModelError(f"tensor_parallel_plan names no layer of {type(model).__name__}: {', '.join(plan)}")
+            raise ModelError(f"tensor_parallel_plan matches no layer of {type(model).__name__}: {', '.join(plan)}")
         return splits
 
     def _spec(self, parameter: Tensor, split: int | None) -> tuple[str | None, ...]:
@@ -116,8 +116,8 @@ class Layout:
     def _check_rows(self, rows: int) -> None:
         if rows % self.rows:
             raise ArgumentsError(
-                f"a batch of {rows} rows cannot be spread over {self.rows} devices evenly; choose a "
-                "per_device_train_batch_size and per_device_eval_batch_size (here: rows of all devices) that can"
+                f"a batch of {rows} rows cannot be split evenly across {self.rows} devices; change "
+                "per_device_train_batch_size and per_device_eval_batch_size (here: rows of all devices)"
             )
 
 

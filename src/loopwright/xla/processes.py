@@ -1,4 +1,4 @@
-"""Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a part of the data.
+"""Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a shard of the data.
 
 Gradients are averaged once per update, in one of two ways. Where the runtime of torch_xla spans all processes (TPU,
 Trn1) the sum is an operation like any other: noted, and part of the step's graph, which must then be the same
@@ -60,7 +60,9 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         """The strategy these arguments ask for."""
         asked = args.ddp_backend
         if asked not in (None, BACKEND):
-            raise ArgumentsError(f"ddp_backend={asked!r} knows no lazy XLA device; leave it out, or use {BACKEND!r}")
+            raise ArgumentsError(
+                f"ddp_backend={asked!r} does not support lazy XLA devices; remove it, or use {BACKEND!r}"
+            )
         runtime.register_backend()
         processes = open_processes(device, backend=BACKEND, timeout=args.ddp_timeout_delta)
         made = cls(
@@ -72,8 +74,8 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         )
         if made.spans and len(args.static_lengths or ()) != 1:
             raise ArgumentsError(
-                f"static_lengths={args.static_lengths}: devices of several processes add up inside their graphs, which "
-                "must be the same everywhere; give one length, such as static_lengths=[512]"
+                f"static_lengths={args.static_lengths}: ranks reduce gradients inside their graphs, which must be "
+                "identical; use one length, such as static_lengths=[512]"
             )
         return made
 
@@ -83,8 +85,8 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         """The model itself, with the weights of the first process."""
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             raise ModelError(
-                "the model normalizes over batches, and each process of lazy XLA would keep statistics of its own; "
-                "let one process drive the devices (xla_spmd='data'), or use another normalization"
+                "the model normalizes over batches, and on lazy XLA each rank would keep its own statistics; let one "
+                "process drive all devices (xla_spmd='data'), or use another normalization"
             )
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
@@ -122,15 +124,15 @@ class XlaProcesses(XlaDevice, ManyProcesses):
                 parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(self.device)
             elif parameter.grad is not None and not shared:
                 raise ModelError(
-                    f"{self._name_of(parameter)} had no part in the loss of the first update, so the other processes "
-                    "expect no gradient of it; set requires_grad=False on it, or use it from the first update on"
+                    f"{self._name_of(parameter)} got no gradient in the first update, so the other ranks expect "
+                    "none; set requires_grad=False on it, or use it from the first update on"
                 )
         gradients = [p.grad for p in self._trained if p.grad is not None]
         self._sum(gradients, scale=1.0 / self.data_world)
 
     def _with_gradients_anywhere(self) -> list[bool]:
         """For each parameter: whether any process has a gradient of it."""
-        rows = self.host.rows([float(parameter.grad is not None) for parameter in self._trained])
+        rows = self.host.all_gather_numbers([float(parameter.grad is not None) for parameter in self._trained])
         return [any(column) for column in zip(*rows, strict=True)]
 
     def _name_of(self, parameter: nn.Parameter) -> str:
@@ -153,7 +155,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     def _sum_on_host(self, value: Tensor) -> None:
         dist.all_reduce(value, group=self.host.group)
 
-    def total(self, count: Any) -> Any:
+    def mean_count(self, count: Any) -> Any:
         """The mean over all parts of the data of a count."""
         count = torch.as_tensor(count, dtype=torch.float32).to(self.device).detach().clone()
         self._sum([count])
@@ -187,6 +189,6 @@ def spans_all(replicas: int, world_size: int) -> bool:
     if replicas == 1:
         return False
     raise NotAvailable(
-        f"torch_xla's runtime has {replicas} devices and the launcher started {world_size} processes; start one "
+        f"torch_xla's runtime has {replicas} devices, but the launcher started {world_size} processes; start one "
         "process per device, or one process that drives all devices (xla_spmd)"
     )

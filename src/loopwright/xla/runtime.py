@@ -70,8 +70,8 @@ def use_spmd() -> int:
     if not xr.is_spmd():
         if start.cache_info().currsize:
             raise NotAvailable(
-                "this process has computed on one XLA device already, and cannot drive all of them as one any more; "
-                "make the trainer that spreads (xla_spmd, tensor_parallel_size) the first one of the process"
+                "this process has already used a single XLA device and cannot drive all of them; create the trainer "
+                "with xla_spmd or tensor_parallel_size first"
             )
         xr.use_spmd()
     start()

@@ -14,7 +14,7 @@ from ..pt.precision import Precision
 from ..pt.strategies.single import SingleDevice
 from . import runtime
 from .guard import ShapeGuard
-from .mesh import Layout
+from .mesh import MeshLayout
 from .tracing import noting, stepwise
 
 ADAM = (torch.optim.Adam, torch.optim.AdamW)
@@ -32,12 +32,12 @@ class XlaDevice(SingleDevice):
         *,
         accumulates: bool = False,
         allowed: int | None = None,
-        layout: Layout | None = None,
+        layout: MeshLayout | None = None,
     ) -> None:
         super().__init__(device, precision)
         self._note(accumulates=accumulates, allowed=allowed, layout=layout)
 
-    def _note(self, *, accumulates: bool, allowed: int | None, layout: Layout | None) -> None:
+    def _note(self, *, accumulates: bool, allowed: int | None, layout: MeshLayout | None) -> None:
         self.guard = ShapeGuard(runtime.graphs, allowed=allowed)
         self.layout = layout
         self._accumulates = accumulates
@@ -52,7 +52,7 @@ class XlaDevice(SingleDevice):
             precision,
             accumulates=args.gradient_accumulation_steps > 1,
             allowed=args.max_recompiles,
-            layout=Layout.of(args),
+            layout=MeshLayout.of(args),
         )
 
     # ---- setting up -------------------------------------------------------------------------------------------------

@@ -48,12 +48,11 @@ def read_topology(name: str) -> Topology:
     chip = CHIPS.get(kind)
     known = ", ".join(EXAMPLES.values())
     if chip is None:
-        raise ArgumentsError(f"--topology {name}: there is no kind of TPU {kind!r} here; say it like {known}")
+        raise ArgumentsError(f"--topology {name}: {kind!r} is not a known TPU type; use the form {known}")
     sizes = [int(size) for size in grid.split("x")] if re.fullmatch(r"\d+(x\d+)*", grid) else []
     if len(sizes) != chip.dimensions or 0 in sizes:
         raise ArgumentsError(
-            f"--topology {name}: {kind} has {chip.dimensions} numbers of chips with x between them, such as "
-            f"{EXAMPLES[kind]}"
+            f"--topology {name}: {kind} has {chip.dimensions} dimensions of chips joined by x, such as {EXAMPLES[kind]}"
         )
     return Topology(name, kind, tuple(sizes))
 

@@ -70,7 +70,7 @@ class LocalStorage:
             number += 1
             aside = self.root / f"damaged-{name}-{number}"
         os.rename(self.root / name, aside)
-        return f"It is now {aside.name}"
+        return f"It was renamed to {aside.name}"
 
     def _remove_replaced(self) -> None:
         """Replaced checkpoints whose successor is there."""

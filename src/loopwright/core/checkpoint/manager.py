@@ -60,7 +60,7 @@ class CheckpointManager:
         storage = self.storage if root == str(self.folder) else open_storage(root)
         name = storage.resolve(asked)
         if name is None:
-            raise CheckpointError(f"{asked_by}{str(place)!r}: there is no such folder")
+            raise CheckpointError(f"{asked_by}{str(place)!r}: no such folder")
         manifest = storage.manifest(name)
         # A checkpoint of another trainer has no manifest.
         if manifest is None and not storage.holds(name, STATE):
@@ -86,7 +86,7 @@ class CheckpointManager:
             damaged = self.storage.manifest(name) is None and self.storage.holds(name, MANIFEST)
             if damaged and step_in_name(Path(name)) is not None:
                 where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
-                logger.warning(f"{name}: {MANIFEST} was damaged after saving. {where}; an older checkpoint is tried.")
+                logger.warning(f"{name}: {MANIFEST} was damaged after saving, trying an older checkpoint. {where}.")
         for name, manifest in reversed(self._complete().values()):
             folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
@@ -94,7 +94,7 @@ class CheckpointManager:
             if self.storage.manifest(name) is None:  # not damaged: whoever saves here has removed it meanwhile
                 return self._newest_intact(required=required)
             where = self.storage.set_aside(name, reason)
-            logger.warning(f"{name}: {reason}. {where}; an older checkpoint is tried.")
+            logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")
         if not set(names) <= set(self.storage.names()):  # removed while they were looked at, for a newer one
             return self._newest_intact(required=required)
         return self._foreign_or_none(required=required)
@@ -103,12 +103,12 @@ class CheckpointManager:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""
         newest = _newest_foreign(self.storage)
         if newest is not None:
-            self._notices.tell_once(f"{newest} has no manifest: it was written by another trainer")
+            self._notices.warn_once(f"{newest} has no manifest: it was written by another trainer")
             return str(_fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(
-                f"resume_from_checkpoint=True, but {self.folder} holds no complete checkpoint; "
-                'use "auto" to start fresh when there is nothing yet'
+                f'resume_from_checkpoint=True, but {self.folder} holds no complete checkpoint; use "auto" to start '
+                "from scratch if there is none"
             )
         return None
 
@@ -201,7 +201,7 @@ class CheckpointManager:
         except OSError as error:
             raise CheckpointError(
                 f"{self.storage.place(folder_name(step))} could not be written ({error}); earlier checkpoints are "
-                "intact. Make room or choose another output_dir, and resume from the last one"
+                "intact. Free some space or choose another output_dir, and resume from the last one"
             ) from error
 
     def _rotate(self, keep: int | None, protect: list[int | None]) -> None:

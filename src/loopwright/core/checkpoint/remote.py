@@ -1,7 +1,7 @@
 """Checkpoints anywhere fsspec can reach, with the guarantees of a local folder.
 
 Object stores have no rename, so the manifest is the one step: it is uploaded last and deleted first, and a folder
-without one does not count. Each publication of step N gets a folder that was not there before, checkpoint-N.1,
+without one does not count. Each publication of step N gets a new folder, checkpoint-N.1,
 checkpoint-N.2 and so on; the highest complete one is the checkpoint. Saving a step again thus overwrites nothing, and
 the earlier one goes only when the new one is complete. To users all of them are checkpoint-N.
 """
@@ -135,7 +135,7 @@ class FsspecStorage:
         note = {"reason": reason, "manifest": manifest and asdict(manifest)}
         self._fs.pipe_file(self._inside(name, DAMAGED), json.dumps(note, indent=1).encode())
         self._fs.rm_file(self._inside(name, MANIFEST))
-        return f"It stays there, with {DAMAGED} in the place of its manifest"
+        return f"It is kept there, with {DAMAGED} in place of its manifest"
 
     # ---- names and listings -----------------------------------------------------------------------------------------
 
@@ -193,7 +193,9 @@ class FsspecStorage:
         for file in files:
             size = (staged / file).stat().st_size
             if arrived.get(file) != size:
-                raise OSError(f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}")
+                raise OSError(
+                    f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}"
+                )
         self._fs.put_file(str(staged / MANIFEST), self._inside(name, MANIFEST))
 
     def _download(self, name: str, files: list[str], folder: Path) -> None:
@@ -268,5 +270,5 @@ def _names_outside(files: Iterable[str]) -> str | None:
     """What is wrong with a manifest that names files outside of its folder."""
     for file in files:
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            return f"its manifest names {file}, which is no file of a checkpoint"
+            return f"its manifest names {file}, which is not a checkpoint file"
     return None

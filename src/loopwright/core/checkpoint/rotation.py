@@ -1,4 +1,4 @@
-"""Which checkpoints may go: decided without touching the disk."""
+"""Which checkpoints may be deleted, decided without touching the disk."""
 
 from __future__ import annotations
 

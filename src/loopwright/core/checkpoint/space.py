@@ -1,4 +1,4 @@
-"""Will the checkpoints fit? Compared before step 1, when it is still cheap to find out."""
+"""Checks before step 1 that the checkpoints will fit on the disk."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def check_space(folder: str | os.PathLike[str], *, size: int, keep: int | None, 
     free = free_bytes(folder)
     if free < size:
         raise OutputError(
-            f"a checkpoint takes about {readable(size)}, and {folder} has {readable(free)} free: not one would fit. "
-            "Make room, choose another output_dir, or set save_only_model=True or save_strategy='no'"
+            f"a checkpoint needs about {readable(size)}, but {folder} has only {readable(free)} free. Free some "
+            "space, choose another output_dir, or set save_only_model=True or save_strategy='no'"
         )
     # The new one is published before the oldest goes, so one more than is kept must fit.
     most = min(saves, (keep or saves) + 1)
     if free < most * size:
         return (
-            f"checkpoints take about {readable(size)} each and this run would hold up to {most} of them, but "
-            f"{folder} has {readable(free)} free; set save_total_limit lower, or make room"
+            f"checkpoints need about {readable(size)} each and this run keeps up to {most} of them, but {folder} has "
+            f"only {readable(free)} free; lower save_total_limit, or free some space"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""One checkpoint written by many processes: each writes its part, one of them publishes when all are done."""
+"""One checkpoint written by many ranks: each writes its shard, one of them publishes when all are done."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _written(write: Write, folder: Path) -> tuple[Part, dict[str, Entry]]:
     part = write(folder)
     part = part if isinstance(part, Part) else Part()
     if part.files and not folder.is_dir():
-        raise CheckpointError(f"{folder} is not there")
+        raise CheckpointError(f"{folder} does not exist")
     return part, {name: file_entry(folder / name) for name in part.files}
 
 
@@ -114,6 +114,6 @@ def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
         raise error
     if troubles:
         first = troubles[0]
-        text = f"process {first.rank} could not write its part: {first.text}"
+        text = f"rank {first.rank} could not write its shard: {first.text}"
         raise OSError(first.errno, text) if first.errno is not None else CheckpointError(text)
     return [value for _, value in found]

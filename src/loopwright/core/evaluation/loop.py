@@ -66,7 +66,7 @@ def run_evaluation(
     prefix: str,
 ) -> EvalLoopOutput:
     """Go through the batches; returns predictions and labels (if kept), metrics and the number of samples."""
-    losses, kept, collected = WeightedLoss(read, plan.read_every), Kept(plan, to_host), BatchMetrics(plan)
+    losses, kept, collected = WeightedLoss(read, plan.read_every), KeptPredictions(plan, to_host), BatchMetrics(plan)
     samples = 0
     for step in steps:
         samples += step.samples
@@ -86,7 +86,7 @@ def run_evaluation(
     )
 
 
-class Kept:
+class KeptPredictions:
     """Predictions, labels and whatever else metrics ask for, moved to the host every few batches."""
 
     def __init__(self, plan: EvalPlan, to_host: Callable[[Any], Any]) -> None:
@@ -123,7 +123,7 @@ class Kept:
 
 
 class BatchMetrics:
-    """Metrics collected batch by batch: the function is told when the last batch comes, and returns the result."""
+    """Metrics collected batch by batch: compute_result=True marks the last batch, which returns the result."""
 
     def __init__(self, plan: EvalPlan) -> None:
         self._plan = plan

@@ -24,8 +24,8 @@ class MetricObjects:
         strange = [name for name, metric in self._metrics.items() if not (_streams(metric) or _adds(metric))]
         if strange:
             raise ArgumentsError(
-                f"compute_metrics: {', '.join(strange)} has neither update() and compute() as torchmetrics do, "
-                "nor add_batch() and compute() as `evaluate` does"
+                f"compute_metrics: {', '.join(strange)} has neither update() and compute() (torchmetrics) nor "
+                "add_batch() and compute() (evaluate)"
             )
 
     def __call__(self, prediction: Any, compute_result: bool = True) -> dict[str, Any]:

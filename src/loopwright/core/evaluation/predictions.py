@@ -1,4 +1,4 @@
-"""What an evaluation keeps: per-batch arrays joined into one, ragged widths padded, on the host or in a mapped file."""
+"""Storage of predictions: per-batch arrays concatenated, ragged widths padded, in host memory or a mapped file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Column:
         assert data is not None
         if block.ndim != data.ndim:
             per_sample = data.shape[1:]
-            raise ValueError(f"a batch of shape {block.shape} cannot follow batches of shape {per_sample} per sample")
+            raise ValueError(
+                f"a batch of shape {block.shape} cannot follow batches of shape {per_sample} per sample"
+            )
         needed = self._rows + len(block)
         rows = len(data) if needed <= len(data) else max(needed, 2 * len(data))
         shape = (rows, *(max(a, b) for a, b in zip(data.shape[1:], block.shape[1:], strict=True)))
@@ -108,8 +110,8 @@ class PredictionStore:
             parts = node if node is not None else [None] * len(value)
             if len(parts) != len(value):
                 raise DataError(
-                    f"a batch gave {len(value)} outputs or labels where the batches before it gave {len(parts)}, so "
-                    "they cannot be joined; set eval_do_concat_batches=False to get a list of batches"
+                    f"a batch returned {len(value)} outputs or labels, but earlier batches returned {len(parts)}, so "
+                    "they cannot be concatenated; set eval_do_concat_batches=False to get a list of batches"
                 )
             return tuple(self._grow(part, each) for part, each in zip(parts, value, strict=True))
         if isinstance(value, np.ndarray) and value.dtype != object:

@@ -127,7 +127,7 @@ def _by_table(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> dict
     shapes = [f"{name}: {tuple(saved)} saved, {tuple(own)} in the model" for name, saved, own in info.mismatched_keys]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unexpected = [name for name in info.unexpected_keys if not any(re.search(each, name) for each in ignored)]
-    parts = [("not converted", errors), ("of another shape", shapes), ("unexpected", unexpected)]
+    parts = [("not converted", errors), ("with a different shape", shapes), ("unexpected", unexpected)]
     listed = "; ".join(f"{what}: {some(sorted(names))}" for what, names in parts if names)
     if listed:
         raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
@@ -223,9 +223,9 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
         return f"transformers cannot convert its tensors: {type(error).__name__}: {error}"
     for name, tensor in bare.items():
         if name not in back:
-            return f"{name} is not in it"
+            return f"{name} is missing from it"
         if back[name].shape != tensor.shape:
-            return f"{name} has the shape {tuple(tensor.shape)} and comes back as {tuple(back[name].shape)}"
+            return f"{name} has shape {tuple(tensor.shape)} but is read back with shape {tuple(back[name].shape)}"
     converted = _converted(bare, exported)
     renamed = {name: tensor for name, tensor in bare.items() if name not in set(converted)}
     return _confusion(model, renamed) or _values_trouble(model, tensors, converted)
@@ -237,7 +237,7 @@ def _confusion(model: Any, renamed: Mapping[str, Tensor]) -> str | None:
     back = _by_table(model, to_exported(model, marks), source="an export of this model")
     for name, mark in marks.items():
         if name not in back or (mark.numel() and _memory(back[name]) != _memory(mark)):
-            return f"{name} comes back as another tensor"
+            return f"{name} is read back as a different tensor"
     return None
 
 
@@ -276,7 +276,7 @@ def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: Iterab
         return None
     for name, tensor in host.items():
         if name not in back or not _equal(back[name], tensor):
-            return f"{name} comes back with other values"
+            return f"{name} is read back with different values"
     return None
 
 

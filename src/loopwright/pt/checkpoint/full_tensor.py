@@ -1,4 +1,4 @@
-"""Whole tensors from parts: gathered one at a time, so that no device ever holds more than one of them."""
+"""Full tensors from shards, gathered one at a time, so that no device ever holds more than one of them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 class ModuleState:
-    """A model's modules as they were at the start, to tell what training has changed since."""
+    """A model's modules as they were at the start, to find what training has changed since."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -56,9 +56,8 @@ class ModuleState:
             size = _size(value)
             if size > left:
                 tell(
-                    f"{name} changes in training and has {size / 1e6:,.1f} MB, more than a checkpoint keeps of what is "
-                    "not in the state dict: a resumed run begins without it. If it matters, register it as a "
-                    "persistent buffer"
+                    f"{name} changes during training but, at {size / 1e6:,.1f} MB, is too large to save outside the "
+                    "state dict; a resumed run starts without it. Register it as a persistent buffer to save it"
                 )
                 continue
             left -= size
@@ -74,8 +73,8 @@ class ModuleState:
         made = _objects_of(modules[path]) - self._objects.get(path, set())
         if made:
             tell(
-                f"{name} was set in training together with {', '.join(sorted(made))}, which a checkpoint cannot hold: "
-                "a resumed run begins without both"
+                f"{name} was set during training together with {', '.join(sorted(made))}, which cannot be saved in a "
+                "checkpoint; a resumed run starts without both"
             )
         return bool(made)
 
@@ -90,7 +89,7 @@ class ModuleState:
                 _set(modules, name, first)
         for name, saved in state["values"].items():
             if name.rpartition(".")[0] not in modules:
-                tell(f"the checkpoint holds {name}, which this model has no module for: it is left out")
+                tell(f"the checkpoint has {name}, but this model has no such module; it is ignored")
                 continue
             _set(modules, name, _decode(saved, _device_of(self.module)))
         for name in state["gone"]:

@@ -1,4 +1,4 @@
-"""What each process of a run contributes to a checkpoint, and what it takes back from one of any other run."""
+"""The state each rank adds to a checkpoint, and restores from one written by any number of ranks."""
 
 from __future__ import annotations
 

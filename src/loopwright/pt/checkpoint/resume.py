@@ -1,4 +1,4 @@
-"""The trainer's methods that go on from a checkpoint, whatever number of processes has written it."""
+"""The trainer's methods that resume from a checkpoint, written by any number of ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
-class ResumingMethods(TorchBase, core.ResumingMethods):
+class TorchResumingMethods(TorchBase, core.ResumingMethods):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
     _resume_rng: dict[str, Any] | None
@@ -56,7 +56,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
         return states if self._modules is None else {
-            **states, "modules": self._modules.state_dict(self.notices.tell_once)
+            **states, "modules": self._modules.state_dict(self.notices.warn_once)
         }  # fmt: skip
 
     def load_part_states(self, states: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
 
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self._modules is not None and states.get("modules"):
-            self._modules.load_state_dict(states["modules"], self.notices.tell_once)
+            self._modules.load_state_dict(states["modules"], self.notices.warn_once)
 
     def _resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
@@ -100,8 +100,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
             return
         if not (folder / f"{OPTIMIZER}.json").is_file():
             raise CheckpointError(
-                f"{folder.name} holds no {OPTIMIZER}.json: DeepSpeed has saved it in files of its own. Resume with "
-                "deepspeed= and as many processes as then, or start anew from its weights"
+                f"{folder.name} has no {OPTIMIZER}.json because DeepSpeed saved it in its own files. Resume with "
+                "deepspeed= and the same number of ranks, or start a new run from its weights"
             )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
             self.strategy.load_optimizer(*read_optimizer(folder), self.trainer.optimizer, module)
@@ -157,9 +157,9 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         kept = samples // micro_batches
         if kept == args.gradient_accumulation_steps:
             return None
-        self.notices.tell_once(
-            f"updates stay at {samples} samples with {self.strategy.data_world} processes: "
-            f"{kept} micro-batches each instead of {args.gradient_accumulation_steps}"
+        self.notices.warn_once(
+            f"the effective batch size is kept at {samples} samples with {self.strategy.data_world} ranks: {kept} "
+            f"micro-batches per update instead of {args.gradient_accumulation_steps}"
         )
         return kept
 
@@ -179,9 +179,9 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
         before, now = document.get("world_size", 1), self.strategy.data_world
         if before != now:
-            self.notices.tell_once(
-                f"saved by {before} processes, resumed on {now}: those that were there go on with their random states, "
-                "new ones begin with states made from the seed, their number and the step"
+            self.notices.warn_once(
+                f"saved by {before} ranks, resumed on {now}: existing ranks restore their RNG state; new ranks are "
+                "seeded from (seed, rank, step)"
             )
             return {"stream": None}
         record = None if self._resume_from is None else record_of(
@@ -194,8 +194,8 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         plan, step = self.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(
-                f"a checkpoint of transformers at step {step} counts updates, and with packing={self.args.packing!r} "
-                "these do not say which samples are done; resume without packing, or load its weights and start anew"
+                f"a transformers checkpoint at step {step} counts updates, which with packing={self.args.packing!r} "
+                "do not identify the samples used; resume without packing, or start a new run from its weights"
             )
         place = foreign_progress(
             step,
@@ -206,7 +206,7 @@ class ResumingMethods(TorchBase, core.ResumingMethods):
         for name, value in place.items():
             setattr(self.progress, name, value)
         self.progress.last_logged_step = step
-        self.notices.tell_once(f"resuming a checkpoint of transformers at step {step}: epoch {place['epoch']}")
+        self.notices.warn_once(f"resuming a transformers checkpoint at step {step}: epoch {place['epoch']}")
 
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)

@@ -1,4 +1,4 @@
-"""Before the first step: will what is saved come back? Names, shapes, kinds of tensors and a sample of values."""
+"""Checks before the first step that what is saved can be loaded: names, shapes, dtypes and a sample of values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_checkpoint(module: nn.Module) -> None:
     for name, value in own.items():
         if not isinstance(value, Tensor) and not is_adapter(module):  # of adapters the frozen base is not saved
             raise CheckpointError(
-                f"{name} in the model's state_dict() is a {type(value).__name__}, which a checkpoint cannot hold: only "
-                "tensors are written. Return a tensor from get_extra_state, or keep the value in a buffer"
+                f"{name} in the model's state_dict() is a {type(value).__name__}, but checkpoints can only hold "
+                "tensors. Return a tensor from get_extra_state, or keep the value in a buffer"
             )
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     _check_kinds(tensors)
@@ -43,8 +43,8 @@ def _check_kinds(own: Mapping[str, Tensor]) -> None:
             save({"one": torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(dtype)})
         except Exception as error:  # safetensors does not say what it raises
             raise CheckpointError(
-                f"{name} has the dtype {dtype}, which safetensors cannot hold ({error}); convert it, or leave it out "
-                "of the state dict (persistent=False)"
+                f"{name} has dtype {dtype}, which safetensors does not support ({error}); convert it, or exclude it "
+                "from the state dict (persistent=False)"
             ) from error
 
 
@@ -59,9 +59,8 @@ def _check_coverage(module: nn.Module, own: Mapping[str, Tensor]) -> None:
     ]
     if lost:
         raise CheckpointError(
-            f"trained, but not in the model's state_dict(), or only as a copy: {some(lost)}. A checkpoint would not "
-            "hold it, or loading would not reach it. Let state_dict() return it, or set save_only_model=True if "
-            "nothing is to be resumed"
+            f"trainable parameters are missing from the model's state_dict(), or are copies there: {some(lost)}. "
+            "Return them from state_dict(), or set save_only_model=True if the run will not be resumed"
         )
 
 
@@ -78,8 +77,8 @@ def check_companions(module: nn.Module) -> None:
             save_config(module, Path(folder))
         except Exception as error:  # save_pretrained is the model's own code
             raise CheckpointError(
-                f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint could be: {error}. "
-                "Correct model.config or model.generation_config"
+                f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint can be: {error}. "
+                "Fix model.config or model.generation_config"
             ) from error
 
 
@@ -91,8 +90,7 @@ def export_warning(module: nn.Module) -> str | None:
     if trouble is None:
         return None
     return (
-        f"save_pretrained of {type(module).__name__} writes files that transformers cannot read back into this model: "
-        f"{trouble}. Checkpoints hold the module's own tensors and are not affected; save_model() and "
-        "checkpoint_format=\"transformers\" are. Check a model changed after it was built (tied, added or replaced "
-        "modules), or load checkpoints with loopwright.load_model"
+        f"save_pretrained of {type(module).__name__} writes files that transformers cannot load into this model: "
+        f'{trouble}. save_model() and checkpoint_format="transformers" are affected, native checkpoints are not; check '
+        "for tied, added or replaced modules, or load checkpoints with loopwright.load_model"
     )

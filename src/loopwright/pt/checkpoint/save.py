@@ -21,11 +21,11 @@ from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
-from .resume import ResumingMethods
+from .resume import TorchResumingMethods
 from .round_trip import check_checkpoint, check_companions, export_warning
 from .shards import own_boxes, save_config, write_boxes
 from .tensors import (
-    HostCopies,
+    HostSnapshot,
     copied,
     encode_optimizer,
     encode_schedule,
@@ -38,10 +38,10 @@ from .transformers_format import write_foreign
 from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
 
 
-class SavingMethods(ResumingMethods):
+class TorchSavingMethods(TorchResumingMethods):
     """Saving."""
 
-    _copies: HostCopies
+    _copies: HostSnapshot
     """What a save in the background writes while training goes on."""
     compiled: Any
     _scheduled_updates: int
@@ -118,7 +118,9 @@ class SavingMethods(ResumingMethods):
         if self.args.save_on_each_node:
             shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, strategy.saving.gather)
             if shared:
-                self.notices.tell_once("save_on_each_node: all machines share the output folder, so one of them saves")
+                self.notices.warn_once(
+                    "save_on_each_node: all nodes share the output folder, so only one of them saves"
+                )
             leader = 0 if shared else strategy.rank - self.args.local_process_index
         return SavingCrew(strategy.rank, leader, strategy.saving.gather)
 
@@ -186,7 +188,7 @@ class SavingMethods(ResumingMethods):
             return []
         if self.args.checkpoint_format == "transformers":
             return [export_writer(module, tensors), self._save_companions]
-        write = native_writer(module, tensors, needed=self._needed_weights(module), tell=self.notices.tell_once)
+        write = native_writer(module, tensors, needed=self._needed_weights(module), tell=self.notices.warn_once)
         return [write, self._save_companions]
 
     def _needed_weights(self, module: Any) -> set[str]:
@@ -260,7 +262,7 @@ class SavingMethods(ResumingMethods):
         if warning and args.save_strategy != "no" and args.checkpoint_format == "transformers":
             raise CheckpointError(warning)
         if warning:
-            self.notices.tell_once(warning)
+            self.notices.warn_once(warning)
 
     def _resume_documents(self) -> dict[str, Any]:
         strategy = self.strategy

@@ -1,4 +1,4 @@
-"""Tensors in boxes: the part of a tensor a process holds, written with its place, and read back in any other layout."""
+"""Sharded tensors in checkpoints: each rank writes its shard with its offsets, and reads it back in any layout."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class BoxReader:
         if stem == MODEL.removesuffix(".safetensors") and (self.folder / INDEX).is_file():
             files = sorted(set(read_json(self.folder / INDEX)["weight_map"].values()))
         if not all((self.folder / file).is_file() for file in files):
-            raise CheckpointError(f"{self.folder} holds no {stem}.safetensors: there is nothing to load from")
+            raise CheckpointError(f"{self.folder} has no {stem}.safetensors, so there is nothing to load")
         return {key: entry for name in files for key, entry in self._in_file(name).items()}
 
     def _own_names(self, document: dict[str, Any]) -> dict[str, Entry]:
@@ -179,7 +179,9 @@ class BoxReader:
             result[here] = values
             covered += values.numel()
         if covered != math.prod(size):
-            raise CheckpointError(f"{self.folder.name}: a part of {name} is missing (its boxes cover {covered} values)")
+            raise CheckpointError(
+                f"{self.folder.name}: a shard of {name} is missing (its shards cover only {covered} values)"
+            )
         return result
 
     def _entry(self, name: str) -> Entry:
@@ -220,7 +222,7 @@ def copy_part(tensor: Tensor, name: str, reader: BoxReader | HeldTensors) -> Non
     """Fill a tensor, or the part of it this process holds, from a checkpoint."""
     box = local_part(tensor)
     if reader.shape(name) != box.shape:
-        raise CheckpointError(f"{name} has the shape {reader.shape(name)} in {reader.folder}, and {box.shape} here")
+        raise CheckpointError(f"{name} has shape {reader.shape(name)} in {reader.folder}, but {box.shape} here")
     if 0 not in box.values.shape:
         box.values.copy_(reader.part(name, box.offset, tuple(box.values.shape)))
 

@@ -26,11 +26,11 @@ from ..devices import address_of
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-class HostCopies:
+class HostSnapshot:
     """Copies of tensors in host memory, for one save after another.
 
-    The memory of the last copies is written over by the next ones: new memory takes several times as long to fill as
-    memory that was used before. So nobody may still read the last copies when the next ones are made.
+    The next snapshot overwrites the memory of the last one, since new memory takes several times as long to fill. The
+    last snapshot must not be in use when the next one is made.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory that share memory among themselves as the originals do."""
-    return HostCopies()(tensors)
+    return HostSnapshot()(tensors)
 
 
 def copied(value: Any) -> Any:
@@ -173,7 +173,7 @@ def check_fit(
         if name in own and shape != tuple(own[name].shape)
     ]
     if wrong or (strict and (missing or unexpected)):
-        parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", wrong)]
+        parts = [("missing", missing), ("unexpected", unexpected), ("with a different shape", wrong)]
         listed = "; ".join(f"{what}: {some(names)}" for what, names in parts if names)
         raise CheckpointError(f"the weights in {source} do not fit the model. {listed}")
 
@@ -251,8 +251,8 @@ def decode_optimizer(
     ]
     if len(options) != len(current["param_groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(options)} parameter groups, "
-            f"this one has {len(current['param_groups'])}"
+            f"the checkpoint's optimizer has {len(options)} parameter groups, but this one has "
+            f"{len(current['param_groups'])}"
         )
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {

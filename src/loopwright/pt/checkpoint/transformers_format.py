@@ -1,4 +1,4 @@
-"""transformers' checkpoint files: written when checkpoint_format="transformers", and read to go on from them.
+"""transformers' checkpoint files: written with checkpoint_format="transformers", and read to resume from them.
 
 These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file
 that was tampered with runs nothing.
@@ -66,8 +66,8 @@ def read_foreign(folder: Path) -> dict[str, Any]:
     missing = [name for name in ("optimizer", "scheduler") if found[name] is None]
     if missing:
         raise CheckpointError(
-            f"{folder.name} holds no {' and no '.join(missing)} state; resuming would silently start those afresh. "
-            "Load its weights and train without resume_from_checkpoint instead"
+            f"{folder.name} has no {' and no '.join(missing)} state, so it cannot be resumed. Load its weights and "
+            "train without resume_from_checkpoint instead"
         )
     return found
 

@@ -123,8 +123,8 @@ def _write_theirs(
         places.update({name: (MODULE, key) for name, key in aliases.items()})
         size = sum(each.numel() * each.element_size() for each in rest.values()) / 1e6
         tell(
-            f"{type(model).__name__}.save_pretrained leaves out {len(rest)} tensors that resuming needs, or writes "
-            f"them in another form ({next(iter(rest))}): checkpoints hold them besides, {size:,.1f} MB in {MODULE}"
+            f"{type(model).__name__}.save_pretrained omits or converts {len(rest)} tensors that resuming needs "
+            f"({next(iter(rest))}); checkpoints also store them, {size:,.1f} MB in {MODULE}"
         )
     _write_places(folder, MODULE if rest else None, places, complete=not is_adapter(model))
 
@@ -195,7 +195,7 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
         return {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
     if (folder / MODEL).is_file():
         return read_tensors(folder / MODEL)
-    raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
+    raise CheckpointError(f"{folder} has no {MODEL}, so there are no weights to load")
 
 
 def _load_adapter(model: Any, folder: Path) -> None:

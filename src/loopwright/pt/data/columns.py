@@ -1,4 +1,4 @@
-"""Which columns of the data a model takes; the others are withheld, never deleted from the dataset."""
+"""Which columns of the data a model accepts; the others are removed from batches, never from the dataset."""
 
 from __future__ import annotations
 
@@ -128,15 +128,14 @@ class ColumnFilter:
         self._keep = keep = [name for name in columns if name in self.accepted]
         if not any(name not in LABEL_COLUMNS for name in keep):
             raise DataError(
-                f"no column of the {self.description} data is an argument of the model's forward. "
-                f"Columns: {', '.join(columns) or 'none'}. The model takes: {', '.join(sorted(self.accepted))}. "
-                "Rename the columns, or set remove_unused_columns=False to pass everything on"
+                f"no column of the {self.description} data is an argument of the model's forward (columns: "
+                f"{', '.join(columns) or 'none'}; arguments: {', '.join(sorted(self.accepted))}). Rename the "
+                "columns, or set remove_unused_columns=False to pass all of them"
             )
         if len(keep) < len(columns):
             withheld = ", ".join(name for name in columns if name not in self.accepted)
             self._tell(
-                f"columns of the {self.description} data withheld because the model's forward does not take them: "
-                f"{withheld}"
+                f"removed columns of the {self.description} data that the model's forward does not accept: {withheld}"
             )
         return keep
 
@@ -146,7 +145,7 @@ class ColumnFilter:
             if worker.id or self._told:
                 return
             self._told.fill_(True)
-        self._notices.tell_once(text)
+        self._notices.warn_once(text)
 
 
 def _chokes_on_extras(collator: Any) -> bool:

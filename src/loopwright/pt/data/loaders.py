@@ -165,7 +165,7 @@ def sample_lengths(
     first = dataset[0]
     if not isinstance(first, Mapping) or not (column in first or set(input_names) <= set(first)):
         raise DataError(
-            f"{what} needs a column {column!r} or {' and '.join(map(repr, input_names))}; the samples have "
+            f"{what} needs a column {column!r} or {' and '.join(map(repr, input_names))}, but the samples have "
             f"{', '.join(first) if isinstance(first, Mapping) else type(first).__name__}"
         )
     return [
@@ -182,13 +182,13 @@ def check_stream_order(args: Any) -> None:
     """Refuse an order that a stream cannot have: its samples come as they come."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
-            "train_sampling_strategy='group_by_length' needs a dataset with a length whose samples can be picked, not "
-            "a stream; use 'random', or sort the stream itself"
+            "train_sampling_strategy='group_by_length' needs a map-style dataset with a length, not a stream; use "
+            "'random', or sort the stream itself"
         )
     if args.packing:
         raise ArgumentsError(
-            f"packing={args.packing!r} needs a dataset with a length whose samples can be picked, not a stream: nobody "
-            "knows how long its samples are; leave packing out, or pack in the stream itself"
+            f"packing={args.packing!r} needs a map-style dataset with a length, since the lengths of a stream's "
+            "samples are unknown; remove packing, or pack in the stream itself"
         )
 
 
@@ -311,12 +311,12 @@ def check_not_empty(dataset: Any, what: str) -> None:
     """Refuse a dataset without samples, and what is no dataset."""
     if isinstance(dataset, Mapping):
         raise DataError(
-            f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; give one "
-            "of them, or a list of samples"
+            f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; pass "
+            "one of them, or a list of samples"
         )
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise DataError(
-            f"the {what} dataset is a {type(dataset).__name__}; give a list of samples, a Dataset or an IterableDataset"
+            f"the {what} dataset is a {type(dataset).__name__}; pass a list of samples, a Dataset or an IterableDataset"
         )
     if isinstance(dataset, Sized) and has_length(dataset) and len(dataset) == 0:
-        raise DataError(f"the {what} dataset is empty: there is nothing to go through")
+        raise DataError(f"the {what} dataset is empty")

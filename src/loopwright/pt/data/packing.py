@@ -36,8 +36,8 @@ def packed_sampler(sampler: OrderedSampler, dataset: Any, args: Any, input_names
     """The sampler's order in micro-batches of `per_device_train_batch_tokens`; lengths are measured once, here."""
     if args.world_size > 1:
         raise NotAvailable(
-            f"packing={args.packing!r} with {args.world_size} processes (WORLD_SIZE): not available yet, since every "
-            "process would have to know the micro-batches of all; train without packing, or in one process"
+            f"packing={args.packing!r} is not available yet with {args.world_size} processes (WORLD_SIZE), since "
+            "every rank would need the micro-batches of all ranks; train without packing, or in one process"
         )
     # From one seed: a dataset that draws its samples has the same lengths when the run goes on.
     with untouched_rng():
@@ -57,10 +57,10 @@ def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
     """The plan of a run over this loader; says which samples do not fit into a micro-batch."""
     packing = packing_of(loader, args)
     if packing.too_long:
-        notices.tell_once(
+        notices.warn_once(
             f"packing: {packing.too_long:,} of {len(packing.lengths):,} samples are longer than "
             f"per_device_train_batch_tokens={packing.budget:,} (the longest has {packing.lengths.max():,} tokens); "
-            "each of them is a micro-batch of its own"
+            "each becomes its own micro-batch"
         )
     return make_packed_plan(
         packing,
@@ -77,9 +77,9 @@ def packing_of(loader: Any, args: Any) -> Packing:
         return sampler.packing
     theirs = type(getattr(loader, "sampler", loader)).__name__
     raise ArgumentsError(
-        f"packing={args.packing!r} needs loopwright's own order of samples, and the training data comes from another "
-        f"({theirs}): get_train_dataloader or _get_train_sampler is overridden. Leave them as they are, or pack in "
-        "your own loader and leave packing out"
+        f"packing={args.packing!r} needs loopwright's own sampling order, but get_train_dataloader or "
+        f"_get_train_sampler is overridden ({theirs}). Remove the override, or pack in your own loader and remove "
+        "packing"
     )
 
 

@@ -37,7 +37,7 @@ from .shard import Share, batches_of_all, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 
 
-class DataMethods(ShapeMethods, ResumingMethods):
+class TorchDataMethods(ShapeMethods, ResumingMethods):
     """Loaders, samplers, columns; every method may be overridden."""
 
     train_dataloader: Any = None
@@ -231,7 +231,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
             return packed_plan(loader, self.args, self.notices)
         sized = has_length(loader)
         if not sized and self.args.max_steps <= 0:
-            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+            raise ArgumentsError("the training data has no length, so set max_steps")
         return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self._accumulation(),
@@ -251,7 +251,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
         if self.strategy.data_world == 1:
             return len(loader)
         if self._counted_loader is None or self._counted_loader[0] is not loader:  # asked once: everybody has to answer
-            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.rows([own])))
+            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.all_gather_numbers([own])))
             self._counted_loader = (loader, count)
         return self._counted_loader[1]
 
@@ -318,9 +318,7 @@ class DataMethods(ShapeMethods, ResumingMethods):
         self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
-        self.notices.tell_once(
-            f"this data cannot be positioned: {count} batches already trained on are read again and left out"
-        )
+        self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
 
     def _samples_in(self, batches: list[Any]) -> int:

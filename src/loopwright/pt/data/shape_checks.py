@@ -36,28 +36,28 @@ class ShapeMethods(TorchBase):
         moving = [name for name in ("packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
         if moving and description == "training":
             raise ArgumentsError(
-                f"{' and '.join(moving)} makes micro-batches of many shapes, and here batches keep few of them "
-                "(static_lengths, or a device that compiles for each shape); leave it out"
+                f"{' and '.join(moving)} makes micro-batches of many shapes, but batches must keep few shapes here "
+                "(static_lengths, or a device that compiles for each shape); remove it"
             )
         if hasattr(self.strategy, "guard"):
-            self.strategy.guard.tell = self.notices.tell_once
+            self.strategy.guard.tell = self.notices.warn_once
         takes = forward_parameters(self.model)
         shapes = StaticShapes(
             self.args.static_lengths,
             label_names=self.trainer.label_names,
             pad_token=self._padding_token(),
             takes_mask=takes is None or "attention_mask" in takes,
-            tell=self.notices.tell_once,
+            tell=self.notices.warn_once,
         )
         if self.args.static_lengths is None:
-            self.notices.tell_once(
-                f"{self.device.type} compiles for each shape, so batches are padded to lengths that are powers of two; "
-                "static_lengths chooses others, one number makes all batches alike"
+            self.notices.warn_once(
+                f"{self.device.type} compiles for each shape, so batches are padded to powers of two; set "
+                "static_lengths to choose other lengths, or one length for all batches"
             )
         if self.args.dataloader_num_workers == 0:
             shapes.rows_stay = self._why_rows_stay(StaticCollator(collate, shapes, rows), dataset, description)
         elif self._loss_is_the_users():
-            shapes.rows_stay = "the loss is the user's own, and with loading processes it is not tried out"
+            shapes.rows_stay = "the loss is user-defined, and with data loading workers it is not tested"
         return StaticCollator(collate, shapes, rows)
 
     def _padding_token(self) -> int:
@@ -83,13 +83,13 @@ class ShapeMethods(TorchBase):
             with untouched_rng():
                 batch = collate([dataset[0]])
         except Exception:  # dataset and collator are the user's; training will raise it
-            return "a sample could not be looked at"
+            return "a sample could not be read"
         if not isinstance(batch, Static) or batch.full == 1:
             return None  # nothing is added to such batches anyway
         return self._why_loss_minds(batch)
 
     def _stream_reason(self) -> str | None:
-        return "the loss is the user's own, and a stream is not looked at" if self._loss_is_the_users() else None
+        return "the loss is user-defined, and it is not tested on a stream" if self._loss_is_the_users() else None
 
     def _why_loss_minds(self, batch: Static) -> str | None:
         """Compare the loss of one row beside ignored copies with the loss of all copies: means are equal."""
@@ -102,12 +102,12 @@ class ShapeMethods(TorchBase):
         try:
             one, all_rows = self._mean_loss_of(dict(batch)), self._mean_loss_of(everywhere)
         except Exception as error:  # the loss is the user's: how it fails is the reason
-            return f"the loss cannot do with labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
+            return f"the loss does not accept labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
         finally:
             self.model.train(was_training)
         if abs(one - all_rows) <= CLOSE * max(abs(one), abs(all_rows), 1e-12):
             return None
-        return f"the loss counts rows whose labels are {IGNORED}: {one:.6g} with them, {all_rows:.6g} without"
+        return f"the loss includes rows whose labels are {IGNORED}: {one:.6g} with them, {all_rows:.6g} without"
 
     def _mean_loss_of(self, inputs: dict[str, Any]) -> float:
         items = self.accounting.items_in(inputs)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Which part of the data this process takes: batch k x world + rank of the global order is its k-th."""
+"""The shard of the data this rank reads: batch k x world + rank of the global order is its k-th."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
         return _rebuilt(loader, SharedBatches(loader.batch_sampler, share, broadcast))
     tell(
-        f"{type(loader).__name__} gives the same batches to every process, which reads all of them and keeps its part; "
-        "a DistributedSampler, or a loader made by get_train_dataloader, would save the reading"
+        f"{type(loader).__name__} returns the same batches on every rank, so each rank reads all of them and keeps "
+        "its shard. Use a DistributedSampler, or a loader made by get_train_dataloader, to avoid this"
     )
     return EveryNth(loader, share)
 

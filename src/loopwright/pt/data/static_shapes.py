@@ -1,4 +1,4 @@
-"""Batches of few shapes, for devices that compile for each one: padded lengths, a filled last batch, and the way back.
+"""Static shapes for devices that compile for each shape: padded lengths, a padded last batch, and undoing both.
 
 What is added counts for nothing: padded positions have a mask of 0 and the label -100, added rows are copies of a real
 row whose labels are all -100. `Static.trimmed` takes it off the outputs again.
@@ -109,14 +109,14 @@ class StaticShapes:
             if length <= allowed:
                 return allowed
         raise DataError(
-            f"a batch is {length} tokens long, and static_lengths allows {self.lengths[-1]} at most; "
-            "truncate the data, or allow a longer one"
+            f"a batch is {length} tokens long, but static_lengths allows at most {self.lengths[-1]}; truncate the "
+            "data, or add a longer length"
         )
 
     def pad(self, batch: Any, rows: int) -> Any:
         """The batch padded to `rows` rows and to its length; what cannot be padded without a trace stays as it is."""
         if not isinstance(batch, Mapping):
-            self._tell("static shapes: batches that are no dictionaries of tensors are not padded")
+            self._tell("static shapes: batches that are not dicts of tensors are not padded")
             return batch
         values = dict(batch)
         real = next((v.shape[0] for v in values.values() if isinstance(v, Tensor) and v.dim()), 0)
@@ -136,10 +136,15 @@ class StaticShapes:
         if not isinstance(main, Tensor) or main.dim() < 2:
             return
         if not self.takes_mask:
-            self._tell("static shapes: the model takes no attention_mask, so lengths are not padded: each is compiled")
+            self._tell(
+                "static shapes: the model takes no attention_mask, so sequences are not padded and each length is "
+                "compiled"
+            )
             return
         if self._has_unmaskable_sequence(batch, main.shape[1]):
-            self._tell("static shapes: labels per token that are no whole numbers cannot be masked: lengths stay")
+            self._tell(
+                "static shapes: per-token labels are not integers and cannot be masked, so sequences are not padded"
+            )
             return
         if "attention_mask" not in batch:
             batch["attention_mask"] = torch.ones_like(main)
@@ -169,18 +174,20 @@ class StaticShapes:
     def _may_add_rows(self, batch: Static) -> bool:
         reason = self.rows_stay or self._why_rows_stay(batch)
         if reason is not None:
-            self._tell(f"static shapes: a short batch is not filled up, which is one more shape: {reason}")
+            self._tell(
+                f"static shapes: an incomplete batch is not padded with rows, which adds one more shape: {reason}"
+            )
         return reason is None
 
     def _why_rows_stay(self, batch: Static) -> str | None:
         labels = [name for name in {*self.label_names, *MASKABLE} if isinstance(batch.get(name), Tensor)]
         if not labels:
-            return "it has no labels that could say that added rows do not count"
+            return "it has no labels that could exclude the padded rows from the loss"
         other = [name for name in labels if name not in MASKABLE]
         if other:
             return f"{other[0]!r} has no value that losses ignore"
         floats = [name for name in labels if batch[name].is_floating_point() or batch[name].dtype is torch.bool]
-        return f"{floats[0]!r} are no classes, so there is no value that losses ignore" if floats else None
+        return f"{floats[0]!r} are not class labels, so losses ignore no value of them" if floats else None
 
     def _add_rows(self, batch: Static, rows: int) -> None:
         for name, value in list(batch.items()):

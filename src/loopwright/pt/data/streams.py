@@ -1,4 +1,4 @@
-"""Where a stream stands: its own state if it has one that resumes exactly, else the batches are read again."""
+"""Positions of streaming datasets: their own state if it resumes exactly, otherwise batches are read again."""
 
 from __future__ import annotations
 
@@ -154,5 +154,5 @@ def replay(batches: Iterator[Any], count: int, say: Callable[[str], None]) -> in
             said = now
             rate = (done + 1) / (now - started)
             left = (count - done) / rate
-            say(f"reading again: {done + 1:,} of {count:,} batches, {rate:,.0f} a second, {left:,.0f} s left")
+            say(f"re-reading: {done + 1:,} of {count:,} batches, {rate:,.0f} per second, {left:,.0f} s left")
     return count

@@ -1,4 +1,4 @@
-"""An error on one process stops all of them within seconds, and each says what it was.
+"""An error on one rank stops all of them within seconds, and each reports what it was.
 
 A process that fails leaves its error in the store of the group. A thread of every other process looks there; its main
 thread may be deep in a collective that would wait for the failed one until the timeout, so if it does not come out by
@@ -30,7 +30,7 @@ def _lost_the_others(error: BaseException | None) -> bool:
 
 
 class Alarm:
-    """While entered: tells the others of an error here, and hears of theirs. May be entered again inside itself."""
+    """Context manager that reports an error of this rank to the others, and theirs to this one; reentrant."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -68,7 +68,7 @@ class Alarm:
         """Leave the error for the others; returns that of another process that was first, if there is one."""
         where = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-2:]))
         name = self._processes.names[self._processes.rank]
-        text = f"process {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"
+        text = f"rank {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"
         try:
             kept = self._store.compare_set(self._key, "", text).decode()
         except Exception:  # the store may be gone with the process that held it
@@ -84,5 +84,5 @@ class Alarm:
             except Exception:  # the store is gone, and with it whoever could tell
                 return
             if not over.wait(GRACE):
-                print(f"{self.heard}\nThis process was waiting for it and stops too.", file=sys.stderr, flush=True)
+                print(f"{self.heard}\nThis rank was waiting for it and stops too.", file=sys.stderr, flush=True)
                 os._exit(1)

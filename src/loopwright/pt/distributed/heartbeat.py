@@ -1,4 +1,4 @@
-"""Threads beside training that tell the other processes where this one stands, and say who is late or gone.
+"""The hang detector: threads that share the position of each rank and report which one is late or gone.
 
 They have their own connections to the store the processes met at, so that nothing training does can block them.
 """
@@ -29,7 +29,7 @@ LOST = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", 
 """Words of the errors by which torch says that another process did not answer."""
 
 
-class Watch:
+class HangDetector:
     """While entered, this process is seen by the others, reports a standstill, and says who was lost."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Watch:
         self._beats: dict[int, tuple[int, float]] = {}
         self._over = threading.Event()
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HangDetector:
         works = ((self._shine, "beacon"), (self._look, "beacon-watch"))
         self._threads = [
             threading.Thread(target=self._until_over, args=(work,), name=name, daemon=True) for work, name in works
@@ -86,7 +86,7 @@ class Watch:
                 work(store)
                 self._over.wait(TICK)
         except Exception:  # the store is gone: whoever held it has ended, and training finds that out by itself
-            logger.debug("the beacon has lost the store", exc_info=True)
+            logger.debug("the hang detector has lost the store", exc_info=True)
 
     # ---- being seen -------------------------------------------------------------------------------------------------
 
@@ -154,8 +154,8 @@ class Watch:
         if found:
             return found[0]
         return (
-            f"the meeting point {os.environ.get('MASTER_ADDR', '')} cannot be reached from {socket.gethostname()}: "
-            "its machine is gone, or this one is cut off"
+            f"the rendezvous host {os.environ.get('MASTER_ADDR', '')} cannot be reached from {socket.gethostname()}; "
+            "one of the two nodes is down or disconnected"
         )
 
     def _explain_to(self, found: list[str | None], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run: opening their group, and what they say to each other on the host.
+"""The process group of a run, and exchanges between ranks on the host.
 
 Three groups. torch's default one carries tensors; a gloo group carries what the hosts agree on, so that asking for it
 never waits for a device; and another gloo group belongs to saving, which talks while training goes on.
@@ -30,7 +30,7 @@ _opened: Processes | None = None
 
 
 class Host:
-    """What processes say to each other in host memory, through one group of theirs."""
+    """Collectives in host memory, through a process group of their own."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
@@ -47,7 +47,7 @@ class Host:
         dist.broadcast_object_list(holder, src=source, group=self.group, device=torch.device("cpu"))
         return holder[0]
 
-    def rows(self, numbers: list[float]) -> list[list[float]]:
+    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Everybody's numbers, by rank: as many from each, in double precision."""
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -55,7 +55,7 @@ class Host:
         return [each.tolist() for each in found]
 
     def barrier(self) -> None:
-        self.rows([0.0])
+        self.all_gather_numbers([0.0])
 
 
 class Processes:
@@ -113,8 +113,8 @@ def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -
     missing = [name for name in NEEDED if not os.environ.get(name)]
     if missing:
         raise ArgumentsError(
-            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} says there are several processes, but {', '.join(missing)} is "
-            "not set, so they cannot find each other; start the script with torchrun, which sets all of them"
+            f"WORLD_SIZE={os.environ.get('WORLD_SIZE')} means several ranks, but {', '.join(missing)} is not set, so "
+            "they cannot find each other; start the script with torchrun, which sets all of them"
         )
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     name = agree_on_round(store, rank, world, timeout)
@@ -127,8 +127,8 @@ def backend_for(device: torch.device, asked: str | None) -> str:
     if device.type == "cpu":
         if asked in ACCELERATED.values():
             raise ArgumentsError(
-                f"ddp_backend={asked!r} moves tensors between accelerators, and this run is on the CPU; "
-                "leave it out, or use 'gloo'"
+                f"ddp_backend={asked!r} communicates between accelerators, but this run is on the CPU; remove it, or "
+                "use 'gloo'"
             )
         return asked or "gloo"
     # A device that came with a package of its own has told torch the library it talks with.

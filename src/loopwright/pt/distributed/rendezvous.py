@@ -1,4 +1,4 @@
-"""A name for this start of the processes that all of them share and no earlier start had.
+"""A rendezvous id, unique per (re)start.
 
 torchrun starts processes again on the store of the first start (seen in torch 2.13), so addresses of processes that
 are gone are still in it, and whoever reads too early connects to nobody. Restart counts do not tell the starts apart:
@@ -54,7 +54,7 @@ def _follow(store: Any, own: str, rank: int, deadline: float) -> str:
             store.set(f"round/taken/{name}/{rank}", own)
             if _read(store, f"round/agreed/{name}"):
                 return name
-        _wait(deadline, "the first process")
+        _wait(deadline, "rank 0")
 
 
 def _read(store: Any, key: str) -> str | None:
@@ -63,5 +63,7 @@ def _read(store: Any, key: str) -> str | None:
 
 def _wait(deadline: float, whom: str) -> None:
     if time.monotonic() > deadline:
-        raise PeerError(f"{whom} did not come to the meeting point in time: is it started, can it reach the others?")
+        raise PeerError(
+            f"{whom} did not join the rendezvous in time; check that it is started and can reach the other ranks"
+        )
     time.sleep(PAUSE)

@@ -1,4 +1,4 @@
-"""The trainer's methods for several processes: sharing an update, learning, evaluating and stopping together."""
+"""The trainer's methods for several ranks: synchronizing updates, decisions, evaluation and stopping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...core.signals import WATCHED, Interrupted
 from ...core.update import Update
 from ...errors import ArgumentsError
 from ..data.shard import share_loader
-from ..loss.step import LossMethods
+from ..loss.step import TorchLossMethods
 from ..loss.targets import LossKind, count_samples
 from ..strategies.base import on_host
 
@@ -24,7 +24,7 @@ HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
 """What data of one process may say about the loss of all."""
 
 
-class SharingMethods(LossMethods):
+class SharingMethods(TorchLossMethods):
     """What a trainer does besides when other processes hold a part of the data."""
 
     # ---- data -------------------------------------------------------------------------------------------------------
@@ -33,11 +33,11 @@ class SharingMethods(LossMethods):
         """A loader of this process's part."""
         if self.strategy.data_world == 1:
             return loader
-        return share_loader(loader, self._share(), self.strategy.broadcast, self.notices.tell_once)
+        return share_loader(loader, self._share(), self.strategy.broadcast, self.notices.warn_once)
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def share_update(self, batches: list[Any]) -> Update | None:
+    def sync_update(self, batches: list[Any]) -> Update | None:
         """Count targets and samples of all processes in one exchange of a few numbers.
 
         A process without targets runs a micro-batch of another one that counts for nothing, because the others wait
@@ -57,7 +57,7 @@ class SharingMethods(LossMethods):
         )
         if len(set(accumulations)) > 1:
             raise ArgumentsError(
-                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the processes of this run: "
+                f"gradient_accumulation_steps is {[int(each) for each in accumulations]} on the ranks of this run; "
                 "change it on all of them at the same step"
             )
         if any(signals):
@@ -66,7 +66,7 @@ class SharingMethods(LossMethods):
             self._leave_together(signals)
         if not any(lengths):
             return None
-        self._keep_company(update, lengths, weights)
+        self._add_dummy_batches(update, lengths, weights)
         update.shared = True
         averaged, rank = self.args.average_tokens_across_devices, self.strategy.data_rank
         update.total_items = (sum(items) / len(items) if averaged else items[rank]) or 1
@@ -81,7 +81,7 @@ class SharingMethods(LossMethods):
         """What every process has of the update, in one exchange."""
         own, work = self._own_items(update), [update.flos, update.tokens]
         weight = own if update.weights is None else float(sum(update.weights))
-        return self.strategy.rows(
+        return self.strategy.all_gather_numbers(
             [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
              self.plan.accumulation, doubt]
         )  # fmt: skip
@@ -112,7 +112,7 @@ class SharingMethods(LossMethods):
             return float(update.total_items)
         return float(sum(update.items))
 
-    def _keep_company(self, update: Update, lengths: list[float], items: list[float]) -> None:
+    def _add_dummy_batches(self, update: Update, lengths: list[float], items: list[float]) -> None:
         """Give a process that has nothing to do, or less than the others where all must do equally much, stand-ins."""
         strategy, rank = self.strategy, self.strategy.data_rank
         full = [r for r, count in enumerate(items) if count] or [r for r, count in enumerate(lengths) if count]
@@ -141,7 +141,7 @@ class SharingMethods(LossMethods):
         smoothed = self.trainer.label_smoother is not None and accounting.undecided_shift
         if not accounting.is_open and not smoothed:
             return
-        rows = self.strategy.rows([float(bool(batches))])
+        rows = self.strategy.all_gather_numbers([float(bool(batches))])
         holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
         if not holders:
             return
@@ -162,7 +162,7 @@ class SharingMethods(LossMethods):
             return
         speed, rank = self._speed, self.strategy.data_rank
         is_decided = speed is None or speed.is_decided
-        rows = self.strategy.rows([float(bool(batches)), float(is_decided), float(speed is None)])
+        rows = self.strategy.all_gather_numbers([float(bool(batches)), float(is_decided), float(speed is None)])
         decided = [each for each, row in enumerate(rows) if row[1]]
         without = any(row[2] for row in rows)
         self._has_planned = len(decided) == len(rows) or without
@@ -198,12 +198,12 @@ class SharingMethods(LossMethods):
         own = iter(loader)
         while True:
             inputs = next(own, None)
-            rows = self.strategy.rows(
+            rows = self.strategy.all_gather_numbers(
                 [float(inputs is not None), float(self._signal() if self.trainer.is_in_train else 0)]
             )
             holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
             if any(signal for _, signal in rows):
-                self._hear([signal for _, signal in rows])
+                self._adopt_signal([signal for _, signal in rows])
                 raise Interrupted
             if not holders:
                 return
@@ -248,13 +248,13 @@ class SharingMethods(LossMethods):
     def _signal(self) -> int:
         return SIGNALS.index(self.signals.noted or "")
 
-    def _hear(self, numbers: list[float]) -> None:
+    def _adopt_signal(self, numbers: list[float]) -> None:
         """From here on the signal of any process is everybody's; the one that saves wins over the one that does not."""
         self.signals.received = SIGNALS[int(min(number for number in numbers if number))]
 
     def _leave_together(self, numbers: list[float]) -> NoReturn:
-        self._hear(numbers)
-        self.leave()
+        self._adopt_signal(numbers)
+        self.save_and_exit()
 
 
 def _taken_from(waiting: list[Any]) -> Iterator[Any]:
@@ -270,7 +270,7 @@ class AgreeingHandler(CallbackHandler):
     ALONE = ("save_minutes", "save_trigger_file", "max_runtime")
     """Arguments whose outcome depends on the clock or the disk of a process."""
 
-    rows: Callable[[list[float]], list[list[float]]]
+    all_gather_numbers: Callable[[list[float]], list[list[float]]]
 
     _differs: bool | None = None
     """Whether callbacks of any process may wish for something on their own; None while nobody has asked."""
@@ -279,10 +279,10 @@ class AgreeingHandler(CallbackHandler):
         control = super().fire(event, **extra)
         if event in self.MOMENTS and (self._differs is None or event == "on_train_begin"):
             # Asked of everybody: a callback may be on one process only, and all have to exchange wishes then.
-            self._differs = any(row[0] for row in self.rows([float(self._may_differ())]))
+            self._differs = any(row[0] for row in self.all_gather_numbers([float(self._may_differ())]))
         if event in self.MOMENTS and self._differs:
             wishes = [each.name for each in dataclasses.fields(control)]
-            rows = self.rows([float(getattr(control, name)) for name in wishes])
+            rows = self.all_gather_numbers([float(getattr(control, name)) for name in wishes])
             for name, values in zip(wishes, zip(*rows, strict=True), strict=True):
                 setattr(control, name, any(values))
         return control
@@ -294,6 +294,6 @@ class AgreeingHandler(CallbackHandler):
         return any(not type(each).__module__.startswith(("loopwright.", "transformers.")) for each in self.callbacks)
 
 
-def agreeing(rows: Callable[[list[float]], list[list[float]]]) -> type[CallbackHandler]:
-    """A handler whose processes tell each other through `rows`."""
-    return type("AgreeingHandler", (AgreeingHandler,), {"rows": staticmethod(rows)})
+def agreeing(all_gather_numbers: Callable[[list[float]], list[list[float]]]) -> type[CallbackHandler]:
+    """A handler that makes every rank follow what the callbacks of any rank ask for."""
+    return type("AgreeingHandler", (AgreeingHandler,), {"all_gather_numbers": staticmethod(all_gather_numbers)})

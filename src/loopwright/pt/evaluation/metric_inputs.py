@@ -1,4 +1,4 @@
-"""What metric objects are fed: predictions and labels without ignored targets."""
+"""Inputs of metric objects: predictions and labels without ignored targets."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def scores(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Tensor
         predictions = predictions[:, : labels.shape[1]]
     if predictions.shape[: labels.dim()] != labels.shape:
         raise DataError(
-            f"metric objects compare a prediction with each label, but the predictions are of shape "
-            f"{tuple(predictions.shape)} and the labels of shape {tuple(labels.shape)}; "
-            "give compute_metrics a function, or preprocess_logits_for_metrics= one that brings them together"
+            f"metric objects need one prediction per label, but predictions have shape {tuple(predictions.shape)} "
+            f"and labels have shape {tuple(labels.shape)}; pass a function as compute_metrics, or reshape them in "
+            "preprocess_logits_for_metrics"
         )
     counted = labels != IGNORED
     return predictions[counted], labels[counted]

@@ -11,12 +11,12 @@ from ...core.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
 from ..rng import untouched_rng
-from .step import EvaluationMethods, to_numpy
+from .step import TorchEvaluationMethods, to_numpy
 
 ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
 
 
-class RehearsalMethods(EvaluationMethods):
+class RehearsalMethods(TorchEvaluationMethods):
     """Checks that would otherwise fail hours into a run."""
 
     def check_metric_name(self) -> None:
@@ -32,12 +32,12 @@ class RehearsalMethods(EvaluationMethods):
         if names is None or full in names:
             return
         problem = (
-            f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives: "
+            f"metric_for_best_model={wanted!r} is not one of the metrics of this evaluation: "
             f"{', '.join(sorted(name for name in names if not name.endswith(ALWAYS)))}"
         )
         if not self._names_may_be_added():
             raise MetricError(problem)
-        logger.warning(f"{problem}. Going on, since an overridden log() or a callback's on_evaluate may add it")
+        logger.warning(f"{problem}. Continuing, since an overridden log() or a callback's on_evaluate may add it")
 
     def _names_may_be_added(self) -> bool:
         """Whether code of the user's is handed the metrics of an evaluation before the best model is chosen."""
@@ -57,7 +57,7 @@ class RehearsalMethods(EvaluationMethods):
             except LoopwrightError:
                 raise
             except Exception as error:  # a metric that needs more than one batch is no reason to stop
-                logger.info(f"one batch is not enough to name the metrics of {prefix}: {error}")
+                logger.info(f"one batch is not enough to determine the metrics of {prefix}: {error}")
                 return None
         return names
 

@@ -1,4 +1,4 @@
-"""Training samples of decoder-only models, taken apart again: the prompt to generate from and the answer to compare."""
+"""Splitting training samples of decoder-only models into the prompt to generate from and the answer to compare."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def prompts_of(inputs: Mapping[str, Any], *, pad: int, width: int | None = None)
     lengths = keep.sum(1)
     if not bool(lengths.all()):
         raise DataError(
-            "predict_with_generate needs a prompt, but a sample's labels count from its first token; "
-            f"set the labels of the prompt to {IGNORED}"
+            "predict_with_generate needs a prompt, but a sample's labels start at its first token; set the labels of "
+            f"the prompt to {IGNORED}"
         )
     return _to_the_left(ids, keep, lengths, pad, width or int(lengths.max()))
 

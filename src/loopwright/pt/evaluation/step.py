@@ -30,7 +30,7 @@ from ..precision import full_eval_dtype
 from .metric_inputs import metrics_function
 
 
-class EvaluationMethods(TorchBase, AssessingMethods):
+class TorchEvaluationMethods(TorchBase, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
     accounting: LossAccounting
@@ -94,7 +94,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
             if was_training:
                 strategy.training()
         if output.num_samples == 0:
-            raise DataError(f"{description}: the data gave no batch")
+            raise DataError(f"{description}: the data returned no batch")
         return output
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
@@ -103,7 +103,7 @@ class EvaluationMethods(TorchBase, AssessingMethods):
 
     def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()
-        plain = EvaluationMethods.prediction_step
+        plain = TorchEvaluationMethods.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in self._looked_at(loader):
             self._eval_items(inputs, learn=step)

@@ -1,4 +1,4 @@
-"""The denominator of an update: how many targets it has, and what each micro-batch's loss is worth."""
+"""The denominator of an update: its number of targets, and the weight of each micro-batch's loss."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class LossAccounting(LossFindings):
             update.weights = [self.weight_in(batch) for batch in update.batches]
         if self.kind in WEIGHED:
             _drop_empty(update)
-        update.total_items = _one_if_none(sum(update.items[1:], update.items[0]))
+        update.total_items = _at_least_one(sum(update.items[1:], update.items[0]))
         if update.weights is not None:
-            update.total_weight = _one_if_none(sum(update.weights[1:], update.weights[0]))
+            update.total_weight = _at_least_one(sum(update.weights[1:], update.weights[0]))
         if self.kind is LossKind.TOTAL:
             update.total_weight = 1
 
@@ -74,7 +74,7 @@ class LossAccounting(LossFindings):
         if self.kind is LossKind.MIXED and update.weights is not None:
             # The part that divides by this is weighed afterwards: so it is told as much less.
             return update.total_items * (update.weights[index] / update.total_weight)
-        return _one_if_none(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
+        return _at_least_one(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
     def weigh(self, loss: Any) -> Tensor:
         """The loss times the micro-batch's share of the update's targets; a (sum, count) pair is noted."""
@@ -91,7 +91,7 @@ class LossAccounting(LossFindings):
         """The update's loss; gradients of summed losses are divided by all their counts, once."""
         if self.summed is None:
             return loss
-        self.summed = strategy.total(self.summed)
+        self.summed = strategy.mean_count(self.summed)
         strategy.scale_gradients(1 / self._all_counts(loss))
         return self.divided(loss)
 
@@ -100,13 +100,13 @@ class LossAccounting(LossFindings):
         return loss if self.summed is None else loss / self._all_counts(loss)
 
     def _all_counts(self, loss: Any) -> Any:
-        count = _one_if_none(self.summed)
+        count = _at_least_one(self.summed)
         if isinstance(count, Tensor):  # a whole number would be divided in single precision
             count = count.to(torch.promote_types(loss.dtype, torch.float32))
         return count
 
 
-def _one_if_none(count: Any) -> Any:
+def _at_least_one(count: Any) -> Any:
     """The count, or 1 in place of 0: an update without targets has nothing to divide, and teaches nothing."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 

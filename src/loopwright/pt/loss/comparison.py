@@ -1,4 +1,4 @@
-"""What a loss is the mean of: the loss of a batch against the losses of its parts."""
+"""Inferring the denominator of a loss: the loss of a batch compared with the losses of its parts."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def pieces_of(
             first, size = joined, count_samples(joined)
             cuts = _cuts(first, size, splitter, label_names, rivals)
         elif size == 1:
-            raise CannotSplit("micro-batches have one sample each, and cannot be joined")
+            raise CannotSplit("micro-batches have one sample each and cannot be joined")
     pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
     if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
         both = splitter.join(batches[:2], may_ignore=may_ignore, pad_token=pad_token)

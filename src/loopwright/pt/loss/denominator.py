@@ -1,4 +1,4 @@
-"""What a mean may be divided by: label tokens, tokens of a mask, samples; and which of these a batch makes possible."""
+"""Possible denominators of a mean: label tokens, tokens of a mask, samples; and which of them a batch allows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Denominator:
         if self.what == MASK:
             return f"the tokens of {self.column!r}"
         name = "labels" if self.column is None else repr(self.column)
-        return f"{name} that are not {self.ignored}" + (", the first of each row left out" if self.shifted else "")
+        return f"{name} that are not {self.ignored}" + (", without the first of each row" if self.shifted else "")
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

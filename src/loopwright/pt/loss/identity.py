@@ -1,4 +1,4 @@
-"""Which loss a run has: what was found out about it holds for the same one only."""
+"""The identity of a loss: what was inferred about it holds for the same loss only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in an update whose loss or gradients were not finite, found by running it once more."""
+"""A report on an update whose loss or gradients were not finite, made by running it again."""
 
 from __future__ import annotations
 

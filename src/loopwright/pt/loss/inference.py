@@ -1,4 +1,4 @@
-"""Finding out what a loss is: which targets it counts, what it is the mean of, who has divided it already."""
+"""Inferring what a loss is: which targets it counts, its denominator, and whether it is divided already."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LossFindings:
         """Whether a loss that is scaled by the items needs no further look: it is that of a library."""
         self.is_additive: bool | None = True if kind is LossKind.SCALED and is_trusted else None
         """Whether the loss of a batch is made of those of its parts in training; None while nobody knows."""
-        self.reason = "nobody has looked at the loss yet"
+        self.reason = "the loss has not been tested yet"
         """Why the loss is not known to be additive."""
         self.trouble: str | None = None
         """What the user should be told, once."""
@@ -161,9 +161,9 @@ class LossFindings:
             error = self._tried(batches, probe, splitter)
         if error is not None:
             text = (str(error).splitlines() or [""])[0][:200]
-            self.reason = f"the loss could not be tried out: {type(error).__name__}: {text}"
+            self.reason = f"the loss could not be tested: {type(error).__name__}: {text}"
             self.trouble = (
-                f"{self.reason}. It is weighed by {self.denominator.described()}; return (sum, count) to be exact"
+                f"{self.reason}. It is weighted by {self.denominator.described()}; return (sum, count) to be exact"
             )
 
     def _tried(
@@ -235,7 +235,7 @@ class LossFindings:
         try:
             pieces = self._pieces(batches, probe, splitter)
         except CannotSplit as reason:
-            self.reason = f"the loss could not be compared with that of its parts: {reason}"
+            self.reason = f"the loss could not be compared with the losses of parts of the batch: {reason}"
             self._say_what_is_believed(batches)
             return
         is_first = self.is_additive is None
@@ -308,7 +308,7 @@ class LossFindings:
         if self.kind in (LossKind.SCALED, LossKind.SUM):
             return
         if self.is_claimed and not any(by.is_usual for by in found.rivals):
-            self.is_additive, self.reason = False, "the loss is not what loss_is_scaled_for_ga says"
+            self.is_additive, self.reason = False, "the loss does not match loss_is_scaled_for_ga"
         if self.is_claimed:
             return
         self.rivals = found.rivals
@@ -332,7 +332,7 @@ class LossFindings:
             text = (str(error).splitlines() or [""])[0][:200]
             self.reason = f"a part of a batch has no loss of its own: {text}"
         elif found is not None and found.draws:
-            self.reason = "in training the loss draws random numbers, besides those of dropout"
+            self.reason = "the loss uses random numbers in training, besides dropout"
         if weighed and quiet is not None and fits:
             self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
         elif self.kind is LossKind.MIXED and not self.is_claimed:
@@ -342,7 +342,7 @@ class LossFindings:
         if (found is None and fits) or (found is not None and not found.draws):
             self.trouble = notices.COUPLED.format(self.denominator.described())
         elif not fits:
-            self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
+            self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def _say_what_is_believed(self, batches: list[Any]) -> None:
         """A guess is worth a word where the other guess would weigh these micro-batches differently."""
@@ -350,7 +350,7 @@ class LossFindings:
             return
         counts = [self.items_in(batch) for batch in batches]
         if all(isinstance(count, int) for count in counts) and len(set(counts)) > 1:
-            self.trouble = f"{self.reason}. It is weighed by {self.denominator.described()}"
+            self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def learn_division(self, batch: Any, probe: LossProbe, said: Callable[..., AbstractContextManager[Any]]) -> None:
         """See whether the loss halves when the accumulation is said to be twice as long.
@@ -375,7 +375,7 @@ class LossFindings:
         """Nothing more will be found out."""
         if self._looks < LOOKS:
             self._looks, self.reason = LOOKS, reason
-            self.trouble = f"the loss is not tried out: {reason}. It is weighed by {self.denominator.described()}"
+            self.trouble = f"the loss is not tested: {reason}. It is weighted by {self.denominator.described()}"
 
     def keep_weights_of(self, before: LossFindings) -> None:
         """Where nothing fits any more, micro-batches keep the weights that fitted before the model was changed."""
@@ -386,7 +386,7 @@ class LossFindings:
     def sees_loss_without_items(self) -> None:
         """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
-        self.is_additive, self.reason = False, "a batch without label tokens has a loss"
+        self.is_additive, self.reason = False, "a batch without label tokens has a nonzero loss"
         self.trouble = notices.WITHOUT_ITEMS
 
 

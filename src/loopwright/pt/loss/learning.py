@@ -1,4 +1,4 @@
-"""The trainer's methods that find out what its loss is: in training, and in evaluation."""
+"""The trainer's methods that infer what its loss is, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from ...core.overrides import accepts, is_overridden, reaches_ours
 from ..acceleration import SpeedMethods
 from ..data.columns import innermost
-from ..data.pipeline import DataMethods
+from ..data.pipeline import TorchDataMethods
 from ..devices import is_lazy
-from ..evaluation.step import EvaluationMethods
+from ..evaluation.step import TorchEvaluationMethods
 from ..precision import Autocast
 from ..sandbox import first_iterator, sandbox
 from .accounting import LossAccounting
@@ -28,7 +28,7 @@ LOOK_AGAIN = (2, 8, 64, 1024)
 """Updates at which a user's loss is looked at again: a penalty on the distance to the initial model begins at zero."""
 
 
-class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
+class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
 
     accounting: LossAccounting
@@ -112,7 +112,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         drawn = first_iterator(self.trainer) if self._loss_is_theirs() else None
         if drawn is None:
             return None
-        return f"the trainer's {drawn!r} is an iterator, and what would be drawn from it is gone"
+        return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
 
     def _look_at_empty(self, batches: list[Any]) -> bool:
         """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
@@ -179,7 +179,7 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
     def _tell_trouble(self) -> None:
         trouble, self.accounting.trouble = self.accounting.trouble, None
         if trouble is not None:
-            self.notices.tell_once(trouble)
+            self.notices.warn_once(trouble)
 
     @contextmanager
     def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
@@ -234,13 +234,15 @@ class LossLearningMethods(SpeedMethods, DataMethods, EvaluationMethods):
         accounting.learn(batches, self._probe(with_gradients=False), self.splitter)
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
-            self.notices.tell_once(
-                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the sum "
-                f"of the losses of its parts. Batches are weighed by {accounting.denominator.described()}; return "
-                "(sum, count) from compute_loss to be exact"
+            self.notices.warn_once(
+                "eval_loss depends on per_device_eval_batch_size: the loss of a batch is neither the mean nor the "
+                f"sum of the losses of its parts. Batches are weighted by {accounting.denominator.described()}; "
+                "return (sum, count) from compute_loss to be exact"
             )
         elif accounting.kind is LossKind.TOTAL:
-            self.notices.tell_once("the loss is a sum over its batch: eval_loss is that of all, divided by samples")
+            self.notices.warn_once(
+                "the loss is a sum over its batch: eval_loss is the total divided by the number of samples"
+            )
 
     def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and what it counts for."""

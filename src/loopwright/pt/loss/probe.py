@@ -1,4 +1,4 @@
-"""Computing a loss to see what it is: with gradients, without dropout, and without leaving a trace."""
+"""Computing a loss to infer what it is: with gradients, without dropout, and without side effects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Measured:
 
 
 class LossProbe:
-    """Computes a loss again and again; model, trainer and random streams stay as they are."""
+    """Computes a loss repeatedly; model, trainer and random states are unchanged."""
 
     def __init__(
         self,

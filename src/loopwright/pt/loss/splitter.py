@@ -1,4 +1,4 @@
-"""Cutting a batch along its samples, and joining batches of one sample: only what is known to go by samples is cut."""
+"""Splitting a batch along its samples, and joining batches of one sample; only per-sample values are split."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class BatchSplitter:
         if unsafe:
             name, length = ".".join(map(str, unsafe[0])), self._seen.get(unsafe[0], {}).get(size)
             raise CannotSplit(
-                f"the batch has {size} samples and {name!r} has {length} rows, which may not be those of the samples"
+                f"the batch has {size} samples but {name!r} has {length} rows, which may not be one per sample"
             )
         return how
 

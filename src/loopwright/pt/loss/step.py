@@ -1,4 +1,4 @@
-"""The trainer's methods around the loss: forward, backward, and who divides by what."""
+"""The trainer's methods around the loss: forward, backward, weighting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not change what its loss is the mean of."""
 
 
-class LossMethods(LossLearningMethods):
+class TorchLossMethods(LossLearningMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
     accounting: LossAccounting
@@ -138,9 +138,9 @@ class LossMethods(LossLearningMethods):
         self._bind_overrides()
         if self._speed is not None:
             self._speed.finish()
-            self.notices.tell_once(
-                f"a method of the trainer or its loss was replaced after step {self.state.global_step}: what is done "
-                "about speed is decided again"
+            self.notices.warn_once(
+                f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
+                "accelerations are chosen again"
             )
             # Several processes would have to decide together, and only those where it was replaced come here.
             self._speed = self._start_speed() if self.is_alone else None
@@ -186,7 +186,7 @@ class LossMethods(LossLearningMethods):
 
     def _leave_layouts(self) -> None:
         """The loss turned out to be one whose batches may not be laid out anew."""
-        self.notices.tell_once(f"speed: from here on micro-batches stay as they are made: {self.accounting.reason}")
+        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {self.accounting.reason}")
         assert self._speed is not None
         self._speed.finish()
         self._speed = None
@@ -198,7 +198,7 @@ class LossMethods(LossLearningMethods):
             try:
                 pieces += self.splitter.split_all([batch], parts)
             except CannotSplit as reason:
-                self.notices.tell_once(f"a micro-batch is not cut although memory is short: {reason}")
+                self.notices.warn_once(f"a micro-batch is not split although memory is low: {reason}")
                 pieces.append(batch)
         return pieces
 
@@ -264,9 +264,9 @@ class LossMethods(LossLearningMethods):
             self._look_again(made)
             self.count_update(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
-            self.notices.tell_once(
-                f"{changes[0]} was changed during training. With several processes, what the loss is the mean of is "
-                "not looked at again; micro-batches keep their weights"
+            self.notices.warn_once(
+                f"{changes[0]} was changed during training. With several ranks the denominator of the loss is not "
+                "determined again; micro-batches keep their weights"
             )
         if speed is not None:
             speed.follow_changes(update, changes)
@@ -319,8 +319,8 @@ class LossMethods(LossLearningMethods):
         self.count_update(update)
         if rearranged:
             return True
-        self.notices.tell_once(
-            f"out of memory: micro-batches are cut in {self.micro_split} from here on; updates stay what they are"
+        self.notices.warn_once(
+            f"out of memory: micro-batches are now split in {self.micro_split}; the effective batch size is unchanged"
         )
         return True
 
@@ -329,7 +329,7 @@ class LossMethods(LossLearningMethods):
             return False
         reason = self.splitter.why_whole(batch)
         if reason is not None:
-            self.notices.tell_once(f"out of memory, and the micro-batch cannot be cut: {reason}")
+            self.notices.warn_once(f"out of memory, and the micro-batch cannot be split: {reason}")
         return reason is None
 
     def write_incident(self, step: int) -> str:

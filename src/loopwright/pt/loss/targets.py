@@ -1,4 +1,4 @@
-"""Who divides the loss by what: counting targets, the kinds of losses, label smoothing."""
+"""Counting targets, the kinds of losses, label smoothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LossKind(Enum):
     SCALED = "a sum already divided by num_items_in_batch"
     MIXED = "one part divided by num_items_in_batch and another that is not"
     SUM = "a (sum, count) pair"
-    OTHER = "nothing that the losses of a batch's parts add up to"
+    OTHER = "not a combination of the losses of a batch's parts"
 
 
 def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
@@ -82,14 +82,14 @@ def predicts_next_token(model: nn.Module) -> bool:
 def check_loss(loss: Any) -> Tensor:
     """The loss as a scalar, or an error that says what it is instead."""
     if not isinstance(loss, Tensor):
-        raise ModelError(f"the loss must be a scalar tensor, but it is {type(loss).__name__}: {str(loss)[:80]}")
+        raise ModelError(f"the loss must be a scalar tensor, but it is a {type(loss).__name__}: {str(loss)[:80]}")
     if loss.dim() == 0:
         return loss
     if loss.numel() == 1:
         return loss.reshape(())
     raise ModelError(
-        f"the loss must be a scalar, but its shape is {tuple(loss.shape)}; reduce it with .mean(), "
-        "or return (loss.sum(), number_of_targets)"
+        f"the loss must be a scalar, but its shape is {tuple(loss.shape)}; reduce it with .mean(), or return "
+        "(loss.sum(), number_of_targets)"
     )
 
 
@@ -97,8 +97,8 @@ def check_has_gradient(loss: Tensor) -> None:
     """Raise if nothing trainable took part in the loss."""
     if not loss.requires_grad:
         raise ModelError(
-            "the loss has no gradient: nothing trainable took part in it, or it was detached on the way (.detach(), "
-            ".item(), torch.no_grad()); compute it from the model's outputs"
+            "the loss has no gradient: it uses no trainable parameter, or it was detached (.detach(), .item(), "
+            "torch.no_grad()). Compute it from the model's outputs"
         )
 
 

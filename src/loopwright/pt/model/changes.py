@@ -56,7 +56,7 @@ class ChangeMethods(TorchBase):
         held = {id(p) for group in getattr(self.trainer.optimizer, "param_groups", ()) for p in group["params"]}
         if held and held.isdisjoint(map(id, self.model.parameters())):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
-            self.notices.tell_once("trainer.model was replaced: its optimizer and schedule are made anew")
+            self.notices.warn_once("trainer.model was replaced: creating a new optimizer and scheduler")
         self._adopt_model(self.model)
 
     def _adopt_model(self, model: Any) -> None:
@@ -85,9 +85,9 @@ class ChangeMethods(TorchBase):
             return  # an update outside of training, as one that compiles ahead
         if self.model is not known.model:
             raise ModelError(
-                f"trainer.model was assigned after step {self.state.global_step}, while the model before it is in "
-                "training: its optimizer and its place in memory belong to that one. Change the model in place, put it "
-                "back before the next update (as for an evaluation with averaged weights), or train() again"
+                f"trainer.model was assigned after step {self.state.global_step}, but the optimizer still holds the "
+                "previous model's parameters. Change the model in place, restore it before the next update, or call "
+                "train() again"
             )
         if self.strategy.look():
             self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
@@ -109,14 +109,14 @@ class ChangeMethods(TorchBase):
 
     def _take_optimizer(self) -> None:
         if self.trainer.optimizer is None:
-            raise ModelError("trainer.optimizer was set to None during training; assign another optimizer, or leave it")
+            raise ModelError("trainer.optimizer was set to None during training; assign another optimizer")
         self._optimizer_then = self.trainer.optimizer = self.strategy.change_optimizer(self.trainer.optimizer)
         self.callback_handler.context["optimizer"] = self.trainer.optimizer
         scheduled = getattr(self.trainer.lr_scheduler, "optimizer", self.trainer.optimizer)
         if scheduled is not self.trainer.optimizer:
-            self.notices.tell_once(
-                f"trainer.optimizer was replaced after step {self.state.global_step}, and the schedule still sets the "
-                "learning rates of the one before: the new one keeps its own. Assign trainer.lr_scheduler too"
+            self.notices.warn_once(
+                f"trainer.optimizer was replaced after step {self.state.global_step}, but the scheduler still "
+                "updates the previous one; the new one keeps its own learning rates. Assign trainer.lr_scheduler too"
             )
 
     def _follow_loss(self) -> None:
@@ -132,13 +132,15 @@ class ChangeMethods(TorchBase):
         changed = [name for name in known.arguments if getattr(args, name, None) != known.arguments[name]]
         once = [name for name in changed if name in TAKEN_ONCE]
         if once:
-            self.notices.tell_once(f"changed during training, without effect on this run: {', '.join(once)}")
+            self.notices.warn_once(f"changed during training, without effect on this run: {', '.join(once)}")
         intervals = [name for name in changed if name in IN_STATE]
         if intervals:
-            self.notices.tell_once(f"changed during training, without effect: {', '.join(intervals)}; set state's")
+            self.notices.warn_once(
+                f"changed during training, without effect: {', '.join(intervals)}; set those of trainer.state"
+            )
         for name, before in zip(("train_dataset", "data_collator"), known.data, strict=True):
             if getattr(self.trainer, name) is not before:
-                self.notices.tell_once(
-                    f"trainer.{name} was replaced during training, which goes on with the loader it began with; change "
-                    "the object itself, or train() again"
+                self.notices.warn_once(
+                    f"trainer.{name} was replaced during training, which continues with the previous loader; change "
+                    "the object itself, or call train() again"
                 )

@@ -41,8 +41,8 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if enable is None:
         raise ModelError(
-            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); "
-            "wrap its blocks with torch.utils.checkpoint yourself, or leave the argument out"
+            f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); wrap "
+            "its blocks with torch.utils.checkpoint yourself, or remove the argument"
         )
     extra = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     options.setdefault("use_reentrant", False)
@@ -63,12 +63,12 @@ def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> Callabl
     blocks = repeated_blocks(model)
     if others.pop("use_reentrant", False) or others:
         raise ModelError(
-            "gradient_checkpointing_kwargs: the policy 'selective' takes no other option than use_reentrant=False"
+            "gradient_checkpointing_kwargs: the policy 'selective' accepts no option besides use_reentrant=False"
         )
     if not blocks:
         raise ModelError(
-            "gradient_checkpointing_kwargs={'policy': 'selective'} works block by block, and "
-            f"{type(model).__name__} has no list of blocks of one class; leave the policy out"
+            f"gradient_checkpointing_kwargs={{'policy': 'selective'}} works per block, but {type(model).__name__} "
+            "has no list of blocks of one class; remove the policy"
         )
     return checkpoint_selectively(blocks).remove
 
@@ -105,7 +105,7 @@ def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
         model, measured_on(args.device, tokens, weight=weight, compute=torch.bfloat16 if args.bf16 else weight)
     )
     if not found.layers:
-        notices.tell_once(f"fp8=True changes nothing here: {found.summary()}, measured with {tokens:,} tokens")
+        notices.warn_once(f"fp8=True has no effect here: {found.summary()}, measured with {tokens:,} tokens")
     return found
 
 

@@ -15,7 +15,7 @@ from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
 
 
-class OptimizerMethods(TorchBase):
+class TorchOptimizerMethods(TorchBase):
     """Optimizer, schedule and learning rates."""
 
     train_dataloader: Any
@@ -70,7 +70,7 @@ class OptimizerMethods(TorchBase):
                 cls_and_kwargs=chosen,
                 total_updates=plan.max_steps if plan else None,
                 decay_names=self.trainer.get_decay_parameter_names(model or self.model),
-                tell=self.notices.tell_once,
+                tell=self.notices.warn_once,
             )
         return self.trainer.optimizer
 

@@ -175,8 +175,8 @@ class GreedyLR(LRScheduler):
             if given not in choices
         ]
         problems += [
-            f"GreedyLR: min_lr={low} is above the learning rate {base}, so the rate could never go down. Lower min_lr "
-            "in lr_scheduler_kwargs, or leave it out for 1 % of the learning rate."
+            f"GreedyLR: min_lr={low} is above the learning rate {base}, so it could never decrease. Lower min_lr in "
+            "lr_scheduler_kwargs, or remove it to use 1 % of the learning rate."
             for low, base in zip(self.min_lrs, self.base_lrs, strict=True)
             if low > base
         ]

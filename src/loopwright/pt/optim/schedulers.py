@@ -1,7 +1,7 @@
 """Scheduler objects: they set an optimizer's learning rates from a schedule, or from a metric.
 
 `ScheduledLR` follows a function of `core/schedules.py`; `GreedyLR` and torch's `ReduceLROnPlateau` react to a metric
-after an evaluation (`steps_on_metric` tells which kind one holds). The `get_*` functions carry the names and parameters
+after an evaluation (`steps_on_metric` distinguishes them). The `get_*` functions carry the names and parameters
 that users of transformers know.
 """
 
@@ -147,7 +147,7 @@ def _build_metric_scheduler(name: str, optimizer: Optimizer, options: dict[str, 
     cls = METRIC_SCHEDULERS[name]
     accepted = [option for option in inspect.signature(cls).parameters if option != "optimizer"]
     problems = [
-        f"The schedule '{name}' does not know the option '{key}' (given {value!r}). It accepts {', '.join(accepted)}."
+        f"The schedule '{name}' has no option '{key}' (given {value!r}). It accepts {', '.join(accepted)}."
         for key, value in options.items()
         if key not in accepted
     ]

@@ -1,4 +1,4 @@
-"""What all strategies of several processes have in common: agreeing, gathering, and numbers over all of them."""
+"""What all multi-rank strategies share: any-rank decisions, gathering, and reduced numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ManyProcesses(SingleDevice):
     def add(self, total: Any, loss: Any) -> Any:
         return super().add(total, loss * 0 if self._idle else loss)
 
-    def total(self, count: Any) -> Any:
+    def mean_count(self, count: Any) -> Any:
         """The mean over all parts of the data of a count."""
         count = torch.as_tensor(count, dtype=torch.float64).to(self.device)
         dist.all_reduce(count)
@@ -76,13 +76,13 @@ class ManyProcesses(SingleDevice):
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------
 
-    def rows(self, numbers: list[float]) -> list[list[float]]:
+    def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
         """Everybody's numbers, one row per part of the data."""
-        return self.host.rows(numbers)[:: self.copies]
+        return self.host.all_gather_numbers(numbers)[:: self.copies]
 
     def reduce(self, values: list[float]) -> list[float]:
         """The mean of each number over the parts of the data."""
-        rows = self.rows(values)
+        rows = self.all_gather_numbers(values)
         return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
     def gather(self, values: Any) -> Any:
@@ -100,7 +100,7 @@ class ManyProcesses(SingleDevice):
 
     def agree(self, flag: bool) -> bool:
         """Whether any process says so."""
-        return any(row[0] for row in self.host.rows([float(flag)]))
+        return any(row[0] for row in self.host.all_gather_numbers([float(flag)]))
 
     def barrier(self) -> None:
         self.host.barrier()

@@ -1,6 +1,6 @@
-"""Which strategy carries out a run: one table of what can go together, and why the rest cannot.
+"""Choosing the strategy of a run: one table of supported combinations, and why the others are not.
 
-Everything here is decided from the arguments, before a model or data are looked at.
+Everything here is decided from the arguments, before a model or data exist.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Build = Callable[[Any, torch.device, Precision], Any]
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """A combination that is not legal, or not possible yet, and what to do instead."""
 
     reason: str
@@ -106,7 +106,7 @@ def _non_blocking(args: Any) -> bool:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-TABLE: dict[frozenset[str], Build | Refused] = {
+TABLE: dict[frozenset[str], Build | Unsupported] = {
     frozenset(): _single,
     frozenset({"processes"}): _ddp,
     frozenset({"processes", "replicas"}): _ddp,
@@ -115,31 +115,33 @@ TABLE: dict[frozenset[str], Build | Refused] = {
     frozenset({"processes", "fsdp", "replicas"}): _fsdp,
     frozenset({"processes", "tensor"}): _tensor,
     frozenset({"processes", "tensor", "fsdp"}): _tensor,
-    frozenset({"processes", "tensor", "replicas"}): Refused(
-        "parallelism_config: dp_replicate_size with tp_size has no engine in torch (DDP does not take tensor-parallel "
-        "parameters); shard the data-parallel dimension instead: dp_shard_size, with fsdp=True"
+    frozenset({"processes", "tensor", "replicas"}): Unsupported(
+        "parallelism_config: dp_replicate_size with tp_size is not supported by torch (DDP does not accept "
+        "tensor-parallel parameters); use dp_shard_size with fsdp=True instead"
     ),
-    frozenset({"processes", "tensor", "fsdp", "replicas"}): Refused(
+    frozenset({"processes", "tensor", "fsdp", "replicas"}): Unsupported(
         "parallelism_config: dp_replicate_size, dp_shard_size and tp_size together are not available; use two of them"
     ),
     frozenset({"deepspeed"}): _deepspeed,
     frozenset({"processes", "deepspeed"}): _deepspeed,
-    frozenset({"processes", "deepspeed", "fsdp"}): Refused(
-        "deepspeed and fsdp both shard the model; keep one of them"
+    frozenset({"processes", "deepspeed", "fsdp"}): Unsupported(
+        "deepspeed and fsdp both shard the model; use only one of them"
     ),
-    frozenset({"deepspeed", "fsdp"}): Refused("deepspeed and fsdp both shard the model; keep one of them"),
-    frozenset({"processes", "deepspeed", "tensor"}): Refused(
-        "parallelism_config: tp_size does not go with deepspeed; use fsdp=True with it, or deepspeed alone"
+    frozenset({"deepspeed", "fsdp"}): Unsupported("deepspeed and fsdp both shard the model; use only one of them"),
+    frozenset({"processes", "deepspeed", "tensor"}): Unsupported(
+        "parallelism_config: tp_size does not work with deepspeed; use it with fsdp=True, or deepspeed alone"
     ),
 }  # fmt: skip
 """What was asked for -> who does it."""
 
 NOWHERE = {
-    "context": "parallelism_config: cp_size splits sequences with torch's context parallelism, which has no CPU path: "
-    "it cannot be tested, so it is refused until it can be; leave cp_size out",
-    "sequence": "parallelism_config: sp_size is DeepSpeed's sequence parallelism, which is not available; leave it out",
-    "pipeline": "parallelism_config: pp_size cuts the model into stages, which is not available; leave it out",
-    "expert": "parallelism_config: ep_size spreads experts, which is not available; leave it out",
+    "context": (
+        "parallelism_config: cp_size (context parallelism) is not available, since torch has no CPU implementation to "
+        "test it with; remove cp_size"
+    ),
+    "sequence": "parallelism_config: sp_size (DeepSpeed's sequence parallelism) is not available; remove it",
+    "pipeline": "parallelism_config: pp_size (pipeline parallelism) is not available; remove it",
+    "expert": "parallelism_config: ep_size (expert parallelism) is not available; remove it",
 }
 """What is refused whatever it is combined with."""
 
@@ -152,46 +154,46 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
         ("processes",),
         lambda args: bool(args.auto_find_batch_size),
         (
-            "auto_find_batch_size=True with several processes: one that runs out of memory alone would leave the "
-            "others waiting; find a batch size that fits on one process first"
+            "auto_find_batch_size=True with several ranks: one rank running out of memory would leave the others "
+            "hanging; find a batch size that fits on one rank first"
         ),
     ),
     (
         ("processes",),
         lambda args: args.optim.endswith("_layerwise"),
         (
-            "a layer-wise optimizer steps inside the backward pass, before gradients of other processes have arrived; "
-            "use the same optimizer without _layerwise"
+            "a layer-wise optimizer steps inside the backward pass, before gradients are reduced across ranks; use "
+            "the same optimizer without _layerwise"
         ),
     ),
     (
         ("fsdp", "tensor"),
         lambda args: bool(args.fp16),
-        "fp16=True needs loss scaling that knows only whole gradients; use bf16=True with fsdp and tp_size",
+        "fp16=True needs loss scaling, which does not support sharded gradients; use bf16=True with fsdp and tp_size",
     ),
     (
         ("fsdp", "tensor"),
         lambda args: bool(args.fp16_full_eval or args.bf16_full_eval),
-        "fp16_full_eval and bf16_full_eval turn whole models to another format; use bf16=True with fsdp and tp_size",
+        "fp16_full_eval and bf16_full_eval cast whole models; use bf16=True with fsdp and tp_size",
     ),
     (
         ("fsdp", "tensor"),
         lambda args: args.optim not in ELEMENTWISE,
-        "this optim looks at whole parameters, and with fsdp or tp_size each process holds a part of them; use one of "
+        "this optim needs whole parameters, but with fsdp or tp_size each rank holds a shard; use one of "
         + ", ".join(ELEMENTWISE),
     ),
     (
         ("fsdp", "tensor", "deepspeed"),
         lambda args: args.checkpoint_format == "transformers" and args.save_strategy != "no",
         (
-            "checkpoint_format='transformers' has no place for the shards of fsdp, tp_size and deepspeed; use "
-            "'native', and save_model for whole weights"
+            "checkpoint_format='transformers' does not support the shards of fsdp, tp_size and deepspeed; use "
+            "'native', and save_model for full weights"
         ),
     ),
     (
         ("deepspeed",),
         lambda args: args.on_nonfinite != "continue",
-        "on_nonfinite: DeepSpeed decides itself whether a step is applied; leave it at 'continue'",
+        "on_nonfinite: DeepSpeed itself decides whether a step is applied; leave it at 'continue'",
     ),
     (
         ("deepspeed",),
@@ -201,7 +203,7 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (
         ("deepspeed",),
         lambda args: not args.optim.startswith(("adamw_torch", "sgd")),
-        "optim with deepspeed is one of adamw_torch, adamw_torch_fused, sgd: ZeRO keeps parameters in flat pieces",
+        "optim with deepspeed must be one of adamw_torch, adamw_torch_fused, sgd, since ZeRO flattens parameters",
     ),
 ]
 """Arguments that some strategies cannot honour: for which, when, and why."""
@@ -234,8 +236,8 @@ def choose_strategy(args: Any, device: torch.device, precision: Precision) -> An
             return processes_on(args, device, precision)
         wanted = " and ".join(sorted(asked_for(args)))
         raise ArgumentsError(
-            f"on lazy XLA several processes each hold the whole model, and this run asks for {wanted}; start one "
-            "process, and spread with NeuronTrainingArguments(xla_spmd='fsdp', tensor_parallel_size=...)"
+            f"on lazy XLA each rank holds the whole model, but this run asks for {wanted}; start one process, and "
+            "shard with NeuronTrainingArguments(xla_spmd='fsdp', tensor_parallel_size=...)"
         )
     return chosen_row(args)(args, device, precision)
 
@@ -243,16 +245,18 @@ def choose_strategy(args: Any, device: torch.device, precision: Precision) -> An
 def chosen_row(args: Any) -> Build:
     """The builder in the table; raises with all reasons when the arguments cannot be honoured."""
     asked = asked_for(args)
-    row = TABLE.get(asked - set(NOWHERE), Refused(f"{' with '.join(sorted(asked))}: this combination is not offered"))
+    row = TABLE.get(
+        asked - set(NOWHERE), Unsupported(f"{' with '.join(sorted(asked))}: this combination is not supported")
+    )
     problems = [NOWHERE[name] for name in sorted(asked) if name in NOWHERE]
-    problems += [] if problems or not isinstance(row, Refused) else [row.reason]
+    problems += [] if problems or not isinstance(row, Unsupported) else [row.reason]
     problems += [] if problems else _wrong_sizes(read_parallelism(args.parallelism_config), asked, args.world_size)
     problems += [reason for names, applies, reason in LIMITS if asked & set(names) and applies(args)]
     if "deepspeed" in asked and isinstance(args.deepspeed, dict):
         problems += [f"deepspeed: {problem}" for problem in contradictions(args.deepspeed, args, args.world_size)]
     if problems:
         raise ArgumentsError(problems)
-    assert not isinstance(row, Refused)
+    assert not isinstance(row, Unsupported)
     return row
 
 
@@ -262,19 +266,20 @@ def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> lis
     if world % sizes.tp_size or (given > 1 and world % given):
         return [
             (
-                f"parallelism_config asks for {given} processes or a multiple, and there are {world}; change the "
-                "sizes, or start another number of processes"
+                f"parallelism_config needs {given} ranks or a multiple, but there are {world}; change the sizes, or "
+                "the number of processes"
             )
         ]
     if "tensor" in asked and world > sizes.tp_size and "fsdp" not in asked:
         return [
             (
-                f"tp_size={sizes.tp_size} on {world} processes leaves {world // sizes.tp_size} copies of the model, "
-                f"which torch keeps together by sharding: set fsdp=True (or dp_shard_size={world // sizes.tp_size}) too"
+                f"tp_size={sizes.tp_size} on {world} ranks leaves {world // sizes.tp_size} replicas of the model, "
+                "which torch synchronizes by sharding only; also set fsdp=True (or "
+                f"dp_shard_size={world // sizes.tp_size})"
             )
         ]
     if sizes.dp_shard_size > 1 and given != world:
-        return [f"parallelism_config is for {given} processes, and there are {world}; change dp_shard_size"]
+        return [f"parallelism_config is for {given} ranks, but there are {world}; change dp_shard_size"]
     return []
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every process holds the whole model, gradients are averaged once per update."""
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged once per update."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class DataParallel(ManyProcesses):
             return model
         if model is not self._replaced:
             raise ModelError(
-                "other parameters are trained now, so the model was wrapped anew in DistributedDataParallel, but "
-                "_wrap_model is overridden and the wrapper is inside of another one; freeze and unfreeze before train()"
+                "the set of trainable parameters changed, but the model cannot be wrapped in DistributedDataParallel "
+                "again because _wrap_model is overridden; freeze and unfreeze before train()"
             )
         return self._wrapped
 
@@ -83,8 +83,8 @@ class DataParallel(ManyProcesses):
             return
         if self._is_theirs:
             raise ModelError(
-                "other parameters are trained than when you wrapped the model in DistributedDataParallel, which knows "
-                "only those; give the trainer the model itself, and it is wrapped anew whenever they change"
+                "the trainable parameters changed after you wrapped the model in DistributedDataParallel; pass the "
+                "unwrapped model to the trainer, which wraps it again whenever they change"
             )
         if isinstance(self._wrapped, DistributedDataParallel):
             self._wrapped._remove_autograd_hooks()  # else gradients travel twice
@@ -111,9 +111,9 @@ class DataParallel(ManyProcesses):
         strangers = [named.get(p, "?") for p in self.contents.parameters if p.grad is not None and p not in known]
         if strangers:
             raise ModelError(
-                f"these parameters became trainable in the middle of an update: {listing(strangers)}. Processes share "
-                "gradients of what was trained when the update began; change it in on_step_begin, on_step_end or "
-                "between epochs, on every process"
+                "these parameters became trainable in the middle of an update, which reduces the gradients of those "
+                f"trainable at its start: {listing(strangers)}. Change them in on_step_begin, on_step_end or between "
+                "epochs, on every rank"
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -171,7 +171,6 @@ def listing(names: list[str]) -> str:
 def unused_parameters(names: list[str]) -> str:
     """What to do about parameters without a gradient."""
     return (
-        "these parameters took no part in the loss, so their processes would wait for their gradients: "
-        f"{listing(names)}. "
-        "Set requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"
+        f"these parameters got no gradient; DDP would hang waiting for them: {listing(names)}. Set "
+        "requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"
     )

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer's state is in files of its own."""
+"""DeepSpeed's ZeRO stages 1 to 3 through its own `initialize`; the optimizer state is in DeepSpeed's files."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class DeepSpeed(ManyProcesses):
     def follow(self) -> None:
         """Refuse: the engine has taken parameters and optimizer when it was made, and knows no others."""
         raise NotAvailable(
-            "parameters, requires_grad or parameter groups were changed while DeepSpeed trains, and its engine keeps "
-            "those it was made with; change them before train(), or train without deepspeed="
+            "parameters, requires_grad or parameter groups changed during training, but DeepSpeed's engine keeps the "
+            "original ones; change them before train(), or train without deepspeed="
         )
 
     def rewrap(self, model: nn.Module) -> nn.Module:
@@ -99,8 +99,8 @@ class DeepSpeed(ManyProcesses):
 
     def scale_gradients(self, factor: Any) -> None:
         raise NotAvailable(
-            "a loss that returns (sum, count) needs gradients divided after the backward pass, which DeepSpeed keeps "
-            "to itself; return the mean, or divide by num_items_in_batch"
+            "a loss that returns (sum, count) needs gradients divided after the backward pass, which DeepSpeed does "
+            "not allow; return the mean, or divide by num_items_in_batch"
         )
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
@@ -152,8 +152,8 @@ class DeepSpeed(ManyProcesses):
         """The counterpart of `write_state`, for as many processes as had written it."""
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
-                f"{folder.name} holds no {FOLDER} folder: it was saved without DeepSpeed, whose optimizer state is in "
-                "files of its own. Go on without deepspeed=, or start anew from its weights"
+                f"{folder.name} has no {FOLDER} folder: it was saved without DeepSpeed, which keeps optimizer state "
+                "in its own files. Resume without deepspeed=, or start a new run from its weights"
             )
         found, _ = self.engine.load_checkpoint(str(folder / FOLDER), tag=TAG, load_lr_scheduler_states=False)
         if found is None:

@@ -130,7 +130,7 @@ def blocks_to_wrap(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:
     if missing:
         known = sorted({type(module).__name__ for module in model.modules() if list(module.children())})
         raise ModelError(
-            f"fsdp_config['transformer_layer_cls_to_wrap'] names {missing[0]!r}, and the model has no such module; "
+            f"fsdp_config['transformer_layer_cls_to_wrap'] names {missing[0]!r}, but the model has no such module; "
             f"it has {', '.join(known)}"
         )
     return found or repeated_blocks(model)
@@ -157,8 +157,8 @@ def recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
         return
     if not blocks:
         raise ModelError(
-            "fsdp_config['activation_checkpointing']=True, but the model has no repeated blocks; "
-            "name their class in transformer_layer_cls_to_wrap"
+            "fsdp_config['activation_checkpointing']=True, but the model has no repeated blocks; set their class in "
+            "transformer_layer_cls_to_wrap"
         )
     for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
@@ -171,7 +171,7 @@ def _on_first(model: nn.Module, rank: int) -> dict[str, Tensor]:
     if rank:
         return {}
     if any(p.is_meta for p in model.parameters()):
-        raise ModelError("the weights of the first process are on the meta device too: nobody could fill them in")
+        raise ModelError("rank 0 has weights on the meta device too, so no rank can initialize them")
     return {name: tensor.detach().cpu() for name, tensor in _all_tensors(model).items()}
 
 

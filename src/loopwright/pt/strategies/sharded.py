@@ -1,4 +1,4 @@
-"""Strategies whose parameters are spread over processes as DTensors: global norms, and optimizers that follow."""
+"""Strategies whose parameters are sharded as DTensors: global norms, and optimizers of shards."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Sharded(ManyProcesses):
         strangers = [n for n, p in self.model.named_parameters() if id(p) not in known and p.requires_grad]
         if strangers:
             raise ModelError(
-                f"these parameters were added or replaced after the model was spread over processes: "
-                f"{', '.join(strangers[:10])}. Add them before you give the model to the trainer"
+                f"these parameters were added or replaced after the model was sharded: {', '.join(strangers[:10])}. "
+                "Add them before you pass the model to the trainer"
             )
 
     def setup_optimizer(self, optimizer: Any) -> Any:
@@ -96,9 +96,8 @@ class Sharded(ManyProcesses):
             return
         if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
             raise ModelError(
-                f"the optimizer given to the trainer ({type(optimizer).__name__}) holds parameters as they were before "
-                "they were spread over processes, with state of its own; pass "
-                "optimizer_cls_and_kwargs=(class, options), or override create_optimizer"
+                f"the optimizer passed to the trainer ({type(optimizer).__name__}) holds the unsharded parameters "
+                "and has state already; pass optimizer_cls_and_kwargs=(class, options), or override create_optimizer"
             )
         for group in groups:
             group["params"] = [self._successors.get(p, p) for p in group["params"]]

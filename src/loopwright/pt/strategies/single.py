@@ -307,7 +307,7 @@ class SingleDevice:
             alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
             return list(torch.stack(alike).tolist())
 
-    def total(self, count: Any) -> Any:
+    def mean_count(self, count: Any) -> Any:
         """The mean of a count over all parts of the data."""
         return count
 

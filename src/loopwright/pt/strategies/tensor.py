@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers split over neighbouring processes, by the model's own plan or one by name pattern."""
+"""Tensor parallelism: layers split across neighbouring ranks, by the model's own plan or one by name pattern."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
     plan = dict(given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     if not plan:
         raise ModelError(
-            f"{type(model).__name__} carries no plan for tensor parallelism; give one by name pattern: "
+            f"{type(model).__name__} has no tensor parallel plan; set one by name pattern: "
             "parallelism_config={'tp_size': 2, 'tp_plan': {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}"
         )
     return plan
@@ -129,15 +129,15 @@ def _check_plan(model: nn.Module, plan: dict[str, str], chosen: dict[str, list[s
     for pattern, names in chosen.items():
         style = plan[pattern]
         if style not in (*STYLES, PARTIAL, *AS_IT_IS):
-            problems.append(f"{pattern}: the style {style!r} is not available (there are {', '.join(STYLES)})")
+            problems.append(f"{pattern}: the style {style!r} is not available (available: {', '.join(STYLES)})")
         elif not names:
-            problems.append(f"{pattern}: no module of the model has a name like this")
+            problems.append(f"{pattern}: no module of the model matches this name")
         elif style in STYLES:
             problems += [p for name in names if (p := _does_not_divide(model.get_submodule(name), name, style, size))]
     problems += _split_heads(model, chosen, size)
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems[:10])
-        raise ModelError(f"the plan for tensor parallelism cannot be carried out with tp_size={size}:{listed}")
+        raise ModelError(f"the tensor parallel plan cannot be applied with tp_size={size}:{listed}")
 
 
 def _does_not_divide(module: nn.Module, name: str, style: str, size: int) -> str | None:
@@ -145,7 +145,7 @@ def _does_not_divide(module: nn.Module, name: str, style: str, size: int) -> str
     if not isinstance(module, (nn.Linear, nn.Embedding)) or weight is None:
         return f"{name} is a {type(module).__name__}; only Linear and Embedding layers can be split"
     length = weight.shape[STYLES[style][1]]
-    return f"{name}: {style} splits {length} into {size}, which does not divide" if length % size else None
+    return f"{name}: {style} splits {length} into {size}, which is not divisible" if length % size else None
 
 
 def _split_heads(model: nn.Module, chosen: dict[str, list[str]], size: int) -> list[str]:
@@ -155,7 +155,7 @@ def _split_heads(model: nn.Module, chosen: dict[str, list[str]], size: int) -> l
         return []
     counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
     return [
-        f"config.{name} is {count}, which {size} processes cannot share out"
+        f"config.{name} is {count}, which is not divisible by {size} ranks"
         for name, count in counts.items()
         if isinstance(count, int) and count % size
     ]
@@ -176,6 +176,6 @@ def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
         for name in others:
             one, other = parameters[first], parameters[name]
             if getattr(one, "placements", None) != getattr(other, "placements", None):
-                raise ModelError(f"{first} and {name} are one parameter, and the plan splits them differently")
+                raise ModelError(f"{first} and {name} are tied, but the plan splits them differently")
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, one)

@@ -18,7 +18,7 @@ from ..proof.dropout import dropout_is_off
 from . import varlen as document_attention
 from .document_mask import borders_in, is_documents, longest_in, pattern_in
 from .mask_patterns import AttentionRefused
-from .per_document import Request, one_by_one
+from .per_document import AttentionRequest, one_by_one
 
 HALF = (torch.float16, torch.bfloat16)
 UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
@@ -39,20 +39,20 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention within documents: (1, heads, tokens, size) to (1, tokens, heads, size)."""
     if not is_documents(attention_mask):
-        raise AttentionRefused("the model made a mask of its own")
+        raise AttentionRefused("the model builds its own attention mask")
     assert attention_mask is not None
     surplus = [name for name in UNKNOWN_TO_US if kwargs.get(name) is not None]
     if surplus:
-        raise AttentionRefused(f"its attention uses {surplus[0]}")
+        raise AttentionRefused(f"the model's attention uses {surplus[0]}")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
-        raise AttentionRefused("its attention is not to its own row")
+        raise AttentionRefused("the model's attention spans more than one row")
     if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
         dropout = 0.0
     causal, window = pattern_in(attention_mask)
     claimed = kwargs.get("is_causal")
     if bool(getattr(module, "is_causal", True) if claimed is None else claimed) != causal:
-        raise AttentionRefused("its attention and its mask do not agree on what is causal")
-    ask = Request(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
+        raise AttentionRefused("the model's attention and mask disagree on causality")
+    ask = AttentionRequest(causal, window, kwargs.get("softcap"), dropout, scaling, twice)
     run = _on_gpu(query, value, attention_mask, ask) if query.device.type == "cuda" else one_by_one
     return run(query, key, value, attention_mask, ask), None
 
@@ -66,14 +66,14 @@ def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **
     """In place of a flash kernel, which is told of windows and sees no mask."""
     mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     if is_documents(mask) and pattern_in(mask)[1] != kwargs.get("sliding_window"):
-        raise AttentionRefused("its mask has a window that its flash attention is not told of")
+        raise AttentionRefused("the model's mask has a window that is not passed to flash attention")
     return attend(module, query, key, *args, **kwargs)
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Callable[..., Tensor]:
+def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Callable[..., Tensor]:
     if value.dtype not in HALF:
         return one_by_one
     if ask.softcap:
@@ -82,7 +82,7 @@ def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Ca
     return by_kernel if ours else by_flash
 
 
-def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """Our own kernels."""
     scale = query.shape[-1] ** -0.5 if ask.scale is None else float(ask.scale)
     q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
@@ -92,7 +92,7 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask:
     return output.unsqueeze(0)
 
 
-def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """torch's flash kernels of variable length; heads of keys may be fewer than those of queries."""
     borders, longest = borders_in(documents), longest_in(documents)
     # Rotary embeddings compute in single precision; the kernel wants one number format.
@@ -110,7 +110,7 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: 
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: Request
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, window: tuple[int, int], ask: AttentionRequest
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -120,7 +120,7 @@ def _varlen(
     else:
         options["is_causal"] = ask.causal
         if ask.window is not None:
-            raise AttentionRefused("this torch has no sliding windows for rows of documents")
+            raise AttentionRefused("this version of torch has no varlen attention with sliding windows")
     if VARLEN_TAKES["enable_gqa"] and q.shape[1] != k.shape[1]:
         options["enable_gqa"] = True
     return varlen_attn(q, k, v, borders, borders, longest, longest, **options)
@@ -141,10 +141,10 @@ HAS = {"kernel": False}
 """Both looked up when a model is switched over, since compiled blocks cannot look them up."""
 
 
-def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """FlexAttention: for what the flash kernels do not have."""
     if ask.dropout:
-        raise AttentionRefused("FlexAttention has no dropout")
+        raise AttentionRefused("FlexAttention does not support dropout")
     softcap = ask.softcap
 
     def capped(score: Tensor, *place: Tensor) -> Tensor:

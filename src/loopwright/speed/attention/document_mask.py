@@ -1,10 +1,10 @@
-"""Where documents begin in a row that holds several of them, in a form every model hands on to its attention.
+"""Document boundaries in a row that holds several documents, in a form every model passes on to its attention.
 
-A model is given the borders of the documents in place of a padding mask, as whole numbers in five dimensions: fewer it
-may take for padding, and of four for a mask that is ready. transformers takes them to whoever makes masks for the
-attention by its name. That is us: what comes back has four dimensions and is passed on as it is. The borders lie along
-the last dimension; the size of the one before is the length of the longest document, and that of the second says which
-places a token sees, so that nobody has to read a number from the device.
+A model is given the boundaries of the documents in place of a padding mask, as integers in five dimensions: with fewer
+it may take them for padding, and with four for a finished mask. transformers passes them to the mask function that is
+registered for the attention's name, here: its result has four dimensions and is passed on unchanged. The boundaries
+lie along the last dimension; the size of the one before is the length of the longest document, and that of the second
+says which positions a token sees, so that no number is read from the device.
 """
 
 from __future__ import annotations

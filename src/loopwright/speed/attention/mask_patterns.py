@@ -1,4 +1,4 @@
-"""What a model puts into its attention masks besides padding: windows, chunks, and what nobody here knows.
+"""Patterns of attention masks besides padding: windows, chunks; unknown patterns are refused.
 
 transformers describes a mask by a function of two places. Of those it is made of, the ones that can be said in a few
 numbers are known here; any other is refused, since leaving it out would be another model.
@@ -18,7 +18,7 @@ SOURCE = "transformers.masking_utils"
 
 
 class AttentionRefused(Exception):
-    """What a model asks of its attention is not what ours computes."""
+    """The model's attention is not supported."""
 
 
 class Pattern(NamedTuple):
@@ -35,7 +35,7 @@ class Pattern(NamedTuple):
     def and_also(self, other: Pattern) -> Pattern:
         """Both at once."""
         if self.chunk is not None and other.chunk is not None:
-            raise AttentionRefused("its mask has chunks of two lengths")
+            raise AttentionRefused("the model's mask has chunks of two lengths")
         windows = [each for each in (self.window, other.window) if each is not None]
         chunk = other.chunk if self.chunk is None else self.chunk
         only_back = self.only_back or other.only_back
@@ -46,23 +46,23 @@ def pattern_of(function: Any) -> Pattern:
     """What a mask function of transformers lets through; raises `AttentionRefused` for one that is not known."""
     found = _parsed(function)
     if found.only_back and not found.causal:
-        raise AttentionRefused("its mask has a window on one side only")
+        raise AttentionRefused("the model's mask has a one-sided window")
     if any(each is not None and each < 1 for each in (found.window, found.chunk)):
-        raise AttentionRefused("its mask has a window of no length")
+        raise AttentionRefused("the model's mask has an empty window")
     return found
 
 
 def _parsed(function: Any) -> Pattern:
     made_by, _, inner = getattr(function, "__qualname__", "").partition(".<locals>.")
     if getattr(function, "__module__", None) != SOURCE:
-        raise AttentionRefused(f"its mask is made by {made_by or function!r}")
+        raise AttentionRefused(f"the model's mask is built by {made_by or function!r}")
     if not inner and made_by in ("causal_mask_function", "bidirectional_mask_function"):
         return Pattern(causal=made_by == "causal_mask_function")
     if inner and made_by == "and_masks":
         return reduce(Pattern.and_also, map(_parsed, _closure_of(function)["mask_functions"]), Pattern())
     if inner and made_by in _OVERLAYS:
         return _OVERLAYS[made_by](_closure_of(function))
-    raise AttentionRefused(f"its mask is made by {made_by}")
+    raise AttentionRefused(f"the model's mask is built by {made_by}")
 
 
 _OVERLAYS: dict[str, Callable[[dict[str, Any]], Pattern]] = {

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .document_mask import borders_in
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What a model asks of its attention."""
 
     causal: bool
@@ -26,7 +26,7 @@ class Request(NamedTuple):
 
 
 @torch._disable_dynamo  # every number of documents would be compiled anew
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: Request) -> Tensor:
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
     """A call of scaled_dot_product_attention for each document."""
     borders = borders_in(documents).tolist()
     lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False) if end > begin]
@@ -58,7 +58,7 @@ def _window_mask(tokens: int, causal: bool, window: int | None, device: torch.de
     return seen & (distance >= 0) if causal else seen
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: Request) -> Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: AttentionRequest) -> Tensor:
     """Attention whose scores are squeezed by tanh."""
     assert ask.softcap is not None
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

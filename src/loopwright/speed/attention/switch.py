@@ -1,4 +1,4 @@
-"""Having a model use an attention of ours for a while, through transformers' interface."""
+"""Temporarily replacing a model's attention, through transformers' interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ computes it."""
 
 
 class AttentionSwitch:
-    """Makes a model use an attention of ours for a while."""
+    """Temporarily replaces a model's attention."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class AttentionSwitch:
     def _register(self, mask: Callable[..., Any]) -> str | None:
         """Make our attention known; returns why it cannot be used."""
         if not self._configs:
-            return "it does not look up its attention by name"
+            return "the model does not look up its attention implementation by name"
         used = [config._attn_implementation for config in self._configs]
         others = [name for name in used if name not in self._instead_of]
         if others:
-            return f"its attention is {others[0]!r}"
+            return f"the model's attention implementation is {others[0]!r}"
         try:
             from transformers import AttentionInterface, AttentionMaskInterface
         except ImportError:

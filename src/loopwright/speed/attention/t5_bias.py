@@ -38,13 +38,13 @@ def attend(
 def switch_for(model: nn.Module) -> AttentionSwitch | str:
     """What makes a model use this attention, or why it has no use for it."""
     if not any(hasattr(module, "relative_attention_bias") for module in model.modules()):
-        return "it has no position bias"
+        return "the model has no position bias"
     try:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     except ImportError:
         return "transformers has no attention interface"
     if "position_bias" not in inspect.signature(sdpa_attention_forward).parameters:
-        return "this transformers hands no position bias to its attention"
+        return "this version of transformers passes no position bias to the attention"
     switch = AttentionSwitch(model, {"sdpa": (NAME, attend)}, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     return switch if switch.reason is None else switch.reason

@@ -1,4 +1,4 @@
-"""Attention within the documents of a row by kernels of our own: made for many short documents and shared key heads.
+"""Varlen attention kernels for many short documents and shared key heads.
 
 A program takes a few tokens of one document with all the query heads that share a key head: keys are read once for all
 of them, little of a tile lies outside a short document, and the gradient of a key is summed in one place, so that two
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .attention_kernel import kernels
 from .document_mask import as_mask
-from .per_document import Request, one_by_one
+from .per_document import AttentionRequest, one_by_one
 
 SIZES = (16, 32, 64, 128)
 """Sizes of a head that fill tiles without a rest."""
@@ -136,11 +136,11 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     borders, (causal, window, scale, drop) = ctx.saved_tensors[3], ctx.rest
     if drop:
         raise RuntimeError(
-            "attention with dropout cannot be differentiated twice here: set attention_dropout=0 or speed='off'"
+            "attention with dropout does not support double backward; set attention_dropout=0 or speed='off'"
         )
     # Views: what queries and keys have in common before is not a part of this.
     parts = [each.view_as(each) for each in ctx.saved_tensors[:3]]
-    ask = Request(causal, window or None, None, 0.0, scale, twice=True)
+    ask = AttentionRequest(causal, window or None, None, 0.0, scale, twice=True)
     row = one_by_one(*(each.transpose(0, 1).unsqueeze(0) for each in parts), as_mask(borders, 1), ask)
     found = torch.autograd.grad(row.squeeze(0), parts, gradient, create_graph=True, allow_unused=True)
     return (*found, *[None] * 6)

@@ -61,7 +61,7 @@ def compile_blocks(
     """
     modules = repeated_blocks(model) if scope == "blocks" else []
     if not modules and scope == "blocks":
-        notices.tell_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
+        notices.warn_once("torch_compile: the model has no repeated blocks, so it is compiled whole")
     names = {module: name for name, module in model.named_modules()}
     session = Compiled(notices, max_recompiles=max_recompiles)
     session.begin(len(modules) or 1, short_rows=short_rows, constant_numbers=have_equal_numbers(modules))
@@ -146,8 +146,8 @@ class Compiled:
             for call in rest:
                 self._leave(call, reason)
             others = f", and the {len(rest)} others of its class,"
-        self._notices.tell_once(
-            f"torch_compile: {failed.name} ({kind.__name__}){others} could not be compiled and runs without: {reason}"
+        self._notices.warn_once(
+            f"torch_compile: {failed.name} ({kind.__name__}){others} could not be compiled and runs eagerly: {reason}"
         )
 
     def _leave(self, call: CompiledCall, reason: str) -> None:

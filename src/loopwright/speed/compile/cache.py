@@ -1,4 +1,4 @@
-"""What was compiled, kept with the run: a run that goes on, on another machine too, compiles little again.
+"""The compile cache, saved with the run: a resumed run, on another machine too, recompiles little.
 
 The file holds machine code and torch's own serialized objects, so reading one is running it. It lies in the run's
 folder and never in a checkpoint, and is signed with a key that only this user can read: a file that came from elsewhere
@@ -38,7 +38,7 @@ def save_compile_cache(output_dir: str | None, device: torch.device) -> Path | N
         os.replace(partial, path)
         return path
     except Exception as error:  # a cache is never worth a run
-        _tell(f"could not be kept with the run: {type(error).__name__}: {error}")
+        _tell(f"could not be saved with the run: {type(error).__name__}: {error}")
     return None
 
 
@@ -53,7 +53,7 @@ def load_compile_cache(output_dir: str | None, device: torch.device) -> bool:
         content = path.read_bytes()
         signature, artifacts = content[:SIGNATURE], content[SIGNATURE:]
         if not hmac.compare_digest(signature, _signature(artifacts)):
-            _tell(f"in {path} was not written by this user (or is damaged) and is left alone")
+            _tell(f"in {path} was not written by this user (or is damaged) and is ignored")
             return False
         return torch.compiler.load_cache_artifacts(artifacts) is not None
     except Exception as error:  # it is compiled again

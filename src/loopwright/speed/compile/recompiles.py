@@ -44,7 +44,7 @@ class RecompileCounter:
         """Say what is to be said, once; an error when the run is strict."""
         pending, self.pending = self.pending, []
         for text in pending:
-            self._notices.tell_once(text)
+            self._notices.warn_once(text)
 
     def figures(self) -> dict[str, Any]:
         """The counts and the last reasons, for a report."""
@@ -68,8 +68,8 @@ class RecompileCounter:
     def _mind_the_allowance(self) -> None:
         if self._allowed is not None and self.count == self._allowed + 1:
             self.pending.append(
-                f"torch_compile: compiled again {self.count} time{'s' * (self.count > 1)}, more than "
-                f"max_recompiles={self._allowed}; the last one because of {self.reasons[-1]}"
+                f"torch_compile: recompiled {self.count} time{'s' * (self.count > 1)}, more than "
+                f"max_recompiles={self._allowed}; the last time because of {self.reasons[-1]}"
             )
 
     def _mind_the_limit(self, name: str, variants: int, reason: str) -> None:
@@ -78,8 +78,8 @@ class RecompileCounter:
         if variants >= torch._dynamo.config.recompile_limit and not self._told_limit:
             self._told_limit = True
             self.pending.append(
-                f"torch_compile: {name} has {variants} compiled variants, which is torch's limit; what needs another "
-                f"one runs without compilation. The last one was made because of {reason}"
+                f"torch_compile: {name} has {variants} compiled variants, which is torch's limit; further ones run "
+                f"eagerly. The last one was compiled because of {reason}"
             )
 
     def _latest_failure(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from ..planner.decision import (
     IN_GROUPS,
@@ -37,7 +37,7 @@ LossOf = Callable[[dict[str, Any], Any], Tensor]
 class GraphChoice:
     """Looks at the shapes of micro-batches, and says whether they become graphs."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self.shapes: set[str] = set()
         """The shapes seen so far, as text: they are kept with the run."""
@@ -52,8 +52,8 @@ class GraphChoice:
         if here.why_not_graph is not None:
             return here.why_not_graph
         for reason, is_so in (
-            ("the layout gives micro-batches of many shapes", plan.layout in IN_GROUPS),
-            ("the loss without logits has another number of targets each time", plan.linear_loss),
+            ("the layout produces micro-batches of many shapes", plan.layout in IN_GROUPS),
+            ("the fused loss has a different number of targets each time", plan.linear_loss),
             ("activations are recomputed", plan.activations != "none"),
             ("batches hold more than tensors and plain values", any(_key(batch) is None for batch in batches)),
             (f"micro-batches have more than {MOST_SHAPES} shapes", not in_rows and len(self.shapes) > MOST_SHAPES),
@@ -72,13 +72,13 @@ class GraphChoice:
         # Where everything possible is wanted, blocks that can be compiled gain more by that, once they compute enough.
         wants_all = here.level == "max"
         if operations is None:
-            return None if wants_all else "what a micro-batch computes cannot be told from its shapes"
+            return None if wants_all else "what a micro-batch computes does not depend on its shapes alone"
         launching = seconds_launching(here.modules, kind)
         saved = launching - seconds(operations, kind)
         if saved <= 0 and not (wants_all and here.why_not_compile is not None):
-            return "computing takes longer than launching"
+            return "compute takes longer than kernel launches"
         if not wants_all and not pays(saved * micro_batches * here.updates_left(), kind):
-            return "the run is too short to make up for recording"
+            return "the run is too short to recover the cost of capturing"
         return None
 
 
@@ -110,7 +110,7 @@ def _units(batch: Any) -> int | None:
 class GraphedTraining:
     """A training step that replays graphs, in the place of the trainer's own.
 
-    The loss that is recorded is told no number of items: it is the mean over its own targets, times the micro-batch's
+    The captured loss is given no number of items: it is the mean over its own targets, times the micro-batch's
     share, so that the graph is right for every update. The first micro-batch shows whether that is the same loss.
     """
 
@@ -209,7 +209,7 @@ class GraphedTraining:
             pass
         self._drops_mask = False
         if not self._is_alike(given, expected):
-            self.step.reason = "the loss is another one when it is not told the number of items"
+            self.step.reason = "the loss changes when it is not given the number of items"
 
     def _is_alike(self, inputs: dict[str, Any], expected: float) -> bool:
         found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * self.share)

@@ -179,7 +179,7 @@ class GraphedStep:
         """Whether a shape has come often enough to be recorded, and not too many did before: told by times alone."""
         due = sum(times >= self.from_time for times in self.times.values())
         if self.times[shape] < self.from_time and due == self.most:
-            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run without")
+            self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run eagerly")
             return False
         self.times[shape] += 1
         if len(self.times) > 2 * self.most:
@@ -200,7 +200,7 @@ class GraphedStep:
             assert self._recorder is not None
             replay, loss = self._recorder(lambda: self._run(static, weight))
             if any(parameter.grad is not place for parameter, place in gradients):
-                raise Uncapturable("the backward pass replaces gradients instead of adding to them")
+                raise Uncapturable("the backward pass replaces gradients instead of accumulating them")
         return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS)
 
     def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
@@ -363,7 +363,7 @@ def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{device.type} has none"
     if {tensor.device for tensor in [*model.parameters(), *model.buffers()]} != {device}:
-        return "the model is spread over several devices"
+        return "the model is on several devices"
     for name, module in model.named_modules():
         if any(getattr(module, hooks, None) for hooks in HOOKS):
             return f"{name or 'the model'} has hooks, which a replay would not call"

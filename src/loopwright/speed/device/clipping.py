@@ -45,7 +45,7 @@ class FoldedClip:
     """Clips when the optimizer steps: until then gradients keep their full size.
 
     `clip` returns the norm as `clip_grad_norm_` does; `step` steps and takes the scale away again. While `allowed()` is
-    false, clipping is done at once, as somebody looks at the gradients before the step.
+    false, clipping is done at once, since something reads the gradients before the step.
     """
 
     def __init__(self, optimizer: Any, step: Callable[[Any], bool], allowed: Callable[[], bool] = lambda: True) -> None:
@@ -82,13 +82,13 @@ def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | Non
     held = [p for group in optimizer.param_groups for p in group["params"]]
     clipped = {id(p) for p in parameters}
     if any(id(p) not in clipped for p in held):
-        return "the optimizer also steps parameters that are not clipped"
+        return "the optimizer also updates parameters that are not clipped"
     if any(type(p) is not nn.Parameter for p in held):
-        return "there are parameters spread over several devices"
+        return "parameters are on several devices"
     if any(p.dtype not in DTYPES for p in held):
         return "there are parameters in " + ", ".join(sorted({str(p.dtype) for p in held if p.dtype not in DTYPES}))
     if _has_step_hooks(optimizer):
-        return "a hook looks at the gradients before the optimizer steps"
+        return "a hook reads the gradients before the optimizer step"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Linear layers in 8-bit floating point: forward and both products of the backward pass, weights stay as they are.
+"""Linear layers in FP8: forward and both products of the backward pass; the weights are unchanged.
 
 Opt-in, as it is not rounding: a product of 8-bit numbers has about two digits. A layer is changed only where a
 measurement on the device shows that it becomes faster; small ones lose more by converting than they gain.
@@ -67,8 +67,8 @@ def refuse_without_fp8(device: torch.device) -> None:
     reason = _no_fp8(device)
     if reason:
         raise ArgumentsError(
-            f"fp8=True, but {device} {reason}; fp8 needs an NVIDIA GPU of compute capability 8.9 or newer "
-            "(Ada, Hopper, Blackwell). Use bf16=True alone."
+            f"fp8=True, but {device} {reason}. FP8 needs an NVIDIA GPU of compute capability 8.9 or newer (Ada, "
+            "Hopper, Blackwell); use bf16=True alone."
         )
 
 
@@ -107,7 +107,7 @@ def use_fp8(model: nn.Module, measure: Measure) -> Fp8Layers:
 def _left_alone(layer: nn.Linear, shared: set[int]) -> str | None:
     """Why a layer keeps its own forward whatever its speed."""
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
-        return "of another kind"
+        return "of an unsupported type"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
         return f"with sizes not divisible by {MULTIPLE}"
     if layer.weight.dtype not in (torch.float32, torch.bfloat16):

@@ -45,8 +45,8 @@ class Parts:
         """The head's product."""
         if self.are_changed():
             raise ModelError(
-                "these logits were never computed, and the head or its input has been changed since the forward, "
-                "perhaps by the optimizer: read outputs.logits before the optimizer's step, or train with speed='off'"
+                "these logits were never computed, and the head or its input has changed since the forward pass. "
+                "Read outputs.logits before the optimizer step, or train with speed='off'"
             )
         found = Recipe(self.hidden, self.weight, self.bias, self.hidden.dtype).compute()
         # The same memory, and no view of a matrix: what a node of ours returns may then be changed in place.

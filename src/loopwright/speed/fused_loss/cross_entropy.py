@@ -55,9 +55,9 @@ def linear_cross_entropy(
     float32, or in float64 for float64.
     """
     if reduction not in ("mean", "sum"):
-        raise ArgumentsError(f"reduction={reduction!r}: a linear cross-entropy is reduced to 'mean' or 'sum'")
+        raise ArgumentsError(f"reduction={reduction!r} must be 'mean' or 'sum'")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ArgumentsError(f"label_smoothing={label_smoothing}: must be between 0 and 1")
+        raise ArgumentsError(f"label_smoothing={label_smoothing} must be between 0 and 1")
     job = _Job(
         ignore_index=ignore_index,
         is_mean=reduction == "mean",
@@ -150,7 +150,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _CountedRows:
     """The rows of hidden states to compute: all of them, or those of `index` (one past the last row is padding)."""
 
     targets: Tensor
@@ -160,20 +160,20 @@ class _Rows:
     is_broken: Tensor | None = None  # whether there are more counted targets than were announced, on the device
 
 
-def _choose_rows(targets: Tensor, ignore_index: int, count: int | None) -> _Rows:
+def _choose_rows(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
     choose = _rows_on_host if targets.device.type == "cpu" else _rows_on_device
     return choose(targets, ignore_index, count)
 
 
-def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _Rows:
+def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
     """The counted rows, found by looking."""
     index = (targets != ignore_index).nonzero().squeeze(1)
     real = index.numel()
     if count is not None and count < real:
-        raise ArgumentsError(f"count={count}, but {real} targets differ from {ignore_index}: give the exact number")
+        raise ArgumentsError(f"count={count}, but {real} targets differ from {ignore_index}; pass the exact number")
     if real == targets.numel():
-        return _Rows(targets, torch.tensor(real), all_counted=True)
-    return _Rows(targets[index], torch.tensor(real), index, all_counted=True)
+        return _CountedRows(targets, torch.tensor(real), all_counted=True)
+    return _CountedRows(targets[index], torch.tensor(real), index, all_counted=True)
 
 
 def _check_range(targets: Tensor, classes: int) -> None:
@@ -185,16 +185,16 @@ def _check_range(targets: Tensor, classes: int) -> None:
         raise IndexError(f"Target {low if low < 0 else high} is out of bounds.")
 
 
-def _rows_on_device(targets: Tensor, ignore_index: int, count: int | None) -> _Rows:
+def _rows_on_device(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
     """The counted rows if the host knows their number, else all: nothing waits for the device."""
     total = targets.numel()
     mask = targets != ignore_index
     counted = mask.sum()
     if count is None or count >= total:
-        return _Rows(targets, counted)
+        return _CountedRows(targets, counted)
     index = _find_true(mask, counted, count)
     chosen = targets.index_select(0, index.clamp(max=total - 1)).masked_fill(index == total, ignore_index)
-    return _Rows(chosen, counted, index, is_broken=counted > count)
+    return _CountedRows(chosen, counted, index, is_broken=counted > count)
 
 
 def _find_true(mask: Tensor, true: Tensor, size: int) -> Tensor:
@@ -291,7 +291,7 @@ def _spread(gradient: Tensor | None, factor: Tensor, like: Any, index: Tensor) -
 
 
 def _run_chunks(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _Rows, job: _Job, needs: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _CountedRows, job: _Job, needs: list[bool]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The sum of the losses, and the gradients that are needed: of the chosen rows, the weight and the bias."""
     head, shift = weight.to(job.dtype), None if bias is None else bias.to(job.dtype)

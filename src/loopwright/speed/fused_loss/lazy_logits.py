@@ -1,4 +1,4 @@
-"""Logits that are computed only if somebody asks for them: a loss takes the head's input and weight instead."""
+"""Logits that are computed only when they are read: a loss takes the head's input and weight instead."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Family:
 
 
 class PendingLogits(Tensor):
-    """Stands for logits: shape, dtype and device are theirs, the numbers are computed when something needs them.
+    """A tensor subclass with the shape, dtype and device of the logits, computed only when something reads it.
 
-    What models do between head and loss (casts, reshapes, cuts of the leading dimensions, scaling, softcapping) is
+    What models do between head and loss (casts, reshapes, slices of the leading dimensions, scaling, softcapping) is
     recorded, and `F.cross_entropy` of the result becomes a linear cross-entropy. Anything else gets the real logits,
     made by the very operations recorded. In the graph of autograd this tensor is the logits: whatever is computed from
     them hangs on its node, so that their gradient can be asked for and hooks on them run.
@@ -216,7 +216,7 @@ class PendingHead:
     """Makes a head return `PendingLogits` while it trains.
 
     `count` is set before each micro-batch: the number of targets its loss counts, as the host knows it, or None.
-    Nobody can check it on a GPU without waiting for the device: more than there are is only slower, fewer makes the
+    It cannot be checked on a GPU without a synchronization: more than there are is only slower, fewer makes the
     loss NaN. It is used for the first loss of each forward and on GPUs only.
     """
 
@@ -236,7 +236,7 @@ class PendingHead:
         """From here on the head's forward returns pending logits in training, or `always` when there are gradients."""
         reason = self.try_install(always=always)
         if reason is not None:
-            raise ModelError(f"the head cannot be computed together with the loss: {reason}")
+            raise ModelError(f"the head cannot be fused with the loss: {reason}")
 
     def try_install(self, *, always: bool = False) -> str | None:
         """The same, or the reason why this head is left as it is."""
@@ -278,7 +278,7 @@ def why_not(head: Any) -> str | None:
     if type(head) is not nn.Linear:
         return f"it is a {type(head).__name__}, not a plain nn.Linear"
     if "forward" in head.__dict__:
-        return "its forward has been replaced"
+        return "its forward was replaced"
     if _has_hooks(head):
         return "it has hooks"
     if type(head.weight) is not nn.Parameter or not head.weight.is_floating_point():

@@ -116,7 +116,7 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
     if name == FLAT:
         return Flat(switch)
     encoder = find_encoder(model)
-    return "it has no encoder of its own" if encoder is None else Unpadded(switch, UnpaddedEncoder(encoder))
+    return "the model has no separate encoder" if encoder is None else Unpadded(switch, UnpaddedEncoder(encoder))
 
 
 def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:

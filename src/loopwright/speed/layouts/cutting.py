@@ -1,4 +1,4 @@
-"""How the samples of an update are best divided: into groups of like length, or into rows of like size."""
+"""Splitting the samples of an update: into groups of similar length, or into rows of similar size."""
 
 from __future__ import annotations
 

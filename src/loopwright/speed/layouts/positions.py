@@ -1,4 +1,4 @@
-"""Models whose positions depend on more than the sample: on the longest of a batch, or on the place in a row."""
+"""Models whose positions depend on more than the sample: the longest of a batch, or the offset in a row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def longest_alike(model: nn.Module) -> int | None:
 def check_lengths(samples: Samples, limit: int | None) -> None:
     """Raise `OddSamples` where a batch is longer than positions stay alike."""
     if limit is not None and max(axis.width for axis in samples.axes.values()) > limit:
-        raise OddSamples(f"beyond {limit:,} tokens the model's rotary embedding goes by the longest of a batch")
+        raise OddSamples(
+            f"beyond {limit:,} tokens the model's rotary embedding depends on the longest sequence of a batch"
+        )
 
 
 def _limits_of(rope: nn.Module) -> list[int]:
@@ -56,5 +58,5 @@ def counts_by_row(model: nn.Module) -> str | None:
     """What a model computes from the place in a row, whatever positions it is given; None if nothing is known."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
-            return "the temperature of its attention goes by the place in a row"
+            return "the model's attention temperature depends on the position in a row"
     return None

@@ -5,7 +5,7 @@ Every layout keeps the samples of the update and therefore its gradient; what ch
     flat      rows without padding, one document after the other, attention within documents
     unpadded  padded at the borders of the model, without padding inside its encoder
     grouped   samples of like length together, padded to the longest of their group
-    as made   the batches of the collator
+    collated  the batches of the collator
 """
 
 from __future__ import annotations

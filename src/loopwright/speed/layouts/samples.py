@@ -151,7 +151,7 @@ def take_apart(
         found = [_spans(batch, key, members, counts_trailing) for batch in batches]
         lefts = {bool(starts.any()) for starts, _, _ in found}
         if lefts == {True, False} and any((ends < size).any() for starts, ends, size in found if not starts.any()):
-            raise OddSamples("some batches are padded on the left and some on the right")
+            raise OddSamples("some batches are left-padded and some right-padded")
         on_left = True in lefts
         joined.update(
             (name, _join(tensors[name], width, on_left, _padding_of(name, tensors[name], found))) for name in members
@@ -167,7 +167,7 @@ def take_apart(
     for name, parts in tensors.items():
         if name not in joined:
             if len({part.shape[1:] for part in parts}) > 1:
-                raise NoSamples(f"{name!r} has another shape in every batch")
+                raise NoSamples(f"{name!r} has a different shape in every batch")
             joined[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return Samples({name: joined[name] for name in names if name in joined}, axes, constants)
 
@@ -175,10 +175,10 @@ def take_apart(
 def _check(batches: Sequence[Any]) -> None:
     first = batches[0]
     if not isinstance(first, Mapping):
-        raise NoSamples("the batches are not dictionaries")
+        raise NoSamples("the batches are not dicts")
     for batch in batches:
         if list(batch) != list(first):
-            raise NoSamples("the batches do not have the same entries")
+            raise NoSamples("the batches have different keys")
         for name, value in batch.items():
             if isinstance(value, Tensor):
                 if value.device.type != "cpu":
@@ -206,7 +206,7 @@ def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool, whole: Collecti
     if is_pair:
         targets = [name for name in ("labels", "decoder_input_ids") if name in tensors and tensors[name][0].dim() == 2]
         if not targets:
-            raise NoSamples("there are no labels that say how long the targets are")
+            raise NoSamples("there are no labels to infer the target lengths from")
         members[TARGET] = _along(tensors, targets[0], _is_target)
     return members
 
@@ -227,7 +227,7 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
         if all(runs) and not all(elsewhere):
             found.append(name)
         elif any(elsewhere):
-            raise NoSamples(f"{name!r} has tokens along another dimension than its second")
+            raise NoSamples(f"{name!r} has its tokens along a dimension other than the second")
     return found
 
 
@@ -250,11 +250,11 @@ def _spans(
     real = _real(batch, key, members, counts_trailing)
     size = real.shape[1]
     if not real.any(axis=1).all():
-        raise OddSamples("a sample has no tokens at all")
+        raise OddSamples("a sample has no tokens")
     starts = real.argmax(axis=1)
     ends = size - real[:, ::-1].argmax(axis=1)
     if (real.sum(axis=1) != ends - starts).any():
-        raise OddSamples("an attention_mask has holes")
+        raise OddSamples("an attention_mask has gaps")
     if starts.any() and (ends < size).any():
         raise OddSamples("a batch is padded on both sides")
     return starts, ends, size
@@ -278,7 +278,7 @@ def real_tokens(mask: Tensor) -> np.ndarray:
     values = (mask.float() if mask.dtype is torch.bfloat16 else mask).numpy()
     real = values != 0
     if np.count_nonzero(values == 1) != np.count_nonzero(real):
-        raise NoSamples("an attention_mask holds other numbers than 0 and 1")
+        raise NoSamples("an attention_mask has values other than 0 and 1")
     return real
 
 
@@ -289,7 +289,7 @@ def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:
     places = np.arange(1, axis.width)
     inside = (places > axis.starts[:, None]) & (places < axis.ends[:, None])
     if (np.diff(joined["position_ids"].numpy(), axis=1)[inside] != 1).any():
-        raise OddSamples("position_ids do not count up by one")
+        raise OddSamples("position_ids do not increase by one")
 
 
 def _padding_of(name: str, parts: list[Tensor], found: list[Any]) -> Any:

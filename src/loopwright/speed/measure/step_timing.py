@@ -1,4 +1,4 @@
-"""Where the time of an update goes, looked at in a few updates only: data, forward, backward, optimizer, the rest.
+"""Where the time of an update goes, sampled in a few updates: data, forward, backward, optimizer, the rest.
 
 A sampled update leaves marks behind: events on the device's own timeline, or the time of day on a CPU. Nothing waits;
 the marks are read at the next log point, which comes after them.

@@ -1,7 +1,7 @@
-"""How much memory training takes, from one or two small forwards; and what follows: what to recompute, how many tokens.
+"""Memory estimates from one or two small forward passes: what to recompute, and how many tokens fit.
 
 The measure is the model's own: what autograd keeps is seen by hooks, block by block, at two sizes, so that what grows
-with the tokens is told from what does not (half-precision copies of weights, tables).
+with the tokens is separated from what does not (half-precision copies of weights, tables).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ USABLE = 0.92
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationBytes:
     """Bytes one forward keeps for the backward pass."""
 
     tokens: int
@@ -72,12 +72,14 @@ class MemoryChoice:
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_activations(forward: Callable[[], int], *, model: nn.Module, blocks: Sequence[nn.Module]) -> Kept:
+def measure_activations(
+    forward: Callable[[], int], *, model: nn.Module, blocks: Sequence[nn.Module]
+) -> ActivationBytes:
     """Bytes that one forward keeps, seen by hooks; it returns how many tokens it computed. No gradient is computed."""
     watch = _Watch(model)
     with watch.over(blocks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
         tokens = forward()
-    return Kept(
+    return ActivationBytes(
         tokens=tokens,
         outside=watch.saved.get(None, 0),
         blocks=sum(size for block, size in watch.saved.items() if block is not None),
@@ -94,7 +96,7 @@ def measure_twice(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     undisturbed: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> tuple[Kept, Kept]:
+) -> tuple[ActivationBytes, ActivationBytes]:
     """Measure a forward at two sizes; `forward(size)` returns how many tokens it computed.
 
     `undisturbed` is entered around both: it has to put random states and buffers back.
@@ -186,7 +188,7 @@ def model_bytes(parameters: Iterable[Tensor], *, states: float = 2.0) -> int:
     return int(total)
 
 
-def estimate_memory(small: Kept, large: Kept | None = None, *, model: int) -> MemoryEstimate:
+def estimate_memory(small: ActivationBytes, large: ActivationBytes | None = None, *, model: int) -> MemoryEstimate:
     """What a step takes, from what one or two forwards kept; `model` is what weights and optimizer take."""
     slopes = {policy: _line(small, large, policy)[1] for policy in POLICIES}
     # What does not grow with the tokens is there under each policy.
@@ -194,7 +196,7 @@ def estimate_memory(small: Kept, large: Kept | None = None, *, model: int) -> Me
     return MemoryEstimate(fixed=int(model + constant), per_token=slopes)
 
 
-def _line(small: Kept, large: Kept | None, policy: str) -> tuple[float, float]:
+def _line(small: ActivationBytes, large: ActivationBytes | None, policy: str) -> tuple[float, float]:
     """Bytes at no tokens, and bytes for each token."""
     first = _bytes_with(small, policy)
     if large is None or large.tokens == small.tokens:
@@ -203,7 +205,7 @@ def _line(small: Kept, large: Kept | None, policy: str) -> tuple[float, float]:
     return first - slope * small.tokens, slope
 
 
-def _bytes_with(kept: Kept, policy: str) -> int:
+def _bytes_with(kept: ActivationBytes, policy: str) -> int:
     # The backward pass begins outside the blocks, where logits are largest: beside what was kept of them there are the
     # logits themselves, which the output holds, and their gradient. Later one block at a time has what it recomputes.
     if policy == "none":

@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have, from all the memory of the device; what is recomputed where that is short.
+"""The token budget of a micro-batch, from the total device memory; what to recompute where that is too small.
 
 Everything follows from the size of the device and from what small forwards of the model keep, never from what happens
 to be free: two runs must come to the same plan.
@@ -16,7 +16,7 @@ import numpy as np
 from ..compile.blocks import repeated_blocks
 from ..fused_loss.cross_entropy import CPU_CHUNK_BYTES, GPU_CHUNK_BYTES
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Limits, padded_tokens
 from ..layouts.samples import IGNORED, Samples, few_of
@@ -24,7 +24,7 @@ from ..planner.decision import AS_MADE, GROUP_TOKENS, IN_ROWS, ROW_TOKENS, Speed
 from ..proof.prober import Proof
 from .estimate import (
     POLICIES,
-    Kept,
+    ActivationBytes,
     MemoryEstimate,
     estimate_memory,
     measure_activations,
@@ -68,11 +68,11 @@ class Budget:
     @property
     def reason(self) -> str:
         """Why, with the numbers."""
-        text = f"micro-batches of up to {self.tokens:,} tokens take {self.needed / GIB:.1f} GiB by estimate"
+        text = f"micro-batches of up to {self.tokens:,} tokens need an estimated {self.needed / GIB:.1f} GiB"
         text += f" of {self.usable / GIB:.1f}"
         if self.policy != POLICIES[0]:
-            text += f"; without recomputing the collator's own would take {self.without / GIB:.1f}"
-        return text if self.fits else f"{text}: it may not fit"
+            text += f"; without recomputation the collator's batches would need {self.without / GIB:.1f}"
+        return text if self.fits else f"{text}; it may not fit"
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -81,7 +81,7 @@ class Budget:
 
 def plan_memory(
     plan: SpeedPlan,
-    here: Situation,
+    here: PlannerInputs,
     *,
     samples: Samples,
     batches: Sequence[Any],
@@ -96,7 +96,9 @@ def plan_memory(
     try:
         estimate = _estimate(here, plan, samples, layout, head)
     except Exception as error:  # whatever a model says to being looked at: it trains as before
-        plan.note("token budget", False, f"what the model keeps could not be measured: {type(error).__name__}: {error}")
+        plan.note(
+            "token budget", False, (f"the activation memory could not be measured: {type(error).__name__}: {error}")
+        )
         return
     demand, policies = demand_of(plan, samples, batches), list(here.policies)
     budget = choose_budget(estimate, usable_bytes(total), demand, policies)
@@ -120,7 +122,7 @@ def _note(plan: SpeedPlan, budget: Budget) -> None:
 
 
 def _recomputing(policy: str) -> str:
-    return {"selective": "recomputing all but matmuls and attention", "full": "recomputing whole blocks"}[policy]
+    return {"selective": "recomputing everything but matmuls and attention", "full": "recomputing whole blocks"}[policy]
 
 
 # ---- what is wanted -------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policie
 
 
 def limits_for(
-    plan: SpeedPlan, here: Situation, batches: Sequence[Any], samples: Samples, *, widest: int = 0
+    plan: SpeedPlan, here: PlannerInputs, batches: Sequence[Any], samples: Samples, *, widest: int = 0
 ) -> Limits:
     """How large micro-batches of an update may be, and what one more of them costs, under a plan."""
     # Where nothing was measured: what the collator's own batches take fits, since the user asked for it.
@@ -168,7 +170,7 @@ def limits_for(
 
 
 def _estimate(
-    here: Situation, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
+    here: PlannerInputs, plan: SpeedPlan, samples: Samples, layout: Layout | None, head: PendingHead | None
 ) -> MemoryEstimate:
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     place, whole = int(lengths.argmax()), int(lengths.max())
@@ -195,7 +197,7 @@ def _estimate(
     return estimate_memory(one, two, model=here.model_bytes() + chunk)
 
 
-def _forward(here: Situation, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
+def _forward(here: PlannerInputs, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
     """One forward with its loss, as training does it; returns the tokens computed."""
     if layout is None:
         batch = few.trimmed()
@@ -216,12 +218,14 @@ def _all_targets(samples: Samples) -> Samples:
     return Samples({**samples.tensors, "labels": filled}, samples.axes, samples.constants)
 
 
-def at_length(whole: int, one: Kept, two: Kept, half: Kept) -> tuple[Kept, Kept]:
+def at_length(
+    whole: int, one: ActivationBytes, two: ActivationBytes, half: ActivationBytes
+) -> tuple[ActivationBytes, ActivationBytes]:
     """What one and two samples of `whole` tokens keep, from shorter ones and from one of half their length.
 
     What a token keeps grows with the length of its sample where attention keeps its scores, and not at all elsewhere.
     """
-    names = [each.name for each in fields(Kept) if each.name != "tokens"]
+    names = [each.name for each in fields(ActivationBytes) if each.name != "tokens"]
     kept: list[dict[str, int]] = [{}, {}]
     for name in names:
         first, second, short = (getattr(each, name) for each in (one, two, half))
@@ -231,4 +235,4 @@ def at_length(whole: int, one: Kept, two: Kept, half: Kept) -> tuple[Kept, Kept]
         slope += growth * (whole - one.tokens)
         for index in range(2):
             kept[index][name] = int(constant + slope * whole * (index + 1))
-    return Kept(tokens=whole, **kept[0]), Kept(tokens=2 * whole, **kept[1])
+    return ActivationBytes(tokens=whole, **kept[0]), ActivationBytes(tokens=2 * whole, **kept[1])

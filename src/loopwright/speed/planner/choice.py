@@ -10,19 +10,19 @@ import numpy as np
 from torch import nn
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout, make_layout, needs_half_precision
 from ..layouts.rows import Limits
 from ..layouts.samples import Samples
 from ..memory.token_budget import limits_for
 from ..proof.guard import Coverage
-from ..proof.prober import Candidate, Proof, Reference, Refused
+from ..proof.prober import Candidate, Proof, ProofRefused, Reference
 from ..proof.prover import Prover
 from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
 
 LARGE_VOCABULARY = 8192
 """Classes from which on logits are worth leaving out."""
-HEAD = "loss without logits"
+HEAD = "fused loss"
 
 
 class Decision:
@@ -30,7 +30,7 @@ class Decision:
 
     def __init__(
         self,
-        situation: Situation,
+        situation: PlannerInputs,
         samples: Samples,
         batches: Sequence[Any],
         refused: Mapping[str, Proof],
@@ -57,7 +57,7 @@ class Decision:
             else:
                 plan.note("layouts", False, as_made)
             self._choose_head()
-        except Refused as reason:
+        except ProofRefused as reason:
             self.references = []
             plan.note("layouts", False, str(reason))
         return plan
@@ -69,11 +69,11 @@ class Decision:
         if padding > 0:
             gain = f"{padding:.0%} of the tokens were padding"
         elif self._samples.share_rows():
-            gain = "the rows hold several samples already"
+            gain = "rows already hold several samples"
         elif micro_batches > 1 and tokens < self.plan.overhead:
-            gain = f"{micro_batches} micro-batches of {tokens:,} tokens take longer to launch than to compute"
+            gain = f"{micro_batches} micro-batches of {tokens:,} tokens are bound by kernel launches"
         else:
-            self.plan.note("layouts", False, "there is too little padding to leave out")
+            self.plan.note("layouts", False, "there is too little padding to remove")
             return
         for name in LAYOUTS if padding > 0 else (FLAT,):
             layout = self._offered(name)
@@ -98,20 +98,20 @@ class Decision:
         if name not in (GROUPED, BIASED) and here.is_pair:
             return "samples are pairs of a source and a target"
         if name == BIASED and not here.on_gpu:
-            return "it is of use on GPUs only"
+            return "it only helps on GPUs"
         if name == UNMASKED and not here.shifts():
             return "the model is not known to predict next tokens"
         values = self._samples.per_sample()
         if name == FLAT and values:
-            return f"{values[0]!r} has one value per sample, and a row holds many samples"
+            return f"{values[0]!r} has one value per sample, but a row holds many samples"
         if name == UNPADDED and "attention_mask" not in self._samples.tensors:
             return "there is no attention_mask"
         weights = next((p for p in here.model.parameters() if p.is_floating_point()), None)
         if needs_half_precision(name, here.device.type, weights, here.computes_half):
-            return "its kernels compute in half precision only; bf16=True makes it possible"
+            return "its kernels need half precision; set bf16=True"
         return make_layout(name, here.model)
 
-    # ---- the loss without logits ------------------------------------------------------------------------------------
+    # ---- the fused loss ------------------------------------------------------------------------------------
 
     def _choose_head(self) -> None:
         head = output_head(self._here.model)
@@ -119,15 +119,15 @@ class Decision:
             found = named_head(self._here.model)
             if found is not None:
                 kind = f"{type(found).__module__.partition('.')[0]}'s {type(found).__name__}"
-                self.plan.note(HEAD, False, f"its output layer is {kind}, not a plain nn.Linear")
+                self.plan.note(HEAD, False, f"the output layer is {kind}, not a plain nn.Linear")
             return
         if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
-            self.plan.note(HEAD, False, f"{head.weight.shape[0]:,} classes are few")
+            self.plan.note(HEAD, False, f"with only {head.weight.shape[0]:,} classes it would not help")
             return
         pending = PendingHead(head)
         proof = self._refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
         if proof.accepted and pending.logits_were_used:
-            proof.refuse("its logits are used besides the loss")
+            proof.refuse("the logits are used outside the loss")
         if proof.accepted:
             self.head, self.plan.linear_loss = pending, True
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
@@ -155,7 +155,7 @@ class Decision:
         try:
             reference = self.prover.update(self._samples, self._batches)
             proof, limits = self._proved_where_it_fits(reference)
-        except Refused as reason:
+        except ProofRefused as reason:
             return "layouts", Proof("layouts").refuse(str(reason))
         if not proof.accepted:
             return self._blamed(proof, limits, reference)
@@ -175,7 +175,7 @@ class Decision:
             self._here.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
-        """What is to be left out: the loss without logits, if all else agrees."""
+        """What is to be left out: the fused loss, if all else agrees."""
         if self.head is None or self.layout is None:
             return self.plan.layout if self.head is None else HEAD, proof
         without = self.prover.prove_update(self._candidate(self.plan.layout, None, limits=limits), reference)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "as made", "grouped", "grouped without mask", "unpadded", "flat"
+AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped without mask", "unpadded", "flat"
 BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
@@ -14,7 +14,7 @@ LAYOUTS = (*IN_ROWS, *IN_GROUPS)
 
 
 @dataclass
-class Choice:
+class AccelerationChoice:
     """One acceleration: on or off, and the reason."""
 
     name: str
@@ -46,7 +46,7 @@ class SpeedPlan:
     """What is recomputed in the backward pass: none, selective, full."""
     made_for: str = ""
     """Device and versions the plan was proved on; on others it is proved again."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[AccelerationChoice] = field(default_factory=list)
 
     @property
     def changes_anything(self) -> bool:
@@ -59,7 +59,7 @@ class SpeedPlan:
         return self.graphed and self.layout in IN_ROWS
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
-        self.choices.append(Choice(name, is_on, reason, numbers or {}))
+        self.choices.append(AccelerationChoice(name, is_on, reason, numbers or {}))
 
     def take_back(self, name: str, reason: str) -> None:
         """Note that something that was on turned out to be impossible."""
@@ -87,7 +87,7 @@ class SpeedPlan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeedPlan:
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        known["choices"] = [Choice(**each) for each in known.get("choices", [])]
+        known["choices"] = [AccelerationChoice(**each) for each in known.get("choices", [])]
         return cls(**known)
 
 

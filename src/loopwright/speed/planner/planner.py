@@ -10,7 +10,7 @@ from torch import Tensor
 from ..compile.blocks import get_ready
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
@@ -48,7 +48,7 @@ def _nothing(reason: str) -> SpeedPlan:
 class Planner:
     """Sees when an update has shown enough, and makes the plan then."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self._looks = 0
         self._tokens = 0
@@ -61,11 +61,11 @@ class Planner:
         self._looks += 1
         self._graphs.look(batches)
         if (hooked := here.user_hook()) is not None:
-            plan = _nothing(f"a hook on {hooked} may look at batches")
+            plan = _nothing(f"a hook on {hooked} may read batches")
             self._note_graphs(plan, f"a hook on {hooked} would not be called")
             return Made(plan)
         if not here.insists and not self._is_large(batches):
-            return self._settle("the run is too small to gain anything", batches)
+            return self._settle("the run is too small to benefit", batches)
         try:
             samples = take_apart(batches)
         except NoSamples as reason:
@@ -82,7 +82,7 @@ class Planner:
         coupled = here.why_not_additive()
         if coupled is not None:  # batches stay as they are; the loss of each may still be had without logits
             return self._decide(batches, samples, 0.0, coupled)
-        return self._settle("the loss does not show what it is divided by", batches) if self._looks == LOOKS else None
+        return self._settle("the denominator of the loss is unknown", batches) if self._looks == LOOKS else None
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Planner:
             return None
         if here.on_gpu:  # where there is more to gain than padding, and in every update: it is not waited for
             return 0.0
-        few = f"{padding:.0%} of the tokens are padding: too little to gain by leaving it out"
+        few = f"{padding:.0%} of the tokens are padding, too little to benefit from removing it"
         return few if self._looks == LOOKS else None
 
     def _waits_for_shapes(self, batches: list[Any]) -> bool:
@@ -184,21 +184,21 @@ class Planner:
         if reason is None:
             plan.made_for = self._here.described()
         if reason is None or self._here.on_gpu:
-            repeat = "rows are filled up to a few lengths" if plan.few_shapes else "shapes repeat"
-            plan.note(GRAPHS, plan.graphed, reason or f"launching takes longer than computing, and {repeat}")
+            repeat = "rows are padded to a few lengths" if plan.few_shapes else "shapes repeat"
+            plan.note(GRAPHS, plan.graphed, reason or f"kernel launches take longer than compute, and {repeat}")
 
     def choose_compiling(self, plan: SpeedPlan) -> None:
         """Compile where a GPU has enough left to compute; nothing where the plan was never weighed."""
         here = self._here
         if not here.on_gpu or not self._tokens:
             return
-        reason = "micro-batches are graphs" if plan.graphed else here.why_not_compile
+        reason = "micro-batches run as CUDA graphs" if plan.graphed else here.why_not_compile
         if reason is None and plan.layout in IN_GROUPS:
-            reason = "groups change in number and length, which takes many compilations"
+            reason = "groups change in number and length, which would need many compilations"
         if reason is None and plan.activations == "full":
             reason = "whole blocks are recomputed"
         if reason is None and not self._wants_compiling():
-            reason = "the run is too short to make up for compiling"
+            reason = "the run is too short to recover the cost of compiling"
         plan.compiled, plan.short_rows = reason is None, self._tokens < SHORT_ROW
         plan.forget(COMPILED)
         plan.note(COMPILED, reason is None, reason or "one compilation for all lengths")

@@ -1,4 +1,4 @@
-"""Keeping a plan true to the last update: what is new is proved again, some of the rest is compared both ways."""
+"""Auditing a plan during training: new inputs are proved again, and some updates are computed both ways."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import Laid, Limits, longest_row, padded_tokens
 from ..layouts.samples import Samples
 from ..planner.decision import FLAT, SpeedPlan
 from .guard import Coverage, Seen
-from .prober import Proof, Refused
+from .prober import Proof, ProofRefused
 from .prover import WHOLE_TOKENS, Prover
 
 MOST_FAILURES = 3
@@ -28,7 +28,7 @@ class Verification:
 
     def __init__(
         self,
-        situation: Situation,
+        situation: PlannerInputs,
         plan: SpeedPlan,
         layout: Layout | None,
         head: PendingHead | None,
@@ -57,13 +57,13 @@ class Verification:
 
     def _agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits, news: str) -> bool:
         if self.failures >= MOST_FAILURES or self.proofs >= MOST_PROOFS:
-            self._tell(f"speed: updates with something new stay as they were made: {news}")
+            self._tell(f"speed: updates with new inputs keep the collator's batches: {news}")
             return False
         self.proofs += 1
         proof = self.prove(batches, samples, limits, covers=True)
         if not proof.accepted:
             self.failures += 1
-            self._tell(f"speed: updates like this one stay as they were made: {news}, and then {proof.reason}")
+            self._tell(f"speed: updates like this one keep the collator's batches: {news}, and then {proof.reason}")
         return proof.accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
@@ -71,7 +71,7 @@ class Verification:
         prover, plan = Prover(self._here), self._plan
         try:
             reference = prover.update(samples, batches, repeats=covers)
-        except Refused as reason:
+        except ProofRefused as reason:
             return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
         proof = prover.prove_update(candidate, reference)
@@ -106,7 +106,7 @@ class Verification:
     def checks(self) -> dict[str, int]:
         """The counts of a run, by what a report calls them."""
         return {"laid out": self.updates, "computed both ways": self.audits, "proved again": self.proofs,
-                "with something new left as made": self.left}  # fmt: skip
+                "with new inputs, not regrouped": self.left}  # fmt: skip
 
     @property
     def since(self) -> int:
@@ -117,7 +117,7 @@ class Verification:
         prover, plan = Prover(self._here), self._plan
         try:
             reference = prover.part(samples, self.updates)
-        except Refused as reason:
+        except ProofRefused as reason:
             return Proof(plan.layout, has_no_reference=True).refuse(str(reason))
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
         return prover.prove_part(candidate, reference)

@@ -9,8 +9,8 @@ import torch
 from ..layouts.samples import IGNORED, SOURCE, Samples
 
 MOVED = {
-    "leak": "a sample sees the others of its row: its loss moves by {:.0e} with them",
-    "poison": "what stands in the padding moves the loss by {:.0e}",
+    "leak": "samples of a row affect each other: the loss of one changes by {:.0e}",
+    "poison": "the values in the padding change the loss by {:.0e}",
 }
 
 

@@ -1,4 +1,4 @@
-"""The guard of every update: nothing is cut away but padding, and nothing is laid out that no proof has seen.
+"""The guard of every update: only padding is removed, and only inputs that a proof has covered are regrouped.
 
 All of it looks at host tensors before they travel to the device, so that no update waits for the device.
 """
@@ -27,7 +27,7 @@ class UnevenPadding(OddSamples):
     """A tensor holds more than one value where there should be padding: it may not run along the tokens at all."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name!r} holds more than one value in the padding")
+        super().__init__(f"{name!r} has more than one value in the padding")
         self.name = name
 
 
@@ -96,7 +96,7 @@ def check_images(samples: Samples, image_tokens: tuple[int, ...]) -> None:
         counts = torch.isin(ids, torch.tensor(image_tokens)).sum(1)
         if bool((counts > 0).all()) and bool((counts == counts[0]).all()):
             return
-    raise OddSamples(f"which sample the rows of {doubtful[0]!r} belong to is not known")
+    raise OddSamples(f"it is not known which sample the rows of {doubtful[0]!r} belong to")
 
 
 def _may_be_images(name: str, values: Tensor) -> bool:
@@ -155,9 +155,9 @@ class Seen:
             return f"{name!r} {'is new' if name in other.entries else 'is missing'}"
         for name, entry in other.entries.items():
             if entry != self.entries[name]:
-                return f"{name!r} has another form"
+                return f"{name!r} has a different form"
         if other.constants != self.constants:
-            return "a value that is the same for all samples has changed"
+            return "a value shared by all samples has changed"
         return None
 
     def news_in(self, other: Seen) -> str | None:
@@ -177,7 +177,7 @@ class Seen:
             if other.shortest[key] < self.shortest[key]:
                 return f"a sample has {other.shortest[key]:,} tokens, fewer than the {self.shortest[key]:,} so far"
         if other.ragged and not self.ragged:
-            return "samples differ in length"
+            return "samples have different lengths"
         if other.counts_first and not self.counts_first:
             return "the first token of a sample is a target"
         if other.row > self.row:
@@ -216,7 +216,7 @@ class Coverage:
     def news_in(self, update: Seen) -> str | None:
         """What is new about an update, in words; None if it is like those that were compared."""
         if not self.forms:
-            return "no update like it was compared"
+            return "no such update was compared"
         for form in self.forms:
             if form.form_differs(update) is None:
                 return form.news_in(update)

@@ -1,9 +1,9 @@
-"""The proof: before anything is switched on it must give the loss and the gradients of the path it replaces.
+"""The proof: before anything is enabled it must give the loss and the gradients of the path it replaces.
 
 Twice, each time in single precision (or whatever finer format the weights have):
 
     a few samples      in eval mode, divided into small micro-batches, so that dividing shows
-    the whole update   in train mode without dropout, cut as it will be cut
+    the whole update   in train mode without dropout, split as in training
 
     again      the path as it is gives the same loss twice, whatever the random streams hold
     loss       the same loss
@@ -105,7 +105,7 @@ class Reference:
     """Whether another token in the padding gives another loss."""
 
 
-class Refused(Exception):
+class ProofRefused(Exception):
     """The path as it is cannot be compared with anything; says why."""
 
 
@@ -164,15 +164,15 @@ class Prober:
             setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
             outcome = self._run(batches, _as_is, setting)
             if outcome.loss != outcome.loss or abs(outcome.loss) == float("inf"):
-                raise Refused("the loss is not finite")
+                raise ProofRefused("the loss is not finite")
             if setting.train and (counter := counted_by(outcome.before, outcome.after)) is not None:
-                raise Refused(f"{counter} changes with every forward")
+                raise ProofRefused(f"{counter} changes with every forward pass")
             if repeats:
                 self._check_repeats(batches[:1], setting)
-        except Refused:
+        except ProofRefused:
             raise
         except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
-            raise Refused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+            raise ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
             plain = self._loss(batches, _as_is, setting)
@@ -199,10 +199,10 @@ class Prober:
                 seed_all(seed)
                 again = float(self._loss_of(batches, _as_is).detach())
             if not is_close(first, again, setting.tolerance.still):
-                what = "training draws random numbers besides dropout" if draws else "computing it twice differs"
-                raise Refused(f"the loss of the same samples is another one the second time: {what}")
+                what = "training uses random numbers besides dropout" if draws else "two evaluations differ"
+                raise ProofRefused(f"the loss of the same samples differs the second time: {what}")
         if draws and not drops_no_layers(self._model):
-            raise Refused("training draws random numbers besides dropout")
+            raise ProofRefused("training uses random numbers besides dropout")
 
     # ---- candidates -------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Prober:
             found = gradient_distance(expected, self._run(batches, candidate.prepare, setting).gradient)
             proof.numbers = {"half_gradient": found, "half_gradient_before": stock}
             proof.accepted = found <= HALF_AS_GOOD * stock + 1e-3
-            return proof if proof.accepted else proof.refuse(f"in half precision its gradient is off by {found:.0e}")
+            return proof if proof.accepted else proof.refuse(f"in half precision the gradient is off by {found:.0e}")
 
         return self._tried(candidate, compare)
 
@@ -258,7 +258,7 @@ class Prober:
         if proof.accepted and candidate.row_tokens is not None and samples is not None and len(samples) > 1:
             shape = per_sample(outcome.dropouts, {candidate.row_tokens(batch) for batch in batches})
             if shape is not None:
-                proof.refuse(f"a dropout of shape {shape} would take a row of many samples for one sample")
+                proof.refuse(f"a dropout mask of shape {shape} would treat a row of many samples as one sample")
         return proof
 
     def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
@@ -270,9 +270,9 @@ class Prober:
         numbers["gradient"] = gradient_distance(expected.gradient, outcome.gradient)
         worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
         if not numbers["loss"] <= tolerance.loss:
-            proof.refuse(f"its loss differs by {numbers['loss']:.0e}")
+            proof.refuse(f"the loss differs by {numbers['loss']:.0e}")
         elif not numbers["gradient"] <= tolerance.gradient:
-            proof.refuse(f"its gradient differs by {numbers['gradient']:.0e}")
+            proof.refuse(f"the gradient differs by {numbers['gradient']:.0e}")
         elif worst is not None:
             proof.refuse(f"the gradient of {self._name_of(worst[0])} differs by {worst[1]:.0e}")
         else:
@@ -280,7 +280,7 @@ class Prober:
                 (expected.before, expected.after), (outcome.before, outcome.after), tolerance.gradient
             )
             proof.accepted = left is None
-            proof.reason = "" if left is None else f"{left}, which the model changes as it runs, comes out differently"
+            proof.reason = "" if left is None else f"{left}, which the model updates in forward, ends up different"
         return outcome
 
     def _name_of(self, index: int) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..fused_loss.lazy_logits import PendingHead
-from ..inputs import Situation
+from ..inputs import PlannerInputs
 from ..layouts.candidates import Layout
 from ..layouts.rows import PLACES, Limits, longest_row
 from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
@@ -39,7 +39,7 @@ class Lengths(NamedTuple):
 class Prover:
     """Compares what a plan does with the path as it is."""
 
-    def __init__(self, situation: Situation) -> None:
+    def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
         self._exact = tolerance_of(situation.model)
@@ -47,7 +47,7 @@ class Prover:
     # ---- references -------------------------------------------------------------------------------------------------
 
     def few(self, samples: Samples, *, train: bool) -> Reference:
-        """The path as it is on a few samples; raises `Refused` where it cannot be compared with anything."""
+        """The path as it is on a few samples; raises `ProofRefused` where it cannot be compared with anything."""
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
 
@@ -206,7 +206,7 @@ class Prover:
         return [here.put(batch) for batch in laid.batches]
 
 
-def knows_count(here: Situation) -> bool:
+def knows_count(here: PlannerInputs) -> bool:
     """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
     model = here.model
     if type(model).__module__.startswith("peft."):

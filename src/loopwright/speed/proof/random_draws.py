@@ -1,4 +1,4 @@
-"""Random streams while two paths are compared: whether a model draws from them, and other numbers in them."""
+"""Random states while two paths are compared: whether a model uses them, and reseeding them."""
 
 from __future__ import annotations
 

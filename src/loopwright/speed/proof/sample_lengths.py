@@ -47,7 +47,7 @@ def _repeated(real: Tensor, length: int) -> Tensor:
 
 def _counted(positions: Tensor, length: int) -> Tensor:
     if positions.dim() != 2 or bool((positions[:, 1:] - positions[:, :-1] != 1).any()):
-        raise NoSamples("positions do not count up by one")
+        raise NoSamples("positions do not increase by one")
     return positions[:, :1] + torch.arange(length, dtype=positions.dtype)
 
 

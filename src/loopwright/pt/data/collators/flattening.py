@@ -10,7 +10,7 @@ from .stacking import IGNORED, DefaultDataCollator, as_list, to_array
 
 
 class DataCollatorWithFlattening(DefaultDataCollator):
-    """Lay a batch end to end as one sequence of shape (1, tokens), without padding; positions start anew in each.
+    """Lay a batch end to end as one sequence of shape (1, tokens), without padding; positions restart in each.
 
     The first label of every sequence is `separator_id`, so that no sequence is predicted from the one before it.
     """

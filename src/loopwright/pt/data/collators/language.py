@@ -49,9 +49,9 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             if getattr(self, name) is None or not 0 <= getattr(self, name) <= 1
         ]
         if self.mlm and self.tokenizer.mask_token is None:
-            problems.append("This tokenizer has no mask token, which masked language modelling needs: pass mlm=False.")
+            problems.append("This tokenizer has no mask token, which masked language modeling needs; pass mlm=False.")
         if self.whole_word_mask and not self.mlm:
-            problems.append("whole_word_mask=True masks words, but mlm=False masks nothing: pass mlm=True.")
+            problems.append("whole_word_mask=True needs masked language modeling; pass mlm=True.")
         if self.mask_replace_prob + self.random_replace_prob > 1:
             problems.append("mask_replace_prob and random_replace_prob together exceed 1.")
         return problems
@@ -73,8 +73,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             return self.torch_mask_tokens(inputs, special_tokens_mask=special)
         if offsets is None:
             raise DataError(
-                "whole_word_mask=True needs the column 'offset_mapping' to know which tokens make a word: "
-                "tokenize with return_offsets_mapping=True and keep the column (remove_unused_columns=False)."
+                "whole_word_mask=True needs the column 'offset_mapping' to find word boundaries. Tokenize with "
+                "return_offsets_mapping=True and keep the column (remove_unused_columns=False)."
             )
         return self.torch_mask_tokens(inputs, special_tokens_mask=special, offset_mapping=offsets)
 

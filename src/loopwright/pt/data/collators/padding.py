@@ -36,7 +36,7 @@ def pad(tokenizer: Any, features: Any, **options: Any) -> Any:
 
 @dataclass
 class _PaddingCollator:
-    """What a collator that pads with a tokenizer is told."""
+    """The options of a collator that pads with a tokenizer."""
 
     tokenizer: Any
     padding: Any = True

@@ -64,8 +64,8 @@ def _as_mappings(features: list[Any]) -> list[Any]:
         return features
     if not hasattr(features[0], "__dict__"):
         raise DataError(
-            f"A sample is a {type(features[0]).__name__}; the default collator takes dicts (name -> value) or objects "
-            "with attributes. Return a dict from the dataset, or pass your own data_collator."
+            f"A sample is a {type(features[0]).__name__}, but the default collator takes dicts (name -> value) or "
+            "objects with attributes. Return a dict from the dataset, or pass your own data_collator."
         )
     return [vars(feature) for feature in features]
 
@@ -78,10 +78,10 @@ def _why_not_stackable(samples: list[Any], key: str, error: Exception) -> str:
     shapes = [_size(sample[key]) for sample in samples]
     if len(set(shapes)) > 1:
         return (
-            f"The samples of a batch differ in the length of {key!r}: {sorted(set(shapes), key=str)[:5]}. "
-            "Pad them in the dataset, or pass a data_collator that pads (such as DataCollatorWithPadding)."
+            f"The samples of a batch differ in the length of {key!r}: {sorted(set(shapes), key=str)[:5]}. Pad them "
+            "in the dataset, or pass a data_collator that pads (such as DataCollatorWithPadding)."
         )
-    return f"The column {key!r} cannot be made a tensor: {error}"
+    return f"The column {key!r} cannot be converted to a tensor: {error}"
 
 
 def _size(value: Any) -> Any:
@@ -144,7 +144,7 @@ _STACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 def stackers(return_tensors: str) -> tuple[Any, dict[str, Any]]:
     """How columns become torch tensors or numpy arrays."""
     if return_tensors not in _STACKERS:
-        raise ArgumentsError(f"return_tensors={return_tensors!r}: batches can be 'pt' (torch) or 'np' (numpy).")
+        raise ArgumentsError(f"return_tensors={return_tensors!r} must be 'pt' (torch) or 'np' (numpy).")
     return _STACKERS[return_tensors]
 
 

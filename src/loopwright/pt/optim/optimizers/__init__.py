@@ -3,14 +3,14 @@
 from .adafactor import Adafactor
 from .decay import decay_parameter_names, parameter_groups
 from .muon import Muon
-from .options import OptimizerArgs, parse_optim_args
+from .options import OptimizerSpec, parse_optim_args
 from .table import OPTIMIZERS, OptimizerRow, build_optimizer, optimizer_class_and_kwargs, register_optimizer
 
 __all__ = [
     "OPTIMIZERS",
     "Adafactor",
     "Muon",
-    "OptimizerArgs",
+    "OptimizerSpec",
     "OptimizerRow",
     "build_optimizer",
     "decay_parameter_names",

@@ -36,9 +36,9 @@ class Adafactor(Optimizer):
         warmup_init: bool = False,
     ) -> None:
         if lr is not None and relative_step:
-            raise ArgumentsError(f"Adafactor: lr={lr} and relative_step=True contradict each other; set one of them.")
+            raise ArgumentsError(f"Adafactor: lr={lr} and relative_step=True are mutually exclusive; set one of them.")
         if warmup_init and not relative_step:
-            raise ArgumentsError("Adafactor: warmup_init=True is a kind of relative step and needs relative_step=True.")
+            raise ArgumentsError("Adafactor: warmup_init=True needs relative_step=True.")
         defaults = {
             "lr": lr,
             "eps": eps,
@@ -79,7 +79,7 @@ class Adafactor(Optimizer):
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         grad = _wide(parameter.grad)
         if grad.is_sparse:
-            raise ModelError("Adafactor does not take sparse gradients; build the embedding with sparse=False.")
+            raise ModelError("Adafactor does not support sparse gradients; build the embedding with sparse=False.")
         state = self.state[parameter]
         if not state:
             state.update(_fresh_state(grad, group))

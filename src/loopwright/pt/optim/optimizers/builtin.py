@@ -1,4 +1,4 @@
-"""Builders of the optimizers that need torch only: OptimizerArgs and the model -> (class, keyword arguments)."""
+"""Builders of the optimizers that need torch only: OptimizerSpec and the model -> (class, keyword arguments)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ....errors import ArgumentsError
 from .adafactor import Adafactor
 from .decay import parameter_groups
 from .muon import Muon, muon_groups
-from .options import OptimizerArgs, optional, to_bool, to_float, to_floats, to_int, to_text
+from .options import OptimizerSpec, optional, to_bool, to_float, to_floats, to_int, to_text
 
 Built = tuple[Any, dict[str, Any]]
 
@@ -26,18 +26,18 @@ ADAMW_OPTIONS = {
 }
 
 
-def adamw_torch(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adamw_torch(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """torch's AdamW."""
     return torch.optim.AdamW, args.adam | args.given(**ADAMW_OPTIONS, fused=optional(to_bool))
 
 
-def adamw_torch_fused(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adamw_torch_fused(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """torch's AdamW in one kernel where the model's devices have it, else the plain one."""
     options = args.adam | args.given(**ADAMW_OPTIONS)
     refusal = None if model is None else _fused_refusal(model)
     if refusal is None:
         return torch.optim.AdamW, options | {"fused": True}
-    args.tell(f"optim='adamw_torch_fused' is not possible here ({refusal}); adamw_torch is used instead")
+    args.tell(f"optim='adamw_torch_fused' is not supported here ({refusal}); using adamw_torch instead")
     return torch.optim.AdamW, options
 
 
@@ -54,13 +54,13 @@ def _fused_refusal(model: nn.Module) -> str | None:
     return None
 
 
-def adamw_hf(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adamw_hf(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """The name of AdamW in transformers before version 5."""
-    args.tell("optim='adamw_hf' was removed from transformers; adamw_torch, which took its place, is used instead")
+    args.tell("optim='adamw_hf' was removed from transformers; using adamw_torch, its replacement, instead")
     return adamw_torch(args, model)
 
 
-def sgd(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def sgd(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """torch's SGD; momentum is 0 unless optim_args gives it."""
     options = args.given(
         momentum=to_float, dampening=to_float, weight_decay=to_float, nesterov=to_bool, foreach=optional(to_bool)
@@ -68,19 +68,19 @@ def sgd(args: OptimizerArgs, model: nn.Module | None) -> Built:
     return torch.optim.SGD, {"lr": args.learning_rate} | options
 
 
-def adagrad(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adagrad(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """torch's Adagrad."""
     options = args.given(lr_decay=to_float, weight_decay=to_float, eps=to_float, initial_accumulator_value=to_float)
     return torch.optim.Adagrad, {"lr": args.learning_rate} | options
 
 
-def rmsprop(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def rmsprop(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """torch's RMSprop."""
     options = args.given(momentum=to_float, alpha=to_float, eps=to_float, weight_decay=to_float, centered=to_bool)
     return torch.optim.RMSprop, {"lr": args.learning_rate} | options
 
 
-def adafactor(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adafactor(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """Adafactor under the trainer's learning rate and schedule."""
     options = args.given(
         eps=to_floats, clip_threshold=to_float, decay_rate=to_float, beta1=optional(to_float), weight_decay=to_float
@@ -88,10 +88,12 @@ def adafactor(args: OptimizerArgs, model: nn.Module | None) -> Built:
     return Adafactor, {"lr": args.learning_rate, "scale_parameter": False, "relative_step": False} | options
 
 
-def muon(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def muon(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """Muon for hidden matrices, AdamW for the rest."""
     if model is None:
-        raise ArgumentsError("optim='muon' needs the model, to tell hidden matrices from embeddings, head and norms.")
+        raise ArgumentsError(
+            "optim='muon' needs the model, to distinguish hidden matrices from embeddings, head and norms."
+        )
     options = args.given(
         momentum=to_float,
         nesterov=to_bool,
@@ -106,5 +108,5 @@ def muon(args: OptimizerArgs, model: nn.Module | None) -> Built:
     groups = parameter_groups(model, args, args.decay_names)
     groups = muon_groups(groups, model, args.target_modules, **adamw_options)
     if not any(group["algorithm"] == "muon" for group in groups):
-        args.tell("optim='muon' found no hidden matrix in the model; all of it is updated by AdamW")
+        args.tell("optim='muon' found no hidden matrix in the model; all parameters are updated by AdamW")
     return Muon, args.adam | {"params": groups} | options

@@ -50,6 +50,6 @@ def check_trainable(model: nn.Module) -> None:
         return
     total = sum(1 for _ in model.parameters())
     raise ModelError(
-        f"{type(model).__name__} has {total} parameters and none of them requires a gradient, so there is nothing to "
-        "train. Unfreeze some with requires_grad_(True), or add an adapter, before creating the trainer."
+        f"{type(model).__name__} has {total} parameters, but none of them requires a gradient. Unfreeze some with "
+        "requires_grad_(True), or add an adapter, before creating the trainer."
     )

@@ -1,4 +1,4 @@
-"""What a builder of an optimizer is told: the arguments as values, and `optim_args` parsed and typed."""
+"""OptimizerSpec: the arguments an optimizer builder receives, with `optim_args` parsed and typed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
     for piece in filter(None, _split_outside_brackets(text)):
         key, equals, value = piece.partition("=")
         if not equals or not key.strip():
-            raise ArgumentsError(f"optim_args is written 'name=value,name=value'; '{piece}' has no name and value.")
+            raise ArgumentsError(f"optim_args must be 'name=value,name=value', but '{piece}' is not name=value.")
         options[key.strip()] = parse_value(value)
     return options
 
@@ -116,7 +116,7 @@ def _say(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class OptimizerArgs:
+class OptimizerSpec:
     """The arguments that concern an optimizer, as values."""
 
     name: str
@@ -133,7 +133,7 @@ class OptimizerArgs:
     tell: Callable[[str], None] = _say
 
     @classmethod
-    def of(cls, args: Any, **more: Any) -> OptimizerArgs:
+    def of(cls, args: Any, **more: Any) -> OptimizerSpec:
         """From training arguments, or anything with their attributes; `more` are fields they do not have."""
         options = parse_optim_args(getattr(args, "optim_args", None))
         return cls(
@@ -161,7 +161,7 @@ class OptimizerArgs:
         for key, value in self.options.items():
             if key not in converters:
                 accepted = ", ".join(converters) or "no options"
-                problems.append(f"optim='{self.name}' does not know '{key}' in optim_args. It accepts {accepted}.")
+                problems.append(f"optim='{self.name}' has no option '{key}' for optim_args. It accepts {accepted}.")
                 continue
             try:
                 values[key] = converters[key](value)
@@ -177,8 +177,8 @@ class OptimizerArgs:
             return int(self.source.get_warmup_steps(self.total_updates))
         if 0 < self.warmup_steps < 1:
             raise ArgumentsError(
-                f"optim='{self.name}' warms up by itself and needs whole updates, but warmup_steps={self.warmup_steps} "
-                "is a share of the run and the run's length is not known here. Pass total_updates, or give "
-                "warmup_steps as a whole number."
+                f"optim='{self.name}' has its own warmup and needs a number of updates, but "
+                f"warmup_steps={self.warmup_steps} is a fraction and the length of the run is unknown. Pass "
+                "total_updates, or set warmup_steps to an integer."
             )
         return int(self.warmup_steps)

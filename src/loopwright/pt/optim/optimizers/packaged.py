@@ -1,4 +1,4 @@
-"""Builders of the optimizers that other packages bring: OptimizerArgs and the model -> (class, keyword arguments).
+"""Builders of the optimizers that other packages bring: OptimizerSpec and the model -> (class, keyword arguments).
 
 They run only when the package named in their row is installed, and import it then.
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from ....errors import ArgumentsError, MissingPackage, NotAvailable
 from .decay import parameter_groups
-from .options import OptimizerArgs, optional, to_bool, to_float, to_floats, to_int, to_text, to_torch_dtype
+from .options import OptimizerSpec, optional, to_bool, to_float, to_floats, to_int, to_text, to_torch_dtype
 from .targets import check_targets, target_linear_weights
 
 Built = tuple[Any, dict[str, Any]]
@@ -27,12 +27,12 @@ def _class(module: str, name: str) -> Any:
 # ------------------------------------------------------------------------------------------------ other AdamWs
 
 
-def plain_adamw(args: OptimizerArgs, model: nn.Module | None, *, module: str, name: str) -> Built:
+def plain_adamw(args: OptimizerSpec, model: nn.Module | None, *, module: str, name: str) -> Built:
     """An AdamW with torch's parameters and no more (torch_xla, torch_npu, Apex)."""
     return _class(module, name), args.adam | args.given(betas=to_floats, eps=to_float, weight_decay=to_float)
 
 
-def adamw_anyprecision(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def adamw_anyprecision(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """AnyPrecisionAdamW of torchdistx."""
     defaults = {
         "use_kahan_summation": False,
@@ -49,7 +49,7 @@ def adamw_anyprecision(args: OptimizerArgs, model: nn.Module | None) -> Built:
     return _class("torchdistx.optimizers", "AnyPrecisionAdamW"), args.adam | defaults | given
 
 
-def torchao_adamw(args: OptimizerArgs, model: nn.Module | None, *, name: str) -> Built:
+def torchao_adamw(args: OptimizerSpec, model: nn.Module | None, *, name: str) -> Built:
     """AdamW with a 4-bit or 8-bit state, of torchao."""
     defaults = {"block_size": 256, "bf16_stochastic_round": False}
     given = args.given(block_size=to_int, bf16_stochastic_round=to_bool, amsgrad=to_bool)
@@ -60,7 +60,7 @@ def torchao_adamw(args: OptimizerArgs, model: nn.Module | None, *, name: str) ->
     return cls, args.adam | defaults | given
 
 
-def stable_adamw(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def stable_adamw(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """StableAdamW of torch-optimi."""
     defaults = {"weight_decay": args.weight_decay, "decouple_lr": False, "max_lr": None, "kahan_sum": None}
     given = args.given(
@@ -69,7 +69,7 @@ def stable_adamw(args: OptimizerArgs, model: nn.Module | None) -> Built:
     return _class("optimi", "StableAdamW"), args.adam | defaults | given
 
 
-def grokadamw(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def grokadamw(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """GrokAdamW."""
     defaults = {"alpha_init": 0.98, "lamb": 2.0, "gamma": 0.1, "grokking_signal_decay_rate": 0.1}
     defaults["gradient_clipping"] = 1.0
@@ -79,7 +79,7 @@ def grokadamw(args: OptimizerArgs, model: nn.Module | None) -> Built:
 # ------------------------------------------------------------------------------------------------ schedule-free
 
 
-def schedule_free(args: OptimizerArgs, model: nn.Module | None, *, name: str, warms_up: bool, is_adam: bool) -> Built:
+def schedule_free(args: OptimizerSpec, model: nn.Module | None, *, name: str, warms_up: bool, is_adam: bool) -> Built:
     """A schedule-free optimizer; those that warm up by themselves get the warm-up in updates."""
     cls = getattr(import_module("schedulefree"), name, None)
     if cls is None:  # RAdam came later than the others
@@ -95,7 +95,7 @@ def schedule_free(args: OptimizerArgs, model: nn.Module | None, *, name: str, wa
 # ------------------------------------------------------------------------------------------------ bitsandbytes
 
 
-def bnb(args: OptimizerArgs, model: nn.Module | None, *, name: str, bits: int, paged: bool = False) -> Built:
+def bnb(args: OptimizerSpec, model: nn.Module | None, *, name: str, bits: int, paged: bool = False) -> Built:
     """An optimizer of bitsandbytes."""
     options = BNB_OPTIONS[name](args) | {"optim_bits": bits}
     if name != "RMSprop":  # the only one without a paged form
@@ -103,21 +103,21 @@ def bnb(args: OptimizerArgs, model: nn.Module | None, *, name: str, bits: int, p
     return _class("bitsandbytes.optim", name), {"lr": args.learning_rate} | options
 
 
-def _bnb_adamw(args: OptimizerArgs) -> dict[str, Any]:
+def _bnb_adamw(args: OptimizerSpec) -> dict[str, Any]:
     return args.adam | args.given(min_8bit_size=to_int, weight_decay=to_float)
 
 
-def _bnb_lion(args: OptimizerArgs) -> dict[str, Any]:
+def _bnb_lion(args: OptimizerSpec) -> dict[str, Any]:
     return {"betas": args.betas} | args.given(min_8bit_size=to_int, weight_decay=to_float)
 
 
-def _bnb_rmsprop(args: OptimizerArgs) -> dict[str, Any]:
+def _bnb_rmsprop(args: OptimizerSpec) -> dict[str, Any]:
     return args.given(
         alpha=to_float, eps=to_float, momentum=to_float, centered=to_bool, min_8bit_size=to_int, weight_decay=to_float
     )
 
 
-def _bnb_ademamix(args: OptimizerArgs) -> dict[str, Any]:
+def _bnb_ademamix(args: OptimizerSpec) -> dict[str, Any]:
     given = args.given(
         beta1=to_float,
         beta2=to_float,
@@ -150,7 +150,7 @@ def keep_embeddings_in_32_bit(cls: Any, kwargs: dict[str, Any], model: nn.Module
 # ------------------------------------------------------------------------------------------------ low rank
 
 
-def galore(args: OptimizerArgs, model: nn.Module | None, *, name: str) -> Built:
+def galore(args: OptimizerSpec, model: nn.Module | None, *, name: str) -> Built:
     """A GaLore optimizer: the gradients of the target layers are projected to a low rank."""
     projection = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
     projection |= args.given(rank=to_int, update_proj_gap=to_int, scale=to_float, proj_type=to_text)
@@ -162,7 +162,7 @@ def galore(args: OptimizerArgs, model: nn.Module | None, *, name: str) -> Built:
     return _class("galore_torch", name), kwargs | {"params": groups}
 
 
-def apollo(args: OptimizerArgs, model: nn.Module | None) -> Built:
+def apollo(args: OptimizerSpec, model: nn.Module | None) -> Built:
     """APOLLO: learning rates of the target layers from a low-rank projection."""
     projection = {"rank": 128, "proj": "random", "scale_type": "channel", "update_proj_gap": 200, "scale": 1.0}
     projection |= {"proj_type": "std"} | args.given(
@@ -171,7 +171,7 @@ def apollo(args: OptimizerArgs, model: nn.Module | None) -> Built:
     return _class("apollo_torch", "APOLLOAdamW"), args.adam | {"params": _low_rank_groups(args, model, projection)}
 
 
-def _low_rank_groups(args: OptimizerArgs, model: nn.Module | None, projection: dict[str, Any]) -> list[dict[str, Any]]:
+def _low_rank_groups(args: OptimizerSpec, model: nn.Module | None, projection: dict[str, Any]) -> list[dict[str, Any]]:
     """The two usual groups without the target weights, and up to two with them and the projection's options."""
     check_targets(args.target_modules, args.name)
     if model is None:
@@ -187,18 +187,19 @@ def _low_rank_groups(args: OptimizerArgs, model: nn.Module | None, projection: d
 # ------------------------------------------------------------------------------------------------ not possible
 
 
-def not_available(args: OptimizerArgs, model: nn.Module | None, *, why: str, instead: str) -> Built:
+def not_available(args: OptimizerSpec, model: nn.Module | None, *, why: str, instead: str) -> Built:
     """An optimizer that cannot be offered."""
     raise NotAvailable(f"optim='{args.name}' is not available: {why}. Use optim='{instead}' instead.")
 
 
 layerwise = partial(
     not_available,
-    why="it updates each parameter in the middle of the backward pass, before gradients can be accumulated, clipped or "
-    "checked",
+    why="it updates each parameter during the backward pass, before gradients can be accumulated, clipped or checked",
 )
 lomo = partial(
     not_available,
-    why="it replaces loss.backward() by a pass that changes the weights at once, so that there is no update to "
-    "accumulate, clip or resume",
+    why=(
+        "it replaces loss.backward() with a pass that updates the weights immediately, so nothing can be accumulated, "
+        "clipped or resumed"
+    ),
 )

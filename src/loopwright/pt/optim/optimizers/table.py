@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups
-from .options import OptimizerArgs
+from .options import OptimizerSpec
 
-Builder = Callable[[OptimizerArgs, nn.Module | None], tuple[Any, dict[str, Any]]]
+Builder = Callable[[OptimizerSpec, nn.Module | None], tuple[Any, dict[str, Any]]]
 ClassAndKwargs = tuple[Any, dict[str, Any]]
 Tell = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def optimizer_class_and_kwargs(
     tell: Tell | None = None,
 ) -> ClassAndKwargs:
     """The class and keyword arguments of `args.optim`; `params` is among them where the optimizer groups by itself."""
-    values = OptimizerArgs.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
+    values = OptimizerSpec.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
     row = OPTIMIZERS.get(values.name)
     if row is None:
         raise ArgumentsError(_unknown_optimizer(values.name))
@@ -102,7 +102,7 @@ def build_optimizer(
 
 
 def register_optimizer(name: str, builder: Builder, *, needs: str | None = None, help: str = "") -> None:
-    """Make an optimizer of your own known by name: builder(OptimizerArgs, model) -> (class, keyword arguments)."""
+    """Make an optimizer of your own known by name: builder(OptimizerSpec, model) -> (class, keyword arguments)."""
     OPTIMIZERS[name] = OptimizerRow(builder, needs, help)
 
 
@@ -166,14 +166,14 @@ _LOMO = OptimizerRow(partial(packaged.lomo, instead="adafactor"), help="not avai
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw_torch": OptimizerRow(builtin.adamw_torch, help="torch's AdamW"),
     "adamw_torch_fused": OptimizerRow(builtin.adamw_torch_fused, help="torch's AdamW in one kernel"),
-    "adamw_hf": OptimizerRow(builtin.adamw_hf, help="an old name; adamw_torch is used"),
+    "adamw_hf": OptimizerRow(builtin.adamw_hf, help="old name of adamw_torch"),
     "adamw_torch_xla": _adamw_of("torch_xla", "torch_xla.amp.syncfree", "AdamW"),
     "adamw_torch_npu_fused": _adamw_of("torch_npu", "torch_npu.optim", "NpuFusedAdamW"),
     "adamw_apex_fused": _adamw_of("apex", "apex.optimizers", "FusedAdam"),
-    "adamw_anyprecision": OptimizerRow(packaged.adamw_anyprecision, "torchdistx", "AdamW with dtypes to choose"),
+    "adamw_anyprecision": OptimizerRow(packaged.adamw_anyprecision, "torchdistx", "AdamW with configurable dtypes"),
     "adamw_torch_4bit": _torchao("AdamW4bit"),
     "adamw_torch_8bit": _torchao("AdamW8bit"),
-    "adafactor": OptimizerRow(builtin.adafactor, help="second moments as rows and columns: little memory"),
+    "adafactor": OptimizerRow(builtin.adafactor, help="factored second moments: little memory"),
     "muon": OptimizerRow(builtin.muon, help="Muon for hidden matrices, AdamW for the rest"),
     "sgd": OptimizerRow(builtin.sgd, help="torch's SGD; momentum through optim_args"),
     "adagrad": OptimizerRow(builtin.adagrad, help="torch's Adagrad"),

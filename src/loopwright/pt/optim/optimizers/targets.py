@@ -27,8 +27,8 @@ def check_targets(targets: Any, name: str) -> None:
     """Raise unless `optim_target_modules` was given and can be used."""
     if targets is None:
         raise ArgumentsError(
-            f"optim='{name}' works on chosen linear layers: set optim_target_modules to a list of module names, to a "
-            "pattern, or to 'all-linear'."
+            f"optim='{name}' works on selected linear layers: set optim_target_modules to a list of module names, to "
+            "a pattern, or to 'all-linear'."
         )
     if not isinstance(targets, str | list | tuple) or not all(isinstance(target, str) for target in targets):
         raise ArgumentsError(
@@ -46,7 +46,7 @@ def target_linear_weights(model: nn.Module, targets: Any, *, name: str, tell: Ca
         if isinstance(module, nn.Linear) and is_meant:
             names.append(f"{path}.weight")
         elif is_meant and not everything and not any(True for _ in module.children()) and module._parameters:
-            tell(f"optim_target_modules matches {path}, which is no linear layer; optim='{name}' leaves it out")
+            tell(f"optim_target_modules matches {path}, which is not a linear layer; optim='{name}' ignores it")
     if not names:
         raise ArgumentsError(f"optim='{name}': no linear layer of the model matches optim_target_modules={targets!r}.")
     return names

@@ -1,0 +1,141 @@
+"""Messages: plain English, the field's words, at most two short sentences.
+
+Every string literal of two or more words that is not a docstring counts as a message: errors, warnings, logs, help
+texts and the reasons that reports quote.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "loopwright"
+NOT_COVERED_YET = ("tf/", "jax/")
+
+FEWEST_WORDS = 2
+MOST_SENTENCES = 2
+MOST_WORDS = 35
+
+# What is refused, and what to write instead.
+DIALECT = {
+    r"nobody|whoever|somebody": "name who: the user, a callback, a rank",
+    r"theirs|ours": "name the thing",
+    r"told|tells?": "passed, given, shows, distinguishes",
+    r"minded|minds": "honoured, checked",
+    r"stand-ins?": "dummy batch",
+    r"keeps? company": "dummy batch",
+    r"go(?:es|ing)? on|went on|gone on": "continue, resume",
+    r"(?:as|stay as) (?:it was|they (?:are|were)) made|stays? as (?:it is|they are)": "keeps the collator's batches",
+    r"as made|as the collator makes": "keeps the collator's batches",
+    r"laid out anew|anew|afresh": "again, from scratch",
+    r"cuts?|cutting": "split, truncated, unreachable",
+    r"thereby|hence": "so",
+    r"from here on": "from now on",
+    r"meeting point": "rendezvous",
+    r"tried out|looked at": "tested, checked",
+    r"spread over": "sharded across, split across",
+    r"weighed": "weighted",
+    r"filled up|fill up": "padded",
+    r"equally many|no whole numbers?|(?:is|are) none of": "the same number, not integers, not one of",
+    r"stays? what": "is unchanged",
+    r"knows? no|knows? only|does not know": "does not support, has no",
+    r"(?<!there )(?:is|are) no (?!longer)\w+": "is not a ...",
+    r"all the same|say it (?:as|like)|the same words": "anyway, use the form",
+    r"that is there|is not there|was not there|not there now": "exists, does not exist",
+}
+WORDS = re.compile(r"\b(?:" + "|".join(DIALECT) + r")\b", re.IGNORECASE)
+
+# Texts that are pages or scripts, by file and first words.
+LONGER = {
+    ("cli/docs.py", "# What is accepted"): "a page of the documentation",
+    ("cli/doctor.py", "Show devices"): "the description of a command",
+    ("cli/dryrun.py", "Compile the whole"): "the description of a command",
+    ("cli/launch.py", "Run a script"): "the description of a command",
+    ("launch/slurm.py", "#!/bin/bash"): "a shell script",
+}
+
+# Words that a test in a folder under edit asserts; to be rewritten with it.
+WAITING = {("core/checkpoint/manager.py", "the disk is full")}
+
+
+class Message(NamedTuple):
+    """A text a user may read, with a letter in place of every value."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+def text_of(node: ast.AST) -> str | None:
+    """The text of a literal; X stands for a value."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(each.value if isinstance(each, ast.Constant) else "X" for each in node.values)
+    return None
+
+
+def literals(node: ast.AST) -> Iterator[ast.AST]:
+    """Every string below a node, f-strings as one, docstrings left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Expr) and text_of(child.value) is not None:
+            continue
+        if text_of(child) is None:
+            yield from literals(child)
+            continue
+        yield child
+        for part in getattr(child, "values", []):
+            if isinstance(part, ast.FormattedValue):
+                yield from literals(part)
+
+
+def messages() -> Iterator[Message]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        file = path.relative_to(PACKAGE).as_posix()
+        if file.startswith(NOT_COVERED_YET):
+            continue
+        for node in literals(ast.parse(path.read_text(encoding="utf-8"))):
+            text = text_of(node) or ""
+            if len(re.findall(r"[A-Za-z]{2,}", text)) >= FEWEST_WORDS and " " in text:
+                yield Message(file, node.lineno, text)
+
+
+def sentences(text: str) -> list[str]:
+    return [each for each in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text) if each.strip()]
+
+
+def is_listed(message: Message, listed: Iterable[tuple[str, str]]) -> bool:
+    return any(message.file == file and message.text.startswith(start) for file, start in listed)
+
+
+def problems(message: Message) -> Iterator[str]:
+    if not is_listed(message, WAITING):
+        yield from (f"the word '{found.group()}'" for found in WORDS.finditer(message.text))
+    if is_listed(message, LONGER):
+        return
+    parts = sentences(message.text)
+    if len(parts) > MOST_SENTENCES:
+        yield f"{len(parts)} sentences"
+    longest = max(len(each.split()) for each in parts)
+    if longest > MOST_WORDS:
+        yield f"a sentence of {longest} words"
+
+
+def test_messages_are_plain_and_short() -> None:
+    listed = [f"{message}\n    -> {', '.join(wrong)}" for message in messages() if (wrong := list(problems(message)))]
+
+    assert not listed, f"{len(listed)} messages to rewrite:\n" + "\n".join(listed)
+
+
+def test_every_exception_is_still_needed() -> None:
+    collected = list(messages())
+
+    unused = [key for key in (*LONGER, *WAITING) if not any(is_listed(each, [key]) for each in collected)]
+
+    assert not unused
