@@ -42,4 +42,4 @@ def test_an_error_on_one_process_stops_all_within_seconds_with_that_error(
     else:
         said = other.value
         assert "PeerError" in said
-    assert f"process {rank} on" in said and "upside down" in said
+    assert f"rank {rank} on" in said and "upside down" in said

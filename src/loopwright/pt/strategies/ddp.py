@@ -111,9 +111,9 @@ class DataParallel(ManyProcesses):
         strangers = [named.get(p, "?") for p in self.contents.parameters if p.grad is not None and p not in known]
         if strangers:
             raise ModelError(
-                "these parameters became trainable in the middle of an update, which reduces the gradients of those "
-                f"trainable at its start: {listing(strangers)}. Change them in on_step_begin, on_step_end or between "
-                "epochs, on every rank"
+                f"these parameters became trainable in the middle of an update: {listing(strangers)}. An update "
+                "reduces the gradients of those trainable at its start; change them in on_step_begin, on_step_end or "
+                "between epochs, on every rank"
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
