@@ -137,7 +137,7 @@ def resuming(folder: Path) -> None:
 @case
 def weighted_loss(folder: Path) -> None:
     pair = train_on_both("bert in single precision", folder, cls=WeightedLossTrainer, eval_strategy="epoch")
-    assert not any("not padded with rows" in text for text in pair[1].notices.told)
+    assert not any("not padded with rows" in text for text in pair[1]._loopwright.notices.told)
 
 
 @case
