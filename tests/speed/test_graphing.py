@@ -399,5 +399,6 @@ def test_a_plan_keeps_that_it_is_graphed() -> None:
     plan = SpeedPlan(graphed=True)
     plan.note(GRAPHS, True, "kernel launches take longer")
     assert plan.changes_anything and SpeedPlan.from_dict(plan.as_dict()) == plan
+    assert SpeedPlan.from_dict({**plan.as_dict(), "layout": "as made"}).layout == AS_MADE, "of an older checkpoint"
     plan.take_back(GRAPHS, "it failed")
     assert plan.lines() == [f"off  {GRAPHS}: it failed"]

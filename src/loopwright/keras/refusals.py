@@ -26,13 +26,13 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-TORCH_ONLY = "it speaks to PyTorch; work is spread over the devices of args.strategy"
+TORCH_ONLY = "it configures PyTorch; args.strategy distributes the work over devices"
 
 REFUSED: dict[str, Refusal] = {
     "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
     "torch_compile_scope": Refusal("every update is a compiled tf.function already", lambda value: value != "blocks"),
     "fp8": Refusal("Keras has layers of its own for it: model.quantize('float8')"),
-    "auto_find_batch_size": Refusal("a compiled update cannot be cut in two; lower per_device_train_batch_size and "
+    "auto_find_batch_size": Refusal("a compiled update cannot be split; lower per_device_train_batch_size and "
                                     "raise gradient_accumulation_steps"),
     "neftune_noise_alpha": Refusal("Keras has no hook behind an embedding; add keras.layers.GaussianNoise there",
                                    _is_set),

@@ -186,7 +186,7 @@ def check_data(dataset: Any, what: str) -> None:
     if isinstance(dataset, Iterator) and not is_tf_data(dataset):
         raise DataError(
             f"the {what} dataset is a {type(dataset).__name__}, which can be read once only; give the function that "
-            "makes it, or an object whose iter() starts anew"
+            "makes it, or an object whose iter() starts at the beginning"
         )
     known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
     if not known:

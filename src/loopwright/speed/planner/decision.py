@@ -87,6 +87,8 @@ class SpeedPlan:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeedPlan:
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if known.get("layout") not in LAYOUTS:
+            known["layout"] = AS_MADE  # also what older checkpoints call it
         known["choices"] = [AccelerationChoice(**each) for each in known.get("choices", [])]
         return cls(**known)
 
