@@ -158,7 +158,7 @@ def test_named_sets_are_evaluated_one_by_one(output_dir: str) -> None:
 
 def test_a_metric_that_does_not_exist_is_named(output_dir: str) -> None:
     trainer = trainer_of(output_dir, **EVERY, eval_data=samples(), metric_for_best_model="accuracy")
-    with pytest.raises(MetricError, match="'accuracy' is not among the metrics of the evaluation: .*eval_loss"):
+    with pytest.raises(MetricError, match="'accuracy' is not one of the metrics of the evaluation: .*eval_loss"):
         trainer.train()
 
 

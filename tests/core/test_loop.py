@@ -121,7 +121,7 @@ def test_samples_come_in_the_order_of_seed_and_epoch(
             seed=seed,
         )
         if not whole:
-            with pytest.raises(DataError, match="gave no batch"):
+            with pytest.raises(DataError, match="returned no batch"):
                 trainer.train()
             return
         trainer.train()
