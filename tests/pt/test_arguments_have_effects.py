@@ -240,7 +240,7 @@ def test_output_dir() -> None:
 def test_duration_and_batch(options: dict[str, Any], steps: int, epoch: float) -> None:
     trainer = run(**options)
     assert (trainer.state.global_step, trainer.state.epoch) == (steps, epoch)
-    assert trainer.progress.samples_seen == steps * 6 if "num_train_epochs" not in options else 12 * epoch
+    assert trainer._loopwright.progress.samples_seen == steps * 6 if "num_train_epochs" not in options else 12 * epoch
 
 
 # ---- optimizer and schedule -----------------------------------------------------------------------------------------

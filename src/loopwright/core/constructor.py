@@ -20,7 +20,7 @@ def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: A
     if tokenizer is None:
         return processing_class
     if processing_class is not None:
-        raise ArgumentsError("tokenizer= and processing_class= are the same thing; give one of them")
+        raise ArgumentsError("tokenizer= and processing_class= are the same; pass only one of them")
     logger.warning(f"{trainer}(tokenizer=...) is now {trainer}(processing_class=...)")
     return tokenizer
 

@@ -170,6 +170,8 @@ class TorchLossMethods(LossLearningMethods):
             self.accounting.learn_shift(batches[0], self._shift_probe())
         if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
+        if self._is_look_due(batches):
+            self._look_again(batches, only_if_wrong=True)
         speed = None if self._speed is None or self._speed.is_idle else self._speed
         if speed is not None and speed.plan.layout != AS_MADE and self.accounting.is_additive is False:
             self._leave_layouts()
@@ -255,12 +257,9 @@ class TorchLossMethods(LossLearningMethods):
         speed = self._speed if self._speed is not None and self._speed.is_active else None
         made = update.batches if speed is None else speed.as_made(update)
         changes = self._stamp.changes() if self._stamp is not None else []
-        if not changes and self._is_look_due(made) and self._look_again(made, only_if_wrong=True):
-            changes = ["the loss"]
-            self.count_update(update)
-        elif not changes:
+        if not changes:
             return
-        elif self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
+        if self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
             self._look_again(made)
             self.count_update(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
