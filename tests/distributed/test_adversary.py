@@ -53,3 +53,12 @@ def test_an_update_of_two_processes_is_what_it_is_by_hand(
         wrong = judge(case, Observed(None, **each), Split(WORLD * accumulation, size))
         assert wrong is None, f"rank {rank}: {wrong}"
         assert difference(found[0]["gradients"], each["gradients"], 1e-12) is None
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize("name", ["distillation from the initial model", "a penalty from the fourth update on"])
+def test_a_penalty_that_begins_later_is_reported_on_two_ranks(name: str, pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(WORLD, "adversarial", folder=str(tmp_path), name=name, speed="max", accumulation=1, size=4)
+    assert Observed(None, **found[0]).says("neither the mean nor the sum"), found[0]["told"]
+    for each in found:
+        assert judge(CASES[name], Observed(None, **each), Split(WORLD, 4)) is None

@@ -174,7 +174,7 @@ def test_the_model_is_not_walked_per_update(
         return Counter(counted)
 
     walks(1)
-    short, long = walks(8), walks(11)  # 8: the loss is looked at again
+    short, long = walks(8), walks(11)  # 8: the loss is checked again
     assert short == long and short["train"] >= 1
 
 

@@ -86,7 +86,7 @@ class BaseArguments(
         known = accepted_names(cls)
         unknown = [name for name in kwargs if known is not None and name not in known]
         if unknown:
-            rows = specs(cls)  # an old name would only be told off in its turn
+            rows = specs(cls)  # an old name is reported by its own rule
             new = [each for each in known or () if each not in rows or rows[each].row is None]
             raise UnknownArgument([f"{cls.__name__} has no argument {name!r}{nearest(name, new)}" for name in unknown])
         return super().__new__(cls)

@@ -93,7 +93,7 @@ def script_evaluates(args: Any) -> None:
 
 @derivation("eval_strategy", "eval_steps", "logging_steps")
 def evaluation_interval(args: Any) -> None:
-    """Evaluate as often as we log, unless told otherwise."""
+    """Evaluate as often as we log, unless set otherwise."""
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
 
@@ -112,7 +112,7 @@ def best_metric(args: Any) -> None:
 
 @derivation("torch_compile", "torch_compile_backend", "torch_compile_mode")
 def compilation(args: Any) -> None:
-    """A backend or a mode switches compilation on; inductor compiles unless told otherwise."""
+    """A backend or a mode switches compilation on; inductor compiles unless set otherwise."""
     args.torch_compile = args.torch_compile or bool(args.torch_compile_backend or args.torch_compile_mode)
     if args.torch_compile:
         args.torch_compile_backend = args.torch_compile_backend or "inductor"

@@ -28,7 +28,7 @@ GONE = {
     "sync_module_states": "weights that only rank 0 has are always broadcast",
     "limit_all_gathers": "FSDP2 limits all-gathers automatically",
 }
-"""Keys that were FSDP1's, and why they are not needed: accepted, and told."""
+"""Keys that were FSDP1's, and why they are not needed: accepted, with a warning."""
 
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 NOT_ON = {"no_shard": "is DistributedDataParallel; remove fsdp"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 NOT_SHOWN = frozenset({"total_flos"})
-"""Logged values nobody reads on a screen; they stay in the log history and in files."""
+"""Logged values that are not shown on a screen; they stay in the log history and in files."""
 
 
 def short(value: Any, max_len: int | None = None) -> Any:

@@ -104,7 +104,7 @@ def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
 
 
 def without_reporters(callbacks: list[Any]) -> list[Any]:
-    """The callbacks that tell nobody outside: a rehearsal is not a run that trackers should hear of."""
+    """The callbacks without reporters: a trial run is not sent to trackers."""
     from ..reporters.callback import ReporterCallback
 
     return [each for each in callbacks if not isinstance(each, ReporterCallback)]

@@ -37,7 +37,7 @@ def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
     from .. import TrainingArguments
 
     device = TrainingArguments(folder).device
-    level = logger.level  # the runs of the check are quiet; whoever asked for it is not made so
+    level = logger.level  # the runs of the check are quiet; the logger's own level is put back
     try:
         reference = _train(f"{folder}/cpu", use_cpu=True)
         found = _attempt(lambda: _train(f"{folder}/device", use_cpu=False, torch_compile=compile_model))
@@ -126,7 +126,7 @@ def _trainer(folder: str, use_cpu: bool, torch_compile: bool) -> Any:
 def _attempt(train: Any) -> dict[str, Any]:
     try:
         found: dict[str, Any] = train()
-    except Exception as error:  # the report is for whoever can do something about it
+    except Exception as error:  # every failure goes into the report
         return {"error": f"{type(error).__name__}: {error}"}
     return found
 

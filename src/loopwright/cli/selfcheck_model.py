@@ -29,7 +29,7 @@ class TinyLanguageModel(nn.Module):
         length = input_ids.shape[1]
         hidden = self.embed(input_ids) + self.place.weight[:length]
         later = torch.ones(length, length, device=hidden.device).triu(1).bool()
-        hidden = self.block(hidden, src_mask=later)  # padding is on the right, where nobody looks
+        hidden = self.block(hidden, src_mask=later)  # padding is on the right, and attention is causal
         logits = self.head(self.norm(hidden))
         if labels is None:
             return {"logits": logits}

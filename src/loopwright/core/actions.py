@@ -115,7 +115,7 @@ class LoopActions:
             self.roll_back(step - self._interval_length)
 
     def _log_with_pace(self, logs: dict[str, float]) -> None:
-        """Log; callbacks are also told how fast the interval was, which is no part of the log history."""
+        """Log; callbacks also get the throughput of the interval, which is no part of the log history."""
         self.callback_handler.pace = self.live_numbers()
         try:
             self._log(logs, start_time=self._started)
@@ -179,7 +179,7 @@ class LoopActions:
                 'rate, or set on_nonfinite="skip" to skip such updates'
             )
         if self.meter.nonfinite > reading.nonfinite:
-            return  # told at an earlier log point
+            return  # reported at an earlier log point
         done = "skipped" if policy == "skip" else "applied anyway"
         self.notices.warn_once(
             f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "

@@ -15,7 +15,7 @@ from typing import Any
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
-# Functions of loopwright that a phase can be told by, from the inside of the stack outwards.
+# Functions of loopwright that name a phase, from the inside of the stack outwards.
 PHASES = {
     "backward": "backward",
     "training_step": "forward",
@@ -104,7 +104,7 @@ def stack_text(frame: FrameType | None, most: int = 12) -> str:
 
 
 def late_ones(seen: Iterable[Sighting]) -> list[Sighting]:
-    """Those the others wait for: whoever is behind; in the same place, whoever is not waiting while others are."""
+    """The ranks the others wait for: those behind, or, in the same place, those that are not waiting."""
     seen = list(seen)
     furthest = max((each.position for each in seen), default=None)
     behind = [each for each in seen if each.position != furthest]

@@ -60,13 +60,13 @@ class ChangingMethods(LoopActions):
         self._is_resized = True
         self.plan = self.replanned()
         self.state.max_steps, self.state.num_train_epochs = self.plan.max_steps, self.plan.epochs
-        told = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
+        text = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
         if self.plan.max_steps != before.max_steps:
-            told += (
+            text += (
                 f": the run now has {self.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
                 "learning rate schedule is unchanged"
             )
-        self.notices.warn_once(told)
+        self.notices.warn_once(text)
 
     def replanned(self) -> Plan:
         """The plan of the arguments as they are now, for a run whose updates so far had other sizes."""

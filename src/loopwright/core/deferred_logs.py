@@ -31,7 +31,7 @@ class LogPoint:
 
 
 def can_defer_logs(trainer: Any) -> bool:
-    """Whether nobody minds: no callback or `log` of the user's, no policy that acts on the loss, no other process."""
+    """True if logging may be deferred: no user callback or `log`, no policy that acts on the loss, no other rank."""
     args = trainer.args
     if not trainer.is_alone or args.on_spike is not None or args.on_nonfinite != "continue":
         return False

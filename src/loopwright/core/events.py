@@ -170,7 +170,7 @@ class CallbackHandler:
         return control
 
     def leave_training(self) -> None:
-        """However training ended, also by an error: callbacks that keep a mode (`left`) are told that it is over."""
+        """However training ended, also by an error: callbacks that keep a mode (`left`) learn that it is over."""
         for callback in self.callbacks:
             left = getattr(callback, "left", None)
             if callable(left):

@@ -291,7 +291,7 @@ class Internals(ChangingMethods):
         raise NotImplementedError
 
     def end_update(self, update: Update, loss: Any) -> Any:
-        """After the micro-batches of an update: its loss, from the sum of theirs."""
+        """After the micro-batches of an update: its loss, from the sum of their losses."""
         return loss
 
     def recover(self, error: Exception, update: Update) -> bool:
@@ -379,7 +379,7 @@ class Internals(ChangingMethods):
         raise NotImplementedError
 
     def _wants_norm(self) -> bool:
-        """Whether anybody looks at this update's gradient norm when it is not clipped."""
+        """Whether this update's gradient norm is needed when it is not clipped."""
         logged = self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
         return logged or self.args.on_nonfinite != "continue"
 

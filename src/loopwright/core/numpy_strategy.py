@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .randomness import decode_numpy, decode_python, encode_numpy, encode_python
-from .strategy import Strategy
+from .strategy import OneProcess, Strategy
 from .update import Update
 
 Array = npt.NDArray[np.float64]
@@ -64,12 +64,10 @@ class Momentum:
             self.parameters[name] -= self.learning_rate * self.velocity[name]
 
 
-class NumpyStrategy(Strategy):
+class NumpyStrategy(OneProcess, Strategy):
     """Carries out updates of a `LinearModel` in this process; `read_weights` finds the arrays in a folder."""
 
-    rank = data_rank = 0
-    world_size = data_world = copies = 1
-    is_sharded = forward_is_collective = logs_later = False
+    logs_later = False
     reads_are_free = True
 
     def __init__(self, read_weights: Callable[[Any], Arrays]) -> None:
@@ -188,28 +186,10 @@ class NumpyStrategy(Strategy):
         optimizer.learning_rate, optimizer.momentum = described["learning_rate"], described["momentum"]
         optimizer.velocity = {name: value.copy() for name, value in tensors.items()}
 
-    # ---- numbers and agreement: there is one process ----------------------------------------------------------------
-
-    def mean_count(self, count: int) -> int:
-        return count
+    # ---- numbers ----------------------------------------------------------------------------------------------------
 
     def read(self, scalars: list[Any]) -> list[float]:
         return [float(each) for each in scalars]
-
-    def reduce(self, values: list[float]) -> list[float]:
-        return values
-
-    def gather(self, values: Any) -> Any:
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def agree(self, flag: bool) -> bool:
-        return flag
-
-    def barrier(self) -> None:
-        """One process is always where it is."""
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 

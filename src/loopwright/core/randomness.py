@@ -14,7 +14,7 @@ from .strategy import Strategy
 
 @contextmanager
 def untouched_rng(strategy: Strategy) -> Iterator[None]:
-    """Whatever happens inside draws no number from anybody's stream."""
+    """Leave every random stream as it was before."""
     states = strategy.rng_state()
     try:
         yield

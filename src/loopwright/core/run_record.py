@@ -50,7 +50,7 @@ def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 def job_id() -> str | None:
     """The name a launcher gave to this job, the same through all its restarts; None without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return None if name in (None, "", "none") else name  # "none" is torchrun's word for a name nobody gave
+    return None if name in (None, "", "none") else name  # "none" is torchrun's word for no name
 
 
 def is_restart(record: dict[str, Any] | None) -> bool:

@@ -36,7 +36,7 @@ def outlive_signals(worker: int) -> None:
     """In a loader worker: let a signal to all processes pass, since the update it loads for is finished and saved.
 
     A launcher or scheduler signals whole process groups. The main process ends its workers when it leaves; one that
-    was told to stop and is not ended within a minute ends by itself.
+    got a signal to stop and is not ended within a minute ends by itself.
     """
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 WINDOW = 8
-"""Log points the loss is compared with; a jump can be told after half of them."""
+"""Log points the loss is compared with; a jump can be recognised after half of them."""
 FACTOR = 4.0
 """How many times the median of those counts as a jump."""
 

@@ -158,7 +158,7 @@ def _state_of(callback: Any) -> dict[str, Any] | None:
 
 
 def restore_callback_states(callbacks: Iterable[Any], states: dict[str, Any]) -> list[str]:
-    """Give each callback its saved state back; returns the names of saved states nobody took."""
+    """Give each callback its saved state back; returns the names of saved states without a callback."""
     left = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
     for callback in callbacks:
         waiting = left.get(type(callback).__name__)

@@ -81,6 +81,37 @@ class Strategy(Protocol):
     def load_rng_state(self, state: dict[str, Any]) -> None: ...
 
 
+class OneProcess:
+    """The verbs between processes, for a strategy that has one."""
+
+    rank = data_rank = 0
+    world_size = data_world = copies = 1
+    is_sharded = forward_is_collective = False
+
+    def mean_count(self, count: Any) -> Any:
+        """The mean of a count over the ranks that hold a part of the data."""
+        return count
+
+    def reduce(self, values: list[float]) -> list[float]:
+        """The mean of each number over those ranks."""
+        return values
+
+    def gather(self, values: Any) -> Any:
+        """All-gather: nested values joined along their first dimension."""
+        return values
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of one rank, on every rank."""
+        return value
+
+    def agree(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return flag
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+
 class CompiledStrategy(Strategy, Protocol):
     """A strategy that compiles whole updates: the loop over micro-batches is inside what it compiles."""
 

@@ -34,7 +34,7 @@ class Update:
     flos: float = 0.0
     tokens: int = 0
     real_tokens: Any = math.nan
-    """Tokens that are no padding: a number, or a host tensor nobody has looked at yet; NaN if nobody counted."""
+    """Tokens that are no padding: a number, or a host tensor not read yet; NaN if not counted."""
     computed_tokens: Any = math.nan
     """Tokens the model computes, padding included."""
     squared_lengths: Any = math.nan

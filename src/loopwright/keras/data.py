@@ -94,7 +94,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return self._open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
 
     def _open_pipeline(self, dataset: Any, **options: Any) -> Source:
-        """A tf.data pipeline as a source, batched unless the options say so; whoever made one has TensorFlow."""
+        """A tf.data pipeline as a source, batched unless the options say so; a user who made one has TensorFlow."""
         raise NotImplementedError
 
     def _finish(self, batch: Any) -> HostBatch:

@@ -98,7 +98,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     # ---- one batch --------------------------------------------------------------------------------------------------
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
-        """The outputs of one batch on one replica; its loss is told to `eval_loss`. Traced, and may be overridden."""
+        """The outputs of one batch on one replica; its loss is added to `eval_loss`. Traced, and may be overridden."""
         more = {"return_outputs": True, "training": False}
         if labels is None:
             return self.trainer.run_model(features, None, False)[1]

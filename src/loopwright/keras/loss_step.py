@@ -19,7 +19,7 @@ from .smoothing import smoothed
 
 
 class LossNote:
-    """What `train_loss` and `eval_loss` of the old trainer were: told a loss while a step is traced.
+    """What `train_loss` and `eval_loss` of the old trainer were: they take a loss while a step is traced.
 
     The trainer reads it in the same trace, so it is the value of that step on that replica.
     """

@@ -25,7 +25,7 @@ def set_policy(name: str) -> None:
 
 
 def _families() -> list[Any]:
-    """Keras 3, and tf_keras if somebody has imported it."""
+    """Keras 3, and tf_keras if it is imported."""
     legacy = sys.modules.get("tf_keras")
     return [keras] if legacy is None else [keras, legacy]
 

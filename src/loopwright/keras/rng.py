@@ -52,7 +52,7 @@ class RandomStreams:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Whatever happens inside draws no number from anybody's stream."""
+        """Leave every random stream as it was before."""
         states = self.snapshot()
         try:
             yield

@@ -46,7 +46,7 @@ class Source:
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        """Features and labels of the first epoch's batches, for whoever looks at the data."""
+        """Features and labels of the first epoch's batches, to look at the data."""
         return ((batch.features, batch.labels) for batch in self.open(0))
 
     def first(self) -> HostBatch | None:
@@ -126,7 +126,7 @@ class StreamSource(Source):
 
 
 def is_tf_data(dataset: Any) -> bool:
-    """Whether a dataset is a tf.data pipeline: nobody has one who has not imported TensorFlow."""
+    """Whether a dataset is a tf.data pipeline: only a process that has imported TensorFlow can have one."""
     tensorflow = sys.modules.get("tensorflow")
     return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.strategy import OneProcess
 from ..core.update import Update
 from ..errors import LoopwrightError
 from .host_batch import HostBatch
@@ -24,13 +25,11 @@ class UpdateRules:
     """on_nonfinite: an update that is not finite is applied (continue), left out (skip), or the last one (raise)."""
 
 
-class KerasStrategy:
+class KerasStrategy(OneProcess):
     """The part of carrying out updates that needs no backend."""
 
     logs_later = False
-    # Every process goes through all batches and takes its rows of each: to the core they are all in the same place.
-    data_rank, data_world, copies = 0, 1, 1
-    is_sharded = forward_is_collective = False
+    # Every process goes through all batches and takes its rows of each: to the core all data is on one rank.
     alarm: AbstractContextManager[Any] = nullcontext()
 
     def __init__(
@@ -133,10 +132,10 @@ class KerasStrategy:
         """What computes keeps its memory."""
 
     def training(self) -> None:
-        """Keras models are told with every call whether they train."""
+        """Keras models take `training=` with every call."""
 
     def evaluating(self) -> None:
-        """Keras models are told with every call whether they train."""
+        """Keras models take `training=` with every call."""
 
     def hold(self) -> Any:
         """An update is one call: nothing can find it half done."""
@@ -150,22 +149,6 @@ class KerasStrategy:
     def read(self, scalars: list[Any]) -> list[float]:
         """Device scalars as host numbers."""
         return [float(each) for each in scalars]
-
-    def reduce(self, values: list[float]) -> list[float]:
-        return values
-
-    def gather(self, values: Any) -> Any:
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def agree(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        return flag
-
-    def barrier(self) -> None:
-        """Until every process is here."""
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 

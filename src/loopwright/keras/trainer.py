@@ -218,7 +218,7 @@ class KerasTrainer(BaseTrainer):
         return self._loopwright.prediction_loop(dataset, steps, num_examples, description, prediction_loss_only)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
-        """The outputs of one batch on one replica; its loss is told to `eval_loss`. Traced, and may be overridden."""
+        """The outputs of one batch on one replica; its loss is added to `eval_loss`. Traced, and may be overridden."""
         return self._loopwright.prediction_step(features, labels, nb_instances_in_global_batch)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:

@@ -67,14 +67,14 @@ class Agent(LocalElasticAgent):
     def _initialize_workers(self, worker_group: Any) -> None:
         Path(os.environ[STOPPED]).unlink(missing_ok=True)
         super()._initialize_workers(worker_group)
-        # From now on workers are started again: whatever this run has saved is theirs.
+        # From now on workers are started again: they resume from what this run has saved.
         os.environ[RESUME] = "auto"
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         self.codes = [failure.exitcode for failure in result.failures.values()]
         if self.codes and self.was_saved:
-            # Another machine leaves: an elastic job goes on without it. Otherwise the whole job was told to stop.
+            # Another machine leaves: an elastic job goes on without it. Otherwise the whole job is stopped.
             self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
         return result
 

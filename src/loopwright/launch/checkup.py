@@ -173,7 +173,7 @@ def checkup(megabytes: float, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the check; the first rank writes its figures as JSON where it was told to."""
+    """Run the check; the first rank writes its figures as JSON into the file named in the environment."""
     options = json.loads(os.environ.get("LOOPWRIGHT_DOCTOR", "{}"))
     try:
         figures = checkup(options.get("megabytes", 64.0), options.get("seconds", 60.0))

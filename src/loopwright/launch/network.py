@@ -42,7 +42,7 @@ def _can_listen(address: str) -> bool:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether somebody already listens there."""
+    """Whether the port is in use."""
     try:
         socket.create_connection((host, port), timeout=2).close()
     except OSError:

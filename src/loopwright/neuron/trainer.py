@@ -143,7 +143,7 @@ class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
 
 
 def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterator[Any]:
-    """A padded batch in every length its loader may give; as it is where nobody has said which there are."""
+    """A padded batch in every length its loader may give; as it is where static_lengths is not set."""
     shapes = getattr(loader.collate_fn, "shapes", None)
     if not isinstance(batch, Static) or not isinstance(shapes, StaticShapes) or not lengths or not batch.widths:
         yield batch

@@ -37,13 +37,13 @@ from .sandbox import sandbox
 from .token_counter import operations_per_token
 
 FILE_NAME = "speed_plan.json"
-BATCHES_ARE_THEIRS = {
+KEEP_BATCHES = {
     "training_step": "training_step is overridden",
     "get_batch_samples": "get_batch_samples is overridden",
     "_get_num_items_in_batch": "_get_num_items_in_batch is overridden",
 }
 """Overrides that see micro-batches as the collator made them, so that they stay that way."""
-INPUTS_ARE_THEIRS = {
+KEEP_INPUTS = {
     "compute_loss": "compute_loss is overridden and may read the mask",
     "_prepare_inputs": "_prepare_inputs is overridden",
     "_prepare_input": "_prepare_input is overridden",
@@ -66,7 +66,7 @@ class SpeedMethods(TorchBase):
     """Whether all processes of the run have made their plan."""
 
     def _start_speed(self) -> SpeedEngine | None:
-        """The one who lays out updates, or None with the reason told."""
+        """Create the speed engine, or log why it is disabled and return None."""
         self._has_planned = False
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
         if reason is not None:
@@ -84,10 +84,10 @@ class SpeedMethods(TorchBase):
         return SpeedEngine(self._situation, announce=self._announce_plan, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
-        for name, reason in BATCHES_ARE_THEIRS.items():
+        for name, reason in KEEP_BATCHES.items():
             if is_overridden(self.trainer, name):
                 return reason
-        if self.args.neftune_noise_alpha is not None:
+        if self.trainer.neftune_noise_alpha is not None:
             return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
         if self.callback_handler.listens("on_substep_end"):
             return "a callback uses on_substep_end, which is called after each micro-batch"
@@ -155,7 +155,7 @@ class SpeedMethods(TorchBase):
         return (self.trainer.optimizer, accumulation, loss, self.model, self.strategy.changes)
 
     def _why_only_grouped(self) -> str | None:
-        for name, reason in INPUTS_ARE_THEIRS.items():
+        for name, reason in KEEP_INPUTS.items():
             if is_overridden(self.trainer, name):
                 return reason
         if self.trainer.compute_loss_func is not None:
@@ -204,11 +204,11 @@ class SpeedMethods(TorchBase):
             self.strategy.training()  # as the training step does in whose place graphs are replayed
             return self.strategy.put(inputs)
 
-        told: set[str] = set()
+        logged: set[str] = set()
 
         def tell(text: str) -> None:
-            if text not in told:
-                told.add(text)
+            if text not in logged:
+                logged.add(text)
                 logger.info(f"speed: {text}")
 
         assert self._speed is not None
@@ -269,7 +269,7 @@ class SpeedMethods(TorchBase):
         """Say in a few lines what is on and what is not, and keep it with the run."""
         self.speed_plan = plan.as_dict()
         if self.args.should_log:
-            # What changes how a run computes is said at the level everybody sees.
+            # What changes how a run computes is a warning, which is shown by default.
             say = logger.warning if plan.changes_anything else logger.info
             say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
         path = Path(working_folder(self.args.output_dir)) / FILE_NAME
@@ -279,7 +279,7 @@ class SpeedMethods(TorchBase):
 
 
 def hooked_module(model: nn.Module) -> str | None:
-    """The first module somebody hung a hook on: neither we nor the libraries models are made of."""
+    """The first module with a hook of the user's, not of this library or of the model's own."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if is_foreign(hook):

@@ -31,7 +31,7 @@ def choose_device(use_cpu: bool, local_rank: int, *, native_first: bool = False)
 
 
 def lazy_device() -> torch.device | None:
-    """The device of lazy torch_xla, started; None where nobody asks for it or it is not installed."""
+    """The device of lazy torch_xla, started; None if it is not asked for or not installed."""
     if not os.environ.get("PJRT_DEVICE") or find_spec("torch_xla") is None:
         return None
     return lazy_runtime().start()
@@ -136,7 +136,7 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Bytes of memory this process may use of a GPU, whoever uses some of it now; None for what has none of its own."""
+    """Total (not free) device memory usable by this process, or None if the device has no memory of its own."""
     if device.type == "cpu" or not hasattr(_backend(device), "get_device_properties"):
         return None
     total = getattr(_backend(device).get_device_properties(device), "total_memory", None)

@@ -38,7 +38,7 @@ from .model.options import (
 from .optim.creation import TorchOptimizerMethods
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
-from .strategies.choose import asked_for, choose_strategy, told
+from .strategies.choose import asked_for, choose_strategy, unused_options
 from .throughput import PacingMethods
 from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
@@ -109,7 +109,7 @@ class TorchInternals(
         self.signals.shared = not self.is_alone
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
-        for text in told(args):
+        for text in unused_options(args):
             self.notices.warn_once(text)
         if args.should_save:
             self._check_output_dir()
@@ -133,7 +133,7 @@ class TorchInternals(
             getattr(
                 innermost(model),
                 "accepts_loss_kwargs",
-                # A forward of *args, **kwargs passes everything on to nobody knows whom: it is told nothing.
+                # A forward of *args, **kwargs hides what it accepts, so num_items_in_batch is not passed.
                 self._forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
             )
         )
@@ -222,8 +222,8 @@ class TorchInternals(
         args = self.args
         if args.gradient_checkpointing:
             checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
-        if args.neftune_noise_alpha is not None:
-            self._noise = add_embedding_noise(self.model, args.neftune_noise_alpha)
+        if self.trainer.neftune_noise_alpha is not None:
+            self._noise = add_embedding_noise(self.model, self.trainer.neftune_noise_alpha)
         if args.fp8:
             self.fp8 = convert_to_fp8(self.model, args, self.notices)
         if args.torch_compile:

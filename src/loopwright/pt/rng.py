@@ -77,7 +77,7 @@ def restore_rng(states: dict[str, Any]) -> None:
 
 @contextmanager
 def untouched_rng() -> Iterator[None]:
-    """Whatever happens inside draws no number from anybody's stream."""
+    """Leave every random stream as it was before."""
     states = snapshot_rng()
     try:
         yield

@@ -69,12 +69,12 @@ class Sandbox:
         self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
         self._state = state = _State()
         state.leave_out(model.buffers())  # these are copied above
-        if is_sharded:  # whole and sharded parameters take turns there, by somebody else's bookkeeping
+        if is_sharded:  # FSDP swaps whole and sharded parameters itself
             state.leave_out(module._parameters for module in self._modules)
         for module in self._modules:
             state.keep_attributes(module)
         if trainer is not None:
-            state.is_theirs = _is_written_here
+            state.is_users = _is_written_here
             state.keep_attributes(trainer)
             for function in _loss_functions(trainer):
                 state.keep(function)
@@ -130,7 +130,7 @@ class _State:
     """Plain Python values, and how to put each of them back in place."""
 
     def __init__(self) -> None:
-        self.is_theirs: Callable[[Any], bool] = lambda value: True
+        self.is_users: Callable[[Any], bool] = lambda value: True
         """Whether an object is looked into."""
         self._undo: list[Undo] = []
         self._empty: list[Any] = []
@@ -139,7 +139,7 @@ class _State:
         self._held: list[Any] = []  # an id stays that of one object only while the object lives
 
     def leave_out(self, values: Iterable[Any]) -> None:
-        """Values that somebody else takes care of."""
+        """Values that are restored elsewhere."""
         for value in values:
             self._note(value)
 
@@ -177,7 +177,7 @@ class _State:
         elif (undo := _stream(value)) is not None:
             self._note(value)
             self._undo.append(undo)
-        elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_theirs(value):
+        elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_users(value):
             if not _runs_by_itself(value):
                 self.keep_attributes(value, depth)
 

@@ -22,7 +22,7 @@ from .strategies.base import on_host
 from .trainer import Trainer
 
 DEFAULT_MAX_LENGTH = 20
-"""How long transformers generates when nobody says how long."""
+"""The default `max_length` of transformers' generation."""
 
 
 class Seq2SeqHooks(TorchHooks, Protocol):
@@ -121,9 +121,9 @@ class Seq2SeqInternals(TorchInternals):
 
     def _with_fixed_cache(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
         """On a lazy device the cache has room for the longest answer at once, so that all tokens are one graph."""
-        theirs = model.generation_config
-        chosen = "cache_implementation" in options or theirs.cache_implementation is not None
-        cached = options.get("use_cache", theirs.use_cache) is not False
+        own = model.generation_config
+        chosen = "cache_implementation" in options or own.cache_implementation is not None
+        cached = options.get("use_cache", own.use_cache) is not False
         if not is_lazy(self.device) or chosen or not cached or not getattr(model, "_can_compile_fullgraph", False):
             return options
         return {**options, "cache_implementation": "static"}

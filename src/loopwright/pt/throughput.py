@@ -97,7 +97,7 @@ class PacingMethods(TorchBase):
         if self.operations is None or not math.isfinite(interval.real_tokens):
             return None
         squared = interval.squared_lengths
-        if not math.isfinite(squared):  # lengths nobody has said: as if all were alike
+        if not math.isfinite(squared):  # unknown lengths count as equal
             squared = interval.real_tokens**2 / max(interval.samples, 1)
         return self.operations.of(interval.real_tokens, squared)
 

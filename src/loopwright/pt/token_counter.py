@@ -34,7 +34,7 @@ class TorchWorkCounter:
         """Whether squared lengths are wanted."""
         self.keeps_sample = False
         self.sample: Any = None
-        """The first batch, kept while `keeps_sample` is set, for whoever counts operations."""
+        """The first batch, kept while `keeps_sample` is set, for counting FLOPs."""
 
     def measure(self, update: Update) -> None:
         """Fill in the operations and tokens of an update."""
@@ -75,7 +75,7 @@ class TorchWorkCounter:
             return math.nan, math.nan
         rows, length = (*main.shape, 1)[:2]
         mask = batch["attention_mask"] if "attention_mask" in batch else None
-        if mask is None:  # several samples in a row have lengths that nobody has said
+        if mask is None:  # several samples in a row have unknown lengths
             return rows * length, math.nan if "position_ids" in batch else rows * length * length
         if type(mask) is not Tensor or mask.shape != main.shape or mask.device.type != "cpu":
             return math.nan, math.nan

@@ -108,7 +108,7 @@ class Trainer(BaseTrainer):
 
     @derived
     def gather_function(self) -> Callable[[Any], Any]:
-        """Collects values from all processes."""
+        """All-gathers values; evaluation keeps the order of the data itself, and does not call this."""
         return self._loopwright.strategy.gather
 
     @derived

@@ -16,7 +16,7 @@ from .callback import ReporterCallback
 REPORTERS: dict[str, str] = {
     "tensorboard": "loopwright.reporters.tensorboard:TensorBoardReporter",
 }
-"""The reporters that come with loopwright: name -> module:class. Third parties add theirs by entry points."""
+"""The reporters that come with loopwright: name -> module:class. Third parties add reporters by entry points."""
 
 
 def build_reporters(names: str | Iterable[str] | None) -> list[Reporter]:

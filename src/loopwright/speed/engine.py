@@ -328,7 +328,7 @@ class SpeedEngine:
         self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
 
     def give_up_graphs(self, reason: str) -> None:
-        """Micro-batches turned out to be no graphs: the run goes on without, and so does whoever resumes it."""
+        """Disable CUDA graphs for this run and any run resumed from it."""
         self.plan.graphed = False
         self.plan.take_back(GRAPHS, reason)
         self._planner.choose_compiling(self.plan)

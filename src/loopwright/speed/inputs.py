@@ -40,7 +40,7 @@ class PlannerInputs:
     """Whether the loss leaves out the first target of each row."""
     updates_left: Callable[[], int]
     compile: Callable[[bool], None]
-    """Compile the model's blocks for changing lengths; told whether rows are short."""
+    """Compile the model's blocks for changing lengths; the argument says whether rows are short."""
     why_not_compile: str | None
     operations_per_token: float
     token_budget: int | None = None

@@ -90,9 +90,9 @@ class XlaProcesses(XlaDevice, ManyProcesses):
             )
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                theirs = self.broadcast(tensor.detach().cpu() if self.rank == 0 else None)
+                first = self.broadcast(tensor.detach().cpu() if self.rank == 0 else None)
                 if self.rank:
-                    tensor.copy_(theirs)
+                    tensor.copy_(first)
         return model
 
     # ---- one update -------------------------------------------------------------------------------------------------

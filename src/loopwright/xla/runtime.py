@@ -29,7 +29,7 @@ def start() -> torch.device:
     # autograd counts devices at the first backward of the process, and knows none that has not computed before.
     torch.ones(1, device=device).cpu()
     MORE_STREAMS[STREAM] = (random_state, set_random_state)
-    set_random_state(torch.initial_seed())  # whoever seeded everything before knew nothing of this stream
+    set_random_state(torch.initial_seed())  # seeding before this did not reach this stream
     return device
 
 

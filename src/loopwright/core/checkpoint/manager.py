@@ -33,7 +33,7 @@ class CheckpointManager:
         self._notices = notices
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        """What went wrong in a background save and nobody has heard of yet."""
+        """What went wrong in a background save and was not raised yet."""
         self.last_seconds = 0.0
         """How long the last save took to reach the disk."""
 
@@ -91,7 +91,7 @@ class CheckpointManager:
             folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
                 return str(folder)
-            if self.storage.manifest(name) is None:  # not damaged: whoever saves here has removed it meanwhile
+            if self.storage.manifest(name) is None:  # not damaged: a run that saves here has removed it meanwhile
                 return self._newest_intact(required=required)
             where = self.storage.set_aside(name, reason)
             logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")

@@ -212,7 +212,7 @@ class FsspecStorage:
         if self._downloads is None:
             self._working.mkdir(parents=True, exist_ok=True)
             self._downloads = Path(mkdtemp(prefix=".fetched-", dir=self._working))
-            # Not when this object goes: the files belong to whoever asked for them.
+            # Not when this object goes: the files belong to the caller.
             atexit.register(shutil.rmtree, self._downloads.absolute(), ignore_errors=True)
         return self._downloads
 

@@ -20,7 +20,7 @@ class Part:
     files: list[str] = field(default_factory=list)
     tensors: dict[str, Entry] = field(default_factory=dict)
     record: dict[str, Any] | None = None
-    """What only this process knows (random states, streams), kept by whoever publishes."""
+    """What only this process knows (random states, streams), kept by the rank that publishes."""
 
 
 class Crew(Protocol):
@@ -103,7 +103,7 @@ def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
     result, error = None, None
     try:
         result = action()
-    except Exception as raised:  # the others are waiting, and are told of any error
+    except Exception as raised:  # the other ranks are waiting, and get any error
         error = raised
     told = (
         None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 LARGEST = 1 << 24
-"""Bytes of tensors that are kept at most; what is larger is told."""
+"""Bytes of tensors that are kept at most; what is larger is reported."""
 MOST_ENTRIES = 1000
 _OWN = {*nn.Module().__dict__, "training", "gradient_checkpointing"}
 """What every module has, and what the arguments of a run set."""
@@ -45,7 +45,7 @@ class ModuleState:
         return moved | (self.restored & set(own))
 
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
-        """What differs from the start, as JSON values; what is too large to be kept is told."""
+        """What differs from the start, as JSON values; what is too large to be kept is reported."""
         left, found = LARGEST, {}
         now, modules = dict(_values(self.module)), dict(self.module.named_modules())
         for name, value in now.items():

@@ -39,7 +39,7 @@ def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:
-    """Whether all processes see the same folder: the first one leaves a file there and everybody looks for it."""
+    """Whether all processes see the same folder: rank 0 writes a file there and all look for it."""
     probe = Path(folder) / gather(f".loopwright-shared-{os.getpid()}")[0]
     if rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)

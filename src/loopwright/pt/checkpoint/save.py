@@ -88,8 +88,8 @@ class TorchSavingMethods(TorchResumingMethods):
             return
         self._note_best_checkpoint()
         module = plain_module(self.model)
-        theirs = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
-        background = self.args.async_save and not theirs and self._fits_in_memory()
+        by_others = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
+        background = self.args.async_save and not by_others and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
         self.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.checkpoints.save(
@@ -145,7 +145,9 @@ class TorchSavingMethods(TorchResumingMethods):
             pass
         elif self.args.checkpoint_format == "transformers":
             writers += [self._foreign_writer(copy=copy)] if leads else []
-            documents[PROGRESS] = self._resume_documents()[PROGRESS]  # theirs has no place for the position
+            documents[PROGRESS] = self._resume_documents()[
+                PROGRESS
+            ]  # transformers' format has no place for the position
         else:
             if self.strategy.saves_itself:
                 writers.append(self.strategy.write_state)

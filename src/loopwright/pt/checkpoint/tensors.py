@@ -93,7 +93,7 @@ def copied(value: Any) -> Any:
 
 @contextmanager
 def full_disk_is_an_os_error() -> Iterator[None]:
-    """safetensors reports what the system said in an error of its own; a full disk is told apart by its number."""
+    """safetensors reports what the system said in an error of its own; a full disk is recognised by its errno."""
     try:
         yield
     except SafetensorError as error:

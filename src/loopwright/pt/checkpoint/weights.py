@@ -75,7 +75,7 @@ def native_writer(
     if is_pretrained(model) and not is_adapter(model) and _is_of_transformers(model):
         return lambda folder: _write_own(model, folder, tensors)
     needed = needed & set(tensors) if is_adapter(model) else set(tensors)
-    return lambda folder: _write_theirs(model, folder, tensors, needed, tell)
+    return lambda folder: _write_hf_format(model, folder, tensors, needed, tell)
 
 
 def is_adapter(model: Any) -> bool:
@@ -105,7 +105,7 @@ def _write_own(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     _write_places(folder, file, {name: (file, key) for name, key in aliases.items()}, complete=True)
 
 
-def _write_theirs(
+def _write_hf_format(
     model: Any, folder: Path, tensors: Mapping[str, Tensor], needed: set[str], tell: Callable[[str], None]
 ) -> None:
     """Files of a `save_pretrained` we know nothing about; what they do not hold bit by bit is written beside them."""

@@ -103,7 +103,7 @@ class SeededSamples(Dataset[Any]):
         return self.dataset[index]
 
     def _begin(self, epoch: int, position: int) -> None:
-        """Seed the sample; a dataset that knows its epoch is told here, since a worker holds a copy of its own."""
+        """Seed the sample; set_epoch is called here, since a worker holds its own copy of the dataset."""
         if epoch != self._epoch:
             self._epoch = epoch
             if callable(getattr(self.dataset, "set_epoch", None)):

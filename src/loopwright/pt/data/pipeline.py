@@ -43,11 +43,11 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
     train_dataloader: Any = None
     order_sampler: OrderedSampler | None = None
     """The sampler of the training data, if its order is ours."""
-    _batches_are_theirs: bool = False
+    _batches_overridden: bool = False
     _kept_accumulation: int | None = None
     """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
     _counted_loader: tuple[Any, int] | None = None
-    """The training loader and how many batches all processes get from theirs."""
+    """The training loader and how many batches the loaders of all ranks give."""
     _stream: Any = None
     """The state of a stream, from the checkpoint the run goes on from."""
     _stream_before: Any = None
@@ -119,7 +119,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             sampler=sampler,
             drop_last=drop_last,
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
-            # Every evaluation makes a loader of its own: nobody would use its workers again.
+            # Every evaluation makes its own loader, so workers would not be used again.
             persistent_workers=self.args.dataloader_persistent_workers and description == "training",
             keep_order=description != "training",
         )
@@ -214,8 +214,8 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         plan = self._plan_of_arguments(loader)
         if not is_overridden(self.trainer, "set_initial_training_values"):
             return plan
-        theirs = adapt(self.trainer.set_initial_training_values, "total_train_batch_size")
-        values = theirs(self.args, loader, total_train_batch_size=plan.total_batch_size)
+        override = adapt(self.trainer.set_initial_training_values, "total_train_batch_size")
+        values = override(self.args, loader, total_train_batch_size=plan.total_batch_size)
         epochs, updates, examples, _, _, batches, max_steps = values
         return dataclasses.replace(
             plan,
@@ -250,7 +250,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         """Batches all processes get from their loaders in an epoch."""
         if self.strategy.data_world == 1:
             return len(loader)
-        if self._counted_loader is None or self._counted_loader[0] is not loader:  # asked once: everybody has to answer
+        if self._counted_loader is None or self._counted_loader[0] is not loader:  # an all-gather, so once only
             count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.all_gather_numbers([own])))
             self._counted_loader = (loader, count)
         return self._counted_loader[1]
@@ -271,7 +271,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         has drawn its seed for it, between two epochs before that.
         """
         loader, progress = self.train_dataloader, self.progress
-        self._batches_are_theirs = is_overridden(self.trainer, "get_batch_samples")
+        self._batches_overridden = is_overridden(self.trainer, "get_batch_samples")
         announce_epoch(loader, epoch)
         done = progress.batches_in_epoch
         if done == 0:
@@ -351,9 +351,9 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self.order_sampler is None and self._may_be_undone():
             self._stream_before = stream_state(self.train_dataloader)
-        if self._batches_are_theirs:
-            theirs = adapt(self.trainer.get_batch_samples, "device")
-            return theirs(batches, self.plan.accumulation, device=self.device)[0]
+        if self._batches_overridden:
+            override = adapt(self.trainer.get_batch_samples, "device")
+            return override(batches, self.plan.accumulation, device=self.device)[0]
         return list(islice(batches, self.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:

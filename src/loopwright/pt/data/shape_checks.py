@@ -56,7 +56,7 @@ class ShapeMethods(TorchBase):
             )
         if self.args.dataloader_num_workers == 0:
             shapes.rows_stay = self._why_rows_stay(StaticCollator(collate, shapes, rows), dataset, description)
-        elif self._loss_is_the_users():
+        elif self._has_custom_loss():
             shapes.rows_stay = "the loss is user-defined, and with data loading workers it is not tested"
         return StaticCollator(collate, shapes, rows)
 
@@ -69,7 +69,7 @@ class ShapeMethods(TorchBase):
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 
-    def _loss_is_the_users(self) -> bool:
+    def _has_custom_loss(self) -> bool:
         return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     def _why_rows_stay(self, collate: StaticCollator, dataset: Any, description: str) -> str | None:
@@ -77,7 +77,7 @@ class ShapeMethods(TorchBase):
         couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         if couples and description == "training":
             return "the model normalizes over the batch, where every row counts"
-        if not self._loss_is_the_users() or len_or_none(dataset) is None or len(dataset) % collate.rows == 0:
+        if not self._has_custom_loss() or len_or_none(dataset) is None or len(dataset) % collate.rows == 0:
             return None if not isinstance(dataset, IterableDataset) else self._stream_reason()
         try:
             with untouched_rng():
@@ -89,7 +89,7 @@ class ShapeMethods(TorchBase):
         return self._why_loss_minds(batch)
 
     def _stream_reason(self) -> str | None:
-        return "the loss is user-defined, and it is not tested on a stream" if self._loss_is_the_users() else None
+        return "the loss is user-defined, and it is not tested on a stream" if self._has_custom_loss() else None
 
     def _why_loss_minds(self, batch: Static) -> str | None:
         """Compare the loss of one row beside ignored copies with the loss of all copies: means are equal."""

@@ -13,7 +13,7 @@ from .loaders import SeededStream, announce_epoch, ordered_sampler
 from .streams import has_exact_state
 
 Broadcast = Callable[[Any], Any]
-"""The first process's value, for everybody."""
+"""Broadcast from rank 0."""
 
 
 class Share(NamedTuple):
@@ -48,7 +48,7 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
 
 
 def is_shared(loader: Any) -> bool:
-    """Whether somebody has already given each process a part of its own."""
+    """Whether the loader is sharded already."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     if any(_knows_ranks(part) for part in parts if part is not None):
@@ -93,7 +93,7 @@ class SharedBatches:
         self.batch_size = getattr(batches, "batch_size", None)
         self.drop_last = getattr(batches, "drop_last", False)
         self.sampler = getattr(batches, "sampler", None)
-        # Whoever goes through the data in its own order needs no telling.
+        # Data in its own order needs no set_epoch.
         self._same_everywhere = type(batches) is BatchSampler and type(self.sampler) is SequentialSampler
 
     def set_epoch(self, epoch: int) -> None:

@@ -30,7 +30,7 @@ def _lost_the_others(error: BaseException | None) -> bool:
 
 
 class Alarm:
-    """Context manager that reports an error of this rank to the others, and theirs to this one; reentrant."""
+    """Context manager that reports errors between ranks; reentrant."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
@@ -81,7 +81,7 @@ class Alarm:
                 if not self._store.check([key]):
                     continue
                 self.heard = self._store.get(key).decode()
-            except Exception:  # the store is gone, and with it whoever could tell
+            except Exception:  # the store is gone, and with it the rank that held it
                 return
             if not over.wait(GRACE):
                 print(f"{self.heard}\nThis rank was waiting for it and stops too.", file=sys.stderr, flush=True)

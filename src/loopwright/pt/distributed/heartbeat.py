@@ -85,7 +85,7 @@ class HangDetector:
             while not self._over.is_set():
                 work(store)
                 self._over.wait(TICK)
-        except Exception:  # the store is gone: whoever held it has ended, and training finds that out by itself
+        except Exception:  # the store is gone: its rank has ended, and training finds that out by itself
             logger.debug("the hang detector has lost the store", exc_info=True)
 
     # ---- being seen -------------------------------------------------------------------------------------------------

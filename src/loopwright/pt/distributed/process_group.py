@@ -42,7 +42,7 @@ class Host:
         return found
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The source's value, for everybody."""
+        """Broadcast the source's value."""
         holder = [value]
         dist.broadcast_object_list(holder, src=source, group=self.group, device=torch.device("cpu"))
         return holder[0]
@@ -131,6 +131,6 @@ def backend_for(device: torch.device, asked: str | None) -> str:
                 "use 'gloo'"
             )
         return asked or "gloo"
-    # A device that came with a package of its own has told torch the library it talks with.
+    # A device that came with a package of its own has registered its backend with torch.
     theirs = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return f"cpu:gloo,{device.type}:{asked or ACCELERATED.get(device.type, theirs)}"

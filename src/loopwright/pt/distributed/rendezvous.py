@@ -1,9 +1,9 @@
 """A rendezvous id, unique per (re)start.
 
 torchrun starts processes again on the store of the first start (seen in torch 2.13), so addresses of processes that
-are gone are still in it, and whoever reads too early connects to nobody. Restart counts do not tell the starts apart:
-they stay the same when a machine joins. So each process draws a number of its own, the first one puts all numbers and a
-fresh name into the store, and a name counts for whoever finds its own number beside it.
+are gone are still in it, and a rank that reads too early connects to a dead address. Restart counts do not
+tell the starts apart: they stay the same when a machine joins. So each process draws a number of its own, the first one
+puts all numbers and a fresh name into the store, and a rank takes the name that carries its own number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def agree_on_round(store: Any, rank: int, world: int, timeout: timedelta) -> str
 
 
 def _lead(store: Any, own: str, world: int, deadline: float) -> str:
-    """Propose a name for the numbers there are, again whenever one of them changes, until everybody has taken it."""
+    """Propose a name for the numbers there are, again whenever one of them changes, until every rank has taken it."""
     numbers: list[str | None] = []
     name = ""
     while True:

@@ -25,7 +25,7 @@ HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
 
 
 class SharingMethods(TorchLossMethods):
-    """What a trainer does besides when other processes hold a part of the data."""
+    """Methods for multi-process training: shared updates, evaluation and stopping."""
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class SharingMethods(TorchLossMethods):
     def _settle_doubts(self, doubts: list[int], batches: list[Any]) -> None:
         if HAS_LOSS_WITHOUT_ITEMS in doubts:
             self.accounting.sees_loss_without_items()
-            self._tell_trouble()
+            self._report_trouble()
         else:
             self._learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
 
@@ -108,12 +108,12 @@ class SharingMethods(TorchLossMethods):
         return found
 
     def _own_items(self, update: Update) -> float:
-        if self._items_are_theirs and self.accounting.kind is LossKind.SCALED and update.batches:
+        if self._items_overridden and self.accounting.kind is LossKind.SCALED and update.batches:
             return float(update.total_items)
         return float(sum(update.items))
 
     def _add_dummy_batches(self, update: Update, lengths: list[float], items: list[float]) -> None:
-        """Give a process that has nothing to do, or less than the others where all must do equally much, stand-ins."""
+        """Pad this rank with zero-weight dummy batches, so that all ranks run as many forwards as needed."""
         strategy, rank = self.strategy, self.strategy.data_rank
         full = [r for r, count in enumerate(items) if count] or [r for r, count in enumerate(lengths) if count]
         idle = [r for r in range(len(lengths)) if not lengths[r] or (not items[r] and items[full[0]])]
@@ -139,7 +139,8 @@ class SharingMethods(TorchLossMethods):
         """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
         accounting = self.accounting
         smoothed = self.trainer.label_smoother is not None and accounting.undecided_shift
-        if not accounting.is_open and not smoothed:
+        is_due = self._is_recheck_due()
+        if not accounting.is_open and not smoothed and not is_due:
             return
         rows = self.strategy.all_gather_numbers([float(bool(batches))])
         holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
@@ -152,6 +153,8 @@ class SharingMethods(TorchLossMethods):
             accounting.learn_shift(found[0], self._shift_probe())
         if accounting.is_open:
             self._learn_loss(found)
+        elif is_due:
+            self._check_loss_again(found, after_change=False)
 
     def _first_as_made(self, update: Update) -> Any:
         return update.batches[0] if self._speed is None else self._speed.as_made(update)[0]
@@ -249,7 +252,7 @@ class SharingMethods(TorchLossMethods):
         return SIGNALS.index(self.signals.noted or "")
 
     def _adopt_signal(self, numbers: list[float]) -> None:
-        """From here on the signal of any process is everybody's; the one that saves wins over the one that does not."""
+        """Adopt the signal any rank received; one that saves wins over one that does not."""
         self.signals.received = SIGNALS[int(min(number for number in numbers if number))]
 
     def _leave_together(self, numbers: list[float]) -> NoReturn:
@@ -273,12 +276,12 @@ class AgreeingHandler(CallbackHandler):
     all_gather_numbers: Callable[[list[float]], list[list[float]]]
 
     _differs: bool | None = None
-    """Whether callbacks of any process may wish for something on their own; None while nobody has asked."""
+    """Whether callbacks of any process may set control on their own; None before the first all-gather."""
 
     def fire(self, event: str, **extra: Any) -> Any:
         control = super().fire(event, **extra)
         if event in self.MOMENTS and (self._differs is None or event == "on_train_begin"):
-            # Asked of everybody: a callback may be on one process only, and all have to exchange wishes then.
+            # Gathered from all ranks: a callback may exist on one rank only, and then all have to exchange control.
             self._differs = any(row[0] for row in self.all_gather_numbers([float(self._may_differ())]))
         if event in self.MOMENTS and self._differs:
             wishes = [each.name for each in dataclasses.fields(control)]

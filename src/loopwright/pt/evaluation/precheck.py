@@ -43,8 +43,8 @@ class RehearsalMethods(TorchEvaluationMethods):
         """Whether code of the user's is handed the metrics of an evaluation before the best model is chosen."""
         listeners = [getattr(callback, "on_evaluate", None) for callback in self.callback_handler.callbacks]
         homes = [getattr(listener, "__module__", None) or "loopwright." for listener in listeners]
-        theirs = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
-        return is_overridden(self.trainer, "log") or bool(theirs)
+        custom = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
+        return is_overridden(self.trainer, "log") or bool(custom)
 
     def _metric_names(self) -> set[str] | None:
         """The names of one batch's metrics, of every named set; None when one batch cannot tell."""

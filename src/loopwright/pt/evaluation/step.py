@@ -72,6 +72,10 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         )  # perhaps assigned since the last
         if isinstance(self.trainer.compute_metrics, MetricObjects):
             self.trainer.compute_metrics.restart()
+        if "gather_function" in vars(self.trainer) and not self.is_alone:
+            self.notices.warn_once(
+                "trainer.gather_function was assigned and is not used: results are gathered in order"
+            )
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.strategy.model.training

@@ -57,7 +57,7 @@ class LossAccounting(LossFindings):
     # ---- weighing ---------------------------------------------------------------------------------------------------
 
     def begin(self, update: Update, index: int) -> Any:
-        """Note the share of a micro-batch; returns the num_items_in_batch its loss is told."""
+        """Set the weight of a micro-batch; returns the num_items_in_batch passed to its loss."""
         if index == 0:
             self.summed = self._share = None
         self._idle = update.real is not None and index >= update.real
@@ -72,7 +72,7 @@ class LossAccounting(LossFindings):
             return None
         # Told its own items and then weighed, a loss is right whatever its kind: so also while that is unknown.
         if self.kind is LossKind.MIXED and update.weights is not None:
-            # The part that divides by this is weighed afterwards: so it is told as much less.
+            # The part that divides by this is weighted afterwards, so the number passed is as much smaller.
             return update.total_items * (update.weights[index] / update.total_weight)
         return _at_least_one(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 

@@ -106,21 +106,21 @@ def look(
     wanted: list[Denominator],
     *,
     label_names: list[str],
-    told: Callable[[Any], Any],
+    items_of: Callable[[Any], Any],
     check_seed: bool = True,
 ) -> Finding:
     """Which of the denominators make the losses of the parts that of the whole."""
-    whole = probe.measure(pieces[0][0], told(pieces[0][0]))
+    whole = probe.measure(pieces[0][0], items_of(pieces[0][0]))
     if check_seed:
-        again = probe.measure(pieces[0][0], told(pieces[0][0]), seed=ANOTHER_SEED)
+        again = probe.measure(pieces[0][0], items_of(pieces[0][0]), seed=ANOTHER_SEED)
         if not probe.close(whole.value, again.value) and (whole.is_defined or again.is_defined):
             return Finding(draws=True)
         if not probe.alike(whole.gradient, again.gradient):
             return Finding(draws=True)
     equations = []
     for batch, parts in pieces:
-        first = whole if batch is pieces[0][0] else probe.measure(batch, told(batch))
-        equations.append(Equation(first, [probe.measure(part, told(part)) for part in parts], parts))
+        first = whole if batch is pieces[0][0] else probe.measure(batch, items_of(batch))
+        equations.append(Equation(first, [probe.measure(part, items_of(part)) for part in parts], parts))
     equations = [equation for equation in equations if equation.tells]
     if not equations:
         return Finding(tuple(wanted), tells=False)
@@ -202,7 +202,7 @@ def _places_in(inputs: Any) -> int:
 
 
 def padding_is_neutral(
-    batches: list[Any], joined: Any, probe: LossProbe, *, told: Callable[[Any], Any], pad_token: int
+    batches: list[Any], joined: Any, probe: LossProbe, *, items_of: Callable[[Any], Any], pad_token: int
 ) -> bool:
     """Whether the loss of a batch is the same once it is padded as it was to be joined with others."""
     wide = _widths(joined)
@@ -212,7 +212,7 @@ def padding_is_neutral(
         return True
     padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
     try:
-        found = [probe.measure(each, told(each)).value for each in (dict(short), padded)]
+        found = [probe.measure(each, items_of(each)).value for each in (dict(short), padded)]
     except Exception as error:  # a model that cannot take the padded batch shows that padding counts
         if is_out_of_memory(error):
             raise

@@ -14,7 +14,7 @@ from .targets import count_samples, find_targets
 
 ITEMS, MASK, SAMPLES, NOTHING = "items", "mask", "samples", "nothing"
 OF_PIXELS = 255
-"""What losses of segmentation are told to ignore, which may first occur in a late batch."""
+"""The usual ignore_index of segmentation, which may first occur in a late batch."""
 FREQUENT = 0.1
 """The part of all labels that a value has to have to be taken for padding."""
 MOST = 24
@@ -35,7 +35,7 @@ class Denominator:
 
     @property
     def is_usual(self) -> bool:
-        """Whether this is the count of items that losses are told."""
+        """Whether this is num_items_in_batch."""
         return self.what == ITEMS and self.column is None and self.ignored == IGNORED
 
     def count(self, batch: Any, label_names: list[str]) -> Any:

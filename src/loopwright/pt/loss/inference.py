@@ -37,17 +37,17 @@ class LossFindings:
         self.label_names = label_names
         self.kind = kind
         self.wants_items = wants_items
-        """Whether somebody is told the number of items even when an update is one micro-batch."""
+        """Whether num_items_in_batch is passed even when an update is one micro-batch."""
         self.tells_items = tells_items
-        """Whether the loss can be told the number of items at all."""
+        """Whether the loss accepts num_items_in_batch at all."""
         self.is_trusted = is_trusted
         """Whether a loss that is scaled by the items needs no further look: it is that of a library."""
         self.is_additive: bool | None = True if kind is LossKind.SCALED and is_trusted else None
-        """Whether the loss of a batch is made of those of its parts in training; None while nobody knows."""
+        """Whether the loss of a batch is made of those of its parts in training; None while unknown."""
         self.reason = "the loss has not been tested yet"
         """Why the loss is not known to be additive."""
         self.trouble: str | None = None
-        """What the user should be told, once."""
+        """The warning for the user, not yet logged."""
         self.divides: str | None = None
         """Whether the loss is already divided by the accumulation."""
         self.rivals: tuple[Denominator, ...] = ()
@@ -255,14 +255,14 @@ class LossFindings:
         make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
         if self.may_pad_labels or may_be_ignored(batches, self.label_names):
             pieces = make(may_ignore=True, pad_token=self._padding or 0)
-            if padding_is_neutral(batches, pieces[0][0], probe, told=self.items_in, pad_token=self._padding or 0):
+            if padding_is_neutral(batches, pieces[0][0], probe, items_of=self.items_in, pad_token=self._padding or 0):
                 return pieces
         return make(may_ignore=False, pad_token=0)
 
     def _telling_first(self, batches: list[Any]) -> list[Any]:
         """Micro-batches with one first that rivals weigh differently from those before, if there is one."""
-        told = next((batch for batch in batches if self.disagrees([batch])), None)
-        return batches if told is None else [told, *(batch for batch in batches if batch is not told)]
+        telling = next((batch for batch in batches if self.disagrees([batch])), None)
+        return batches if telling is None else [telling, *(batch for batch in batches if batch is not telling)]
 
     def _compared(
         self, pieces: Pieces, probe: LossProbe, training: bool | None
@@ -278,15 +278,17 @@ class LossFindings:
 
     def _looked(self, pieces: Pieces, probe: LossProbe) -> Finding:
         whole = pieces[0][0]
-        wanted, told = [Denominator(NOTHING)], self.items_in
+        wanted, items_of = [Denominator(NOTHING)], self.items_in
         if self.kind is LossKind.SCALED:
             all_items = self.items_in(whole)
-            told = lambda batch: all_items if all_items is not None else count_samples(whole)  # noqa: E731
+            items_of = lambda batch: all_items if all_items is not None else count_samples(whole)  # noqa: E731
         elif self.kind is LossKind.MIXED:
             wanted = [Denominator(shifted=self.shifts)]
         elif self.kind is not LossKind.SUM:
             wanted = list(self.rivals) if len(self.rivals) > 1 else self._candidates(whole)
-        return look(probe, pieces, wanted, label_names=self.label_names, told=told, check_seed=len(self.rivals) < 2)
+        return look(
+            probe, pieces, wanted, label_names=self.label_names, items_of=items_of, check_seed=len(self.rivals) < 2
+        )
 
     def _candidates(self, batch: Any) -> list[Denominator]:
         shifts = (self.shifts,) if self._shift is not None else (self._guessed_shift, not self._guessed_shift)
@@ -297,7 +299,7 @@ class LossFindings:
         if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
             return
         like = max(batches, key=width_of)
-        if padding_is_neutral(batches, like, probe, told=self.items_in, pad_token=self._padding or 0):
+        if padding_is_neutral(batches, like, probe, items_of=self.items_in, pad_token=self._padding or 0):
             return
         self.is_additive, self.reason = False, "the loss of a batch changes with its padding"
         self.trouble = notices.COUNTS_PADDING

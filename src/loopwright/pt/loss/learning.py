@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...core.overrides import accepts, is_overridden, reaches_ours
+from ...speed.proof.audit import is_turn
 from ..acceleration import SpeedMethods
 from ..data.columns import innermost
 from ..data.pipeline import TorchDataMethods
@@ -22,10 +23,7 @@ from .find import find_loss
 from .out_of_memory import is_out_of_memory
 from .probe import LossProbe
 from .splitter import BatchSplitter
-from .targets import LossKind, predicts_next_token
-
-LOOK_AGAIN = (2, 8, 64, 1024)
-"""Updates at which a user's loss is looked at again: a penalty on the distance to the initial model begins at zero."""
+from .targets import USES_ITEMS, LossKind, predicts_next_token
 
 
 class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods):
@@ -37,38 +35,38 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
     """How many the current update has; None before the first."""
     called_compute_loss: Callable[..., Any]
     for_model: Callable[..., Any]
-    _items_are_theirs: bool
+    _items_overridden: bool
     _forward_takes: list[str] | None
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 
     def _make_accounting(self) -> LossAccounting:
-        """Who is told how many items an update has, and what is known about the loss beforehand."""
-        step_is_theirs = is_overridden(self.trainer, "training_step")
-        loss_is_theirs = is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
+        """Who gets num_items_in_batch, and what is known about the loss before it is computed."""
+        has_custom_step = is_overridden(self.trainer, "training_step")
+        has_custom_loss = self._has_custom_loss()
         kind = None
         if self.trainer.loss_is_scaled_for_ga is not None:
             kind = LossKind.SCALED if self.trainer.loss_is_scaled_for_ga else LossKind.MEAN
-        elif step_is_theirs and not reaches_ours(self.trainer, "training_step"):
-            kind = LossKind.SCALED  # what they do with a loss is theirs, and so is dividing it
-        elif self.trainer.label_smoother is not None and not loss_is_theirs:
+        elif has_custom_step and not reaches_ours(self.trainer, "training_step"):
+            kind = LossKind.SCALED  # a step that never calls ours divides its loss itself
+        elif self.trainer.label_smoother is not None and not has_custom_loss:
             kind = LossKind.SCALED
-        told = (
+        loss_function = (
             self.trainer.compute_loss if is_overridden(self.trainer, "compute_loss") else self.trainer.compute_loss_func
         )
-        is_of_transformers = not loss_is_theirs and _has_loss_of_transformers(innermost(self.model))
+        is_of_transformers = not has_custom_loss and _has_loss_of_transformers(innermost(self.model))
         # On a lazy device finding out is a graph more; the losses of transformers' own models are known.
-        known = is_lazy(self.device) and not loss_is_theirs and hasattr(innermost(self.model), "loss_function")
+        known = is_lazy(self.device) and not has_custom_loss and hasattr(innermost(self.model), "loss_function")
         self._eval_accounting = None
         accounting = LossAccounting(
             self.trainer.label_names,
             guessed_shift=predicts_next_token(self.model),
             shift=predicts_next_token(self.model) if known else None,
             kind=kind,
-            wants_items=step_is_theirs or (told is not None and accepts(told, "num_items_in_batch")),
+            wants_items=has_custom_step or (loss_function is not None and accepts(loss_function, "num_items_in_batch")),
             tells_items=self.trainer.model_accepts_loss_kwargs
-            or (told is not None and accepts(told, "num_items_in_batch")),
-            is_trusted=is_of_transformers or (self.trainer.label_smoother is not None and not loss_is_theirs),
+            or (loss_function is not None and accepts(loss_function, "num_items_in_batch")),
+            is_trusted=is_of_transformers or (self.trainer.label_smoother is not None and not has_custom_loss),
             padding=self._padding_token(),
         )
         accounting.may_compare = not is_lazy(self.device)
@@ -81,7 +79,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         return BatchSplitter(
             self.trainer.label_names,
             image_token=token,
-            # Two towers, as CLIP has, take text and image apart; anybody else may look for images in the text.
+            # Two towers, as CLIP has, encode text and image apart; other models may look for images in the text.
             has_images_in_text=token is not None
             or not (hasattr(config, "text_config") and hasattr(config, "vision_config")),
             two_samples=self._batches_of_two,
@@ -104,12 +102,12 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     def _must_know_shift(self) -> bool:
         accounting = self.accounting
-        wanted = accounting.wants_items or self._items_are_theirs
+        wanted = accounting.wants_items or self._items_overridden
         return wanted and accounting.undecided_shift and not accounting.is_claimed and self._why_not_tried() is None
 
     def _why_not_tried(self) -> str | None:
         """Why the loss may not be computed just to see what it is."""
-        drawn = first_iterator(self.trainer) if self._loss_is_theirs() else None
+        drawn = first_iterator(self.trainer) if self._has_custom_loss() else None
         if drawn is None:
             return None
         return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
@@ -126,7 +124,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
                 continue  # it has no loss
             if found.is_defined and found.value:
                 self.accounting.sees_loss_without_items()
-                self._tell_trouble()
+                self._report_trouble()
                 return True
         return False
 
@@ -138,45 +136,47 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
             accounting.give_up(reason)
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
             accounting.learn(batches, self._probe(), self.splitter)
-            if self.args.gradient_accumulation_steps > 1 and self._loss_is_theirs():
+            if self.args.gradient_accumulation_steps > 1 and self._has_custom_loss():
                 first = batches[0] if type(batches) is list else batches
                 accounting.learn_division(first, self._probe(), self._said_to_accumulate)
-            # Only a model whose loss really changes with the item count is told it from now on.
-            told = (LossKind.SCALED, LossKind.MIXED, None)
-            self.trainer.model_accepts_loss_kwargs &= accounting.kind in told or self._loss_is_theirs()
+            # Only a model whose loss really changes with num_items_in_batch gets it from now on.
+            self.trainer.model_accepts_loss_kwargs &= accounting.kind in USES_ITEMS or self._has_custom_loss()
         elif accounting.kind is LossKind.SCALED:
             accounting.learn_shift(batches[0] if type(batches) is list else batches, self._shift_probe())
         normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
         if accounting.is_additive is False and normed and "running" not in accounting.reason:
             accounting.reason += " (the model keeps running statistics of its batches)"
         if reports:
-            self._tell_trouble()
+            self._report_trouble()
         return self._loss_is_additive()
 
-    def _is_look_due(self, made: list[Any]) -> bool:
-        """Whether a user's loss is looked at once more: a part of it may have been zero at the first update."""
-        if self.state.global_step + 1 not in LOOK_AGAIN or not self.is_alone or len(made) < 2:
-            return False
-        accounting = self.accounting
-        known = accounting.is_additive is True and not accounting.is_claimed and accounting.may_compare
-        return known and (self._loss_is_theirs() or not accounting.is_trusted)
+    def _is_recheck_due(self) -> bool:
+        """Whether a custom loss is checked again in this update, at the updates that are audited for speed too.
 
-    def _look_again(self, made: list[Any], *, only_if_wrong: bool = False) -> bool:
-        """Find out anew what the loss is the mean of; returns whether what was known before is given up."""
-        before, self.accounting = self.accounting, self._make_accounting()
-        self._learn_loss(made, reports=False)
-        now = self.accounting
-        if only_if_wrong and not _contradicts(now, before):
-            self.accounting = before
+        A part of it may have been zero so far: a penalty on the distance to the initial model, or one that is annealed.
+        """
+        accounting = self.accounting
+        if not is_turn(self.state.global_step + 1, is_small=True) or accounting.is_additive is not True:
             return False
+        is_custom = self._has_custom_loss() or not accounting.is_trusted
+        return is_custom and accounting.may_compare and not accounting.is_claimed
+
+    def _check_loss_again(self, batches: list[Any], *, after_change: bool) -> None:
+        """Infer again what the loss is the mean of; unless the model was changed, only a contradiction counts."""
+        before, known = self.accounting, (self.trainer.model_accepts_loss_kwargs, self._eval_accounting)
+        self.accounting = now = self._make_accounting()
+        self._learn_loss(batches, reports=False)
+        if not after_change and not _contradicts(now, before):
+            self.accounting = before
+            self.trainer.model_accepts_loss_kwargs, self._eval_accounting = known
+            return
         now.keep_weights_of(before)
-        self._tell_trouble()
-        return True
+        self._report_trouble()
 
     def _loss_is_additive(self) -> bool:
         return self.accounting.kind is not None and self.accounting.is_additive is True
 
-    def _tell_trouble(self) -> None:
+    def _report_trouble(self) -> None:
         trouble, self.accounting.trouble = self.accounting.trouble, None
         if trouble is not None:
             self.notices.warn_once(trouble)
@@ -192,9 +192,6 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         finally:
             object.__setattr__(args, "gradient_accumulation_steps", steps)
             self._micro_batches = current
-
-    def _loss_is_theirs(self) -> bool:
-        return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -283,7 +280,11 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
-        if self.trainer.label_smoother is None or self._loss_is_theirs() or "labels" not in (self._forward_takes or ()):
+        if (
+            self.trainer.label_smoother is None
+            or self._has_custom_loss()
+            or "labels" not in (self._forward_takes or ())
+        ):
             return self._probe(step)
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
@@ -296,13 +297,15 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
 
 def _contradicts(now: LossAccounting, before: LossAccounting) -> bool:
-    """Whether a second look at a loss has shown that it is not what it was taken for."""
+    """Whether the second inference shows that the loss is not what the first one took it for."""
     if now.is_additive is not True or not now.rivals:
         return now.is_additive is False
     return bool(before.rivals) and not set(now.rivals) & set(before.rivals)
 
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:
-    """Whether a model's loss is computed by a function of transformers, not by one that somebody put in its place."""
-    is_theirs = type(model).__module__.startswith("transformers.")
-    return is_theirs and getattr(model, "_loss_function", None) is None  # the property would warn of some models
+    """Whether a model's loss is computed by a function of transformers that was not replaced."""
+    is_of_transformers = type(model).__module__.startswith("transformers.")
+    return (
+        is_of_transformers and getattr(model, "_loss_function", None) is None
+    )  # the property would warn of some models

@@ -26,7 +26,7 @@ from .learning import LossLearningMethods
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
 from .splitter import BatchSplitter, CannotSplit
-from .targets import LossKind, check_has_gradient, count_samples
+from .targets import USES_ITEMS, LossKind, check_has_gradient, count_samples
 
 HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not change what its loss is the mean of."""
@@ -110,7 +110,7 @@ class TorchLossMethods(LossLearningMethods):
         """Around forward and loss: autocast, and whatever a subclass adds."""
         return (
             self.trainer.autocast_smart_context_manager()
-            if self._autocast_is_theirs
+            if self._autocast_overridden
             else self.strategy.forward_context()
         )
 
@@ -119,7 +119,7 @@ class TorchLossMethods(LossLearningMethods):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, in a container of its own."""
-        return self.trainer._prepare_input(inputs) if self._input_is_theirs else self.strategy.put(inputs)
+        return self.trainer._prepare_input(inputs) if self._input_overridden else self.strategy.put(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         return self.strategy.put(data)
@@ -128,9 +128,9 @@ class TorchLossMethods(LossLearningMethods):
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self.step = adapt(self.trainer.training_step, "num_items_in_batch")
         self.called_compute_loss = self._bound_compute_loss()
-        self._input_is_theirs = is_overridden(self.trainer, "_prepare_input")
-        self._autocast_is_theirs = is_overridden(self.trainer, "autocast_smart_context_manager")
-        self._items_are_theirs = is_overridden(self.trainer, "_get_num_items_in_batch")
+        self._input_overridden = is_overridden(self.trainer, "_prepare_input")
+        self._autocast_overridden = is_overridden(self.trainer, "autocast_smart_context_manager")
+        self._items_overridden = is_overridden(self.trainer, "_get_num_items_in_batch")
 
     def _follow_loss(self) -> None:
         """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
@@ -170,8 +170,8 @@ class TorchLossMethods(LossLearningMethods):
             self.accounting.learn_shift(batches[0], self._shift_probe())
         if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
-        if self._is_look_due(batches):
-            self._look_again(batches, only_if_wrong=True)
+        if self.is_alone and len(batches) > 1 and self._is_recheck_due():
+            self._check_loss_again(batches, after_change=False)
         speed = None if self._speed is None or self._speed.is_idle else self._speed
         if speed is not None and speed.plan.layout != AS_MADE and self.accounting.is_additive is False:
             self._leave_layouts()
@@ -180,7 +180,7 @@ class TorchLossMethods(LossLearningMethods):
             speed.arrange(update)
         if self.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
             update.batches = self._cut(update.batches, self.micro_split)
-        needs_items = self.accounting.wants_items or self._items_are_theirs or (speed is not None and speed.is_active)
+        needs_items = self.accounting.wants_items or self._items_overridden or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
             self.count_update(update)
         self._stamp_model(update)
@@ -208,18 +208,18 @@ class TorchLossMethods(LossLearningMethods):
         # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
         as_made = self._speed is None or not self._speed.is_active
         has_parts = len(update.batches) > 1
-        has_parts_or_items = has_parts or self._items_are_theirs  # these count only for a loss that divides by them
+        has_parts_or_items = has_parts or self._items_overridden  # these count only for a loss that divides by them
         if self.is_alone and as_made and has_parts_or_items and self.accounting.is_open:
             self._learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
-            self.accounting.learn_shift(update.batches[0], self._probe())  # for whoever is told the items
+            self.accounting.learn_shift(update.batches[0], self._probe())  # num_items_in_batch needs it
         batches = update.batches
         self.count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
             update.batches = batches
             self.count_items(update)
-        self._tell_trouble()
-        if self._items_are_theirs and self.accounting.kind is LossKind.SCALED:
+        self._report_trouble()
+        if self._items_overridden and self.accounting.kind is LossKind.SCALED:
             update.total_items = self.trainer._get_num_items_in_batch(update.batches, self.device)
 
     def count_items(self, update: Update) -> None:
@@ -260,7 +260,7 @@ class TorchLossMethods(LossLearningMethods):
         if not changes:
             return
         if self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
-            self._look_again(made)
+            self._check_loss_again(made, after_change=True)
             self.count_update(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
             self.notices.warn_once(
@@ -367,8 +367,7 @@ class TorchLossMethods(LossLearningMethods):
         loss = states.get("loss")
         if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.accounting.is_claimed:
             self.accounting.load_state_dict(loss)
-            told = (LossKind.SCALED, LossKind.MIXED, None)
-            self.trainer.model_accepts_loss_kwargs &= self.accounting.kind in told or self._loss_is_theirs()
+            self.trainer.model_accepts_loss_kwargs &= self.accounting.kind in USES_ITEMS or self._has_custom_loss()
         if self._speed is not None and states.get("speed"):
             self._speed.load_state_dict(states["speed"])
             if self._speed.is_decided:

@@ -26,6 +26,10 @@ class LossKind(Enum):
     OTHER = "not a combination of the losses of a batch's parts"
 
 
+USES_ITEMS = (LossKind.SCALED, LossKind.MIXED, None)
+"""Kinds of losses that num_items_in_batch is passed to; also while the kind is unknown."""
+
+
 def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
     """The tensor of targets the loss will use, if the batch names one."""
     if not isinstance(batch, Mapping):

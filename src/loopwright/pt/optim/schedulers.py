@@ -94,7 +94,7 @@ def _check_initial_lrs(optimizer: Optimizer, last_epoch: int) -> None:
 
 
 def _watch_for_new_groups(scheduler: ScheduledLR) -> None:
-    """Before each optimizer step, give groups without a scheduled learning rate theirs."""
+    """Before each optimizer step, set the learning rate of groups that have no schedule yet."""
     watched = weakref.ref(scheduler)  # a scheduler the user has replaced must not speak for the optimizer
 
     def schedule_new_groups(optimizer: Optimizer, *_: Any) -> None:

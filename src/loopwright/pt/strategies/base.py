@@ -91,7 +91,7 @@ class ManyProcesses(SingleDevice):
         return joined(found)
 
     def gather_each(self, value: Any, *, objects: bool = False) -> list[Any]:
-        """Everybody's nested values, one per part of the data; tensors travel as tensors unless told otherwise."""
+        """All-gather: the nested values of every data rank; tensors are sent as tensors unless `objects` is set."""
         found = self.host.gather(value) if objects else gather_nested(value, self.host, self.device)
         return found[:: self.copies]
 

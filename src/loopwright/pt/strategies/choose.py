@@ -283,7 +283,7 @@ def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> lis
     return []
 
 
-def told(args: Any) -> list[str]:
+def unused_options(args: Any) -> list[str]:
     """What the user should hear about keys that have no effect."""
     keys = unneeded_keys(args.fsdp_config) if wants_fsdp(args) else {}
     return [f"fsdp_config[{key!r}] has no effect: {reason}" for key, reason in keys.items()]

@@ -50,7 +50,7 @@ class Contents:
         return True
 
     def is_same(self) -> bool:
-        """Whether modules and groups hold the objects they held; nobody asks here who wants a gradient."""
+        """Whether modules and groups hold the objects they held; requires_grad is not looked at here."""
         groups = self.optimizer.param_groups if self._has_groups else ()
         stepped = chain.from_iterable(map(PARAMETERS, groups))
         now = chain(chain.from_iterable(self._held), stepped, (END,))

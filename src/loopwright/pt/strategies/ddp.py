@@ -34,7 +34,7 @@ class DataParallel(ManyProcesses):
     ) -> None:
         super().__init__(device, precision, processes, non_blocking=non_blocking)
         self._options = dict(options or {})
-        # A static graph is recorded while gradients travel, so that all micro-batches of the first update share theirs.
+        # A static graph is recorded while gradients travel, so that all micro-batches of the first update reduce them.
         self.forward_is_collective = bool(self._options.get("static_graph"))
         self._recording = False
         self._wrapped: Any = None
@@ -42,7 +42,7 @@ class DataParallel(ManyProcesses):
         """The wrapper before this one."""
         self._has_changed_inside = False
         """Whether something was changed in the middle of the last update."""
-        self._is_theirs = False
+        self._is_users_wrapper = False
         """Whether the user has wrapped the model."""
         self._shared: list[nn.Parameter] = []
         """The parameters whose gradients travel: those that were trained when the model was wrapped."""
@@ -51,9 +51,9 @@ class DataParallel(ManyProcesses):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model as training calls it; an already wrapped one stays as it is."""
-        self._is_theirs, self._replaced = isinstance(model, DistributedDataParallel), None
+        self._is_users_wrapper, self._replaced = isinstance(model, DistributedDataParallel), None
         self._shared = [p for p in model.parameters() if p.requires_grad]
-        if self._is_theirs or not self._shared:
+        if self._is_users_wrapper or not self._shared:
             self._wrapped = model
             return model
         places = {p.device for p in model.parameters()}
@@ -81,7 +81,7 @@ class DataParallel(ManyProcesses):
         trained = self.contents.trained()
         if self._wrapped is None or list(map(id, trained)) == list(map(id, self._shared)):
             return
-        if self._is_theirs:
+        if self._is_users_wrapper:
             raise ModelError(
                 "the trainable parameters changed after you wrapped the model in DistributedDataParallel; pass the "
                 "unwrapped model to the trainer, which wraps it again whenever they change"

@@ -75,7 +75,7 @@ class Sharded(ManyProcesses):
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
     def _refuse_strangers(self) -> None:
-        """A parameter that came after the model was spread is in no shard, and nobody would share its gradient."""
+        """A parameter that came after the model was spread is in no shard, and its gradient would not be reduced."""
         known = set(map(id, self._spread))
         strangers = [n for n, p in self.model.named_parameters() if id(p) not in known and p.requires_grad]
         if strangers:

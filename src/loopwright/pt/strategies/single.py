@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.strategy import OneProcess
 from ...core.update import Update
 from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
@@ -27,7 +28,7 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 NOTHING = nullcontext()
 
 
-class SingleDevice:
+class SingleDevice(OneProcess):
     """Carries out an update on one device."""
 
     alarm: AbstractContextManager[Any] = nullcontext()
@@ -36,14 +37,8 @@ class SingleDevice:
     """Whether the optimizer's state is written in files of another engine, by all processes."""
     makes_empty = False
     """Whether models are made without weights here, because another process has them."""
-    forward_is_collective = False
-    """Whether a forward pass waits for those of the other processes: then all run equally many."""
-    is_sharded = False
-    """Whether processes hold parts of tensors."""
     logs_later = False
     """Whether logs are better written at the end of the next step (`defer`), when the device has work again."""
-    rank = data_rank = 0
-    world_size = data_world = copies = 1
 
     def __init__(
         self,
@@ -137,7 +132,7 @@ class SingleDevice:
         self._choose_clipping()
 
     def fold_clipping(self, allowed: Callable[[], bool]) -> None:
-        """Let the optimizer's kernel clip where it can, while `allowed` says that nobody looks in between."""
+        """Let the optimizer's kernel clip where it can, while `allowed` says that no callback runs in between."""
         self._may_fold = allowed
         self._choose_clipping()
 
@@ -306,25 +301,6 @@ class SingleDevice:
         except (TypeError, RuntimeError):  # plain numbers among them, or tensors of another device or shape
             alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
             return list(torch.stack(alike).tolist())
-
-    def mean_count(self, count: Any) -> Any:
-        """The mean of a count over all parts of the data."""
-        return count
-
-    def reduce(self, values: list[float]) -> list[float]:
-        return values
-
-    def gather(self, values: Any) -> Any:
-        return values
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-    def agree(self, flag: bool) -> bool:
-        return flag
-
-    def barrier(self) -> None:
-        """One process is always where it is."""
 
     # ---- state to save and load -------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def attend_twice(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """In place of a flash kernel, which is told of windows and sees no mask."""
+    """In place of a flash kernel, which takes a window and no mask."""
     mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     if is_documents(mask) and pattern_in(mask)[1] != kwargs.get("sliding_window"):
         raise AttentionRefused("the model's mask has a window that is not passed to flash attention")

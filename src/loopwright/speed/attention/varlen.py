@@ -132,7 +132,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """The gradients by torch's own operations, for whoever differentiates them again (`create_graph=True`)."""
+    """The gradients by torch's own operations, for double backward (`create_graph=True`)."""
     borders, (causal, window, scale, drop) = ctx.saved_tensors[3], ctx.rest
     if drop:
         raise RuntimeError(

@@ -28,7 +28,7 @@ SAME_LOSS = 1e-3
 """How far the loss that goes into a graph may be off, relatively: half precision, not another loss."""
 
 LossOf = Callable[[dict[str, Any], Any], Tensor]
-"""The loss of inputs on the device, told a number of items or None."""
+"""The loss of inputs on the device and num_items_in_batch, or None."""
 
 
 # ---- when it pays ---------------------------------------------------------------------------------------------------
@@ -222,6 +222,6 @@ class GraphedTraining:
 
 
 def share_of(update: Any, index: int) -> float | None:
-    """The part of an update's targets that is in a micro-batch; None where there are none, or nobody has counted."""
+    """The part of an update's targets that is in a micro-batch; None where there are none, or they were not counted."""
     items = update.items[index] if update.items else None
     return float(update.share(index)) if isinstance(items, int) and items > 0 else None

@@ -43,7 +43,7 @@ Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
 """Records a function without executing it; returns what replays it and the tensor its result is in after a replay."""
 
 BROKEN: list[Any] = []
-"""Graphs whose recording broke off: torch's allocators may still ask them whether memory is theirs."""
+"""Graphs whose recording broke off: torch's allocators may still ask them whether they own memory."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -176,7 +176,7 @@ class GraphedStep:
         return self._graphs.get(key)
 
     def _is_due(self, shape: str) -> bool:
-        """Whether a shape has come often enough to be recorded, and not too many did before: told by times alone."""
+        """Whether a shape has come often enough to be recorded, and not too many did before; by counts alone."""
         due = sum(times >= self.from_time for times in self.times.values())
         if self.times[shape] < self.from_time and due == self.most:
             self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run eagerly")
@@ -297,7 +297,7 @@ class CudaRecorder:
         return graph.replay, loss
 
     def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
-        if self._is_first:  # what nobody needs any more is room for the pool; later it would only cost time
+        if self._is_first:  # freed memory is room for the pool; later it would only cost time
             gc.collect()
             torch.cuda.empty_cache()
         torch.cuda.synchronize(self._device)

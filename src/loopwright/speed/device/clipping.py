@@ -53,7 +53,7 @@ class FoldedClip:
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """The norm of all gradients; the next step uses them scaled down to `max_norm`."""
-        if _has_step_hooks(self.optimizer) or not self._allowed():  # somebody came to look at clipped gradients
+        if _has_step_hooks(self.optimizer) or not self._allowed():  # a hook may read clipped gradients
             return clip_norm_(parameters, max_norm)
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.optimizer.grad_scale = ((norm.float() + 1e-6) / max_norm).clamp_(min=1.0)
@@ -74,7 +74,7 @@ class FoldedClip:
 def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | None:
     """Why clipping these parameters cannot be part of this optimizer's step; None when it can.
 
-    What the optimizer cannot know is the caller's to ask: a loss scaler, and somebody who looks at gradients between
+    What the optimizer cannot know is the caller's to ask: a loss scaler, and callbacks that read gradients between
     clipping and step.
     """
     if type(optimizer) not in OPTIMIZERS or not all(group.get("fused") for group in optimizer.param_groups):
@@ -93,7 +93,7 @@ def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | Non
 
 
 def _has_step_hooks(optimizer: Any) -> bool:
-    """Whether somebody else's code runs between clipping and step; ours looks at learning rates only."""
+    """Whether a hook of the user's runs between clipping and step; ours reads learning rates only."""
     from torch.optim import optimizer as home
 
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *home._global_optimizer_pre_hooks.values()]

@@ -116,7 +116,7 @@ def _left_alone(layer: nn.Linear, shared: set[int]) -> str | None:
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Weights of the output layer and those several modules hold: what they compute is not only theirs."""
+    """Weights of the output layer and those several modules hold: they are shared."""
     count = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     shared = {key for key, times in count.items() if times > 1}
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()

@@ -23,7 +23,7 @@ class Parts:
     def __init__(self, recipe: Recipe) -> None:
         self._given = [each for each in (recipe.hidden, recipe.weight, recipe.bias) if each is not None]
         self._versions = [each._version for each in self._given]
-        # Whoever puts another tensor behind `weight.data` leaves these as they were.
+        # Assigning `weight.data` leaves these as they were.
         self.hidden, self.weight = recipe.hidden.detach(), recipe.weight.detach()
         self.bias = None if recipe.bias is None else recipe.bias.detach()
         self._sample = self._sampled().clone()

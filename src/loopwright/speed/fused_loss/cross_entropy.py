@@ -81,14 +81,14 @@ class StandIn:
 
     tensor: Tensor
     is_wanted: Callable[[bool], bool]
-    """Whether somebody may want that gradient, told in the backward whether it is of everything or of a few tensors.
+    """Whether that gradient may be needed, known in the backward whether it is of everything or of a few tensors.
     Otherwise it goes past the logits.
     """
 
 
 @cache
 def _witness() -> tuple[Tensor, Any]:
-    """A tensor nobody asks for the gradient of, and its node, which runs in backwards of everything only."""
+    """A tensor whose gradient is never asked for, and its node, which runs in backwards of everything only."""
     tensor = torch.zeros((), requires_grad=True)
     return tensor, torch.autograd.graph.get_gradient_edge(tensor).node
 
@@ -133,7 +133,7 @@ class _Job:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def from_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits as whoever called the loss would have them, by operations that can be differentiated."""
+        """The logits as the caller of the loss would compute them, by operations that can be differentiated."""
         z = F.linear(hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         return self.logit_map.apply(z)[0].to(self.logits_dtype or self.wide)
 

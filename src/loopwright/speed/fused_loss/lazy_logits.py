@@ -26,13 +26,13 @@ class Family:
     members: list[weakref.ref[Any]] = field(default_factory=list)
     is_real: bool = False  # once real logits exist, everything goes on with them
     is_settled: bool = False  # changed in place: the tensors that hold the numbers are all there is
-    wants_gradient: bool = False  # somebody wants the gradient of the logits themselves
+    wants_gradient: bool = False  # the gradient of the logits themselves is needed
     has_loss: bool = False
     saving: Any = field(default_factory=lambda: _way_of_saving())
     note_use: Callable[[], None] = lambda: None
 
     def alive(self) -> list[Any]:
-        """The members somebody still holds, parents first."""
+        """The members that are still referenced, parents first."""
         return [member for member in (reference() for reference in self.members) if member is not None]
 
     def settle(self) -> None:
@@ -48,7 +48,7 @@ class Family:
 
     def is_wanted(self, of_everything: bool) -> bool:
         """Whether the loss has to send its gradient through the logits; asked in the backward."""
-        # In a backward of a few tensors, logits that somebody holds may be one of them.
+        # In a backward of a few tensors, logits that are still referenced may be one of them.
         return self.wants_gradient or (not of_everything and bool(self.alive()))
 
     def may_record(self) -> bool:
@@ -82,7 +82,7 @@ class PendingLogits(Tensor):
 
     @property
     def is_real(self) -> bool:
-        """Whether somebody asked for the numbers."""
+        """Whether the values were computed."""
         return self._family.is_real
 
     def real(self) -> Tensor:
@@ -225,7 +225,7 @@ class PendingHead:
         self.count: int | None = None
         self._always = False
         self.logits_were_used = False
-        """Whether anybody ever asked for the numbers."""
+        """Whether the values were ever computed."""
         self._made: list[weakref.ref[Family]] = []
 
     @property
@@ -249,13 +249,13 @@ class PendingHead:
         return reason
 
     def remove(self) -> None:
-        """Leave the head as it was found; logits somebody holds get their numbers, before the weights change."""
+        """Leave the head as it was found; logits still referenced are computed, before the weights change."""
         if self.is_installed:
             del self.head.__dict__["forward"]
         made, self._made = self._made, []
         for family in (reference() for reference in made):
             for member in [] if family is None else family.alive():
-                with suppress(Exception):  # out of memory, perhaps: who reads them is told
+                with suppress(Exception):  # out of memory, perhaps: reading them raises then
                     member.real()
 
     def _forward(self, input: Tensor) -> Tensor:

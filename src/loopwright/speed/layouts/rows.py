@@ -116,7 +116,7 @@ def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool
 
 
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
-    """Padded batches whose encoder is told which tokens are real."""
+    """Padded batches whose encoder gets the indices of real tokens."""
     split = split_evenly if limits.few_shapes else split_into_rows  # the number of samples is a part of the shape
     rows = split(samples.axes[SOURCE].lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)

@@ -130,7 +130,7 @@ class Samples:
 def take_apart(
     batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool = True, whole: Collection[str] = ()
 ) -> Samples:
-    """The samples of these batches; raises `NoSamples` with the reason where they cannot be told apart.
+    """The samples of these batches; raises `NoSamples` with the reason where they cannot be separated.
 
     `is_pair` says that the batches hold sources and targets (an encoder and a decoder). `counts_trailing` says that
     without an attention mask every token is real; otherwise tokens after the last target are padding. `whole` are names

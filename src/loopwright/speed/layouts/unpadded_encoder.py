@@ -21,7 +21,7 @@ class UnpaddedEncoder:
         """Which tokens of the padded batch are real, one behind the last for none; None leaves the encoder as it is."""
         self._forward = encoder.forward
         self._replaced: Any = None
-        """A forward somebody else has given this encoder, to be put back."""
+        """The encoder's own forward, if it was replaced before; put back afterwards."""
 
     def install(self) -> None:
         if self.encoder.__dict__.get("forward") == self._run:

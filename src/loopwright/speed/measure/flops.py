@@ -91,7 +91,7 @@ def trainable_share(model: nn.Module) -> float:
 
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were: running means do not move because somebody looked."""
+    """Buffers are afterwards what they were: counting does not move running means."""
     kept = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()

@@ -93,7 +93,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"Trainium2|trn2", _half(667.0, None, 181.0, 1299.0)),
 )
 """Patterns of device names, the first that fits counts, and the peaks. Where a name is shared, the faster device is
-taken: utilization is then told too low, never too high."""
+taken: utilization is then reported too low, never too high."""
 
 _NEVER = re.compile(r"laptop|mobile|max-?q|\bMIG\b|D v\d", re.IGNORECASE)
 """Names of slower relatives, whose clocks the maker of the laptop chooses, and of parts of a device."""

@@ -15,7 +15,7 @@ from torch import nn
 FIRST, SECOND, EVERY = 11, 61, 200
 """Updates after which the next one is sampled; no round numbers, which is where runs log, evaluate and save."""
 PARTS = ("data", "forward", "backward", "compute", "optimizer", "other")
-"""`compute` stands for forward and backward together, where they cannot be told apart."""
+"""`compute` stands for forward and backward together, where they cannot be separated."""
 
 
 def next_sample(step: int) -> int:
@@ -120,7 +120,7 @@ class Split:
         if names.count("forward") == self._micro_batches:
             found["other"] += found["compute"]  # what lies before the first forward: copies to the device
             found["compute"] = 0.0
-        else:  # the model is called as something else, or more than once: nobody knows where its backward begins
+        else:  # the model is called as something else, or more than once: where its backward begins is unknown
             found["compute"] += found["forward"] + found["backward"]
             found["forward"] = found["backward"] = 0.0
         # On a device the wait for data may have been hidden behind work given to it before: only a gap is lost time.

@@ -117,7 +117,7 @@ class _Watch(TorchDispatchMode):
         # Weights and buffers are there anyway.
         self._seen = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         self._entered: set[int] = set()
-        self._alive: list[Tensor] = []  # a place is only known by its address while nobody else can be given it
+        self._alive: list[Tensor] = []  # a place is only known by its address while the tensor is alive
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ def random_streams(model: nn.Module) -> tuple[Any, ...]:
 
 
 def seed_all(seed: int) -> None:
-    """Put all streams elsewhere; whoever calls this is in a sandbox that puts them back."""
+    """Put all streams elsewhere; the caller's sandbox puts them back."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

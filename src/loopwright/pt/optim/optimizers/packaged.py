@@ -138,7 +138,7 @@ BNB_OPTIONS = {"AdamW": _bnb_adamw, "Lion": _bnb_lion, "RMSprop": _bnb_rmsprop, 
 
 
 def keep_embeddings_in_32_bit(cls: Any, kwargs: dict[str, Any], model: nn.Module) -> None:
-    """Tell bitsandbytes to hold the state of embeddings in 32 bit: theirs is too uneven for 8."""
+    """Have bitsandbytes keep the optimizer state of embeddings in 32 bit: it is too uneven for 8."""
     if not str(getattr(cls, "__module__", "")).startswith("bitsandbytes") or kwargs.get("optim_bits") != 8:
         return
     manager = _class("bitsandbytes.optim", "GlobalOptimManager").get_instance()
