@@ -15,8 +15,7 @@ from .probe import LossProbe
 from .splitter import BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets
 
-LOOKS = 16
-"""How often a loss is looked at; what is not known then stays as it was first believed to be."""
+LOOKS = 16  # how often a loss is examined; what is not known then stays as it was first believed to be
 
 
 class LossFindings:
