@@ -127,7 +127,7 @@ def with_loopwright(task: Task, **more: Any) -> dict[str, Any]:
     )
     watch.begin()
     trainer.train()
-    watch.losses = trainer._loopwright.meter.losses  # one per update: nothing was logged on the way
+    watch.losses = trainer._loopwright.run.meter.losses  # one per update: nothing was logged on the way
     report = trainer.speed_report().as_dict()
     numbers = report["numbers"]
     return {

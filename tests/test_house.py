@@ -32,12 +32,12 @@ BELOW: dict[str, set[str]] = {
     "args": FLOOR,
     "core": {*FLOOR, "core"},
     "launch": {*FLOOR, "core", "launch"},
-    "speed": {*FLOOR, "core", "speed"},
+    "speed": {*FLOOR, "snapshot", "core", "speed"},
     "callbacks": SHARED,  # callbacks and reporters live on one floor
     "reporters": SHARED,
-    "pt": {*SHARED, "speed", "device_packages", "pt"},
-    "xla": {*SHARED, "speed", "pt", "xla"},
-    "neuron": {*SHARED, "speed", "pt", "xla", "neuron"},
+    "pt": {*SHARED, "snapshot", "speed", "device_packages", "pt"},
+    "xla": {*SHARED, "snapshot", "speed", "pt", "xla"},
+    "neuron": {*SHARED, "snapshot", "speed", "pt", "xla", "neuron"},
     "keras": {*SHARED, "keras"},
     "tf": {*SHARED, "keras", "tf"},
     # Of tf only what a user who has TensorFlow passes; see test_jax_imports_tensorflow_for_what_is_made_of_it.

@@ -159,7 +159,7 @@ def observe(
         trainer.train(resume_from_checkpoint=resume)
     finally:
         logger.removeHandler(ear)
-    found.layout = str((trainer._loopwright.speed_plan or {}).get("layout", "collated"))
+    found.layout = str((trainer._loopwright.run.speed_plan or {}).get("layout", "collated"))
     found.told += [text for text in trainer._loopwright.notices.told if text not in found.told]
     return found
 

@@ -48,7 +48,7 @@ def finish(framework: Any, trainer: Any, resume: Any) -> None:
         "optimizer": digest(framework.memory(trainer)),
         "log": rows,
         "loss": output.training_loss,
-        "samples": trainer._loopwright.progress.samples_seen,
+        "samples": trainer._loopwright.run.progress.samples_seen,
         "draws": framework.draws(),
     }
     Path(f"{trainer.args.output_dir}.result").write_text(json.dumps(same))

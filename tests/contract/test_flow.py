@@ -62,7 +62,7 @@ def test_rotation_keeps_the_newest_the_best_and_what_is_pinned(framework: Any, t
     class Pin(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
-                trainer._loopwright.checkpoints.wait()
+                trainer._loopwright.run.checkpoints.wait()
                 (tmp_path / "checkpoint-1" / "pinned").touch()
 
     trainer = framework.trainer(
@@ -89,7 +89,7 @@ def test_a_share_of_an_epoch_is_trained_and_the_numbers_add_up(framework: Any, t
     trainer = framework.trainer(tmp_path, framework.net(), rows(10), num_train_epochs=1.5, save_strategy="no")
     output = trainer.train()
     assert (output.global_step, trainer.state.epoch) == (5, pytest.approx(5 / 3))
-    assert trainer._loopwright.progress.samples_seen == 4 + 4 + 2 + 4 + 4
+    assert trainer._loopwright.run.progress.samples_seen == 4 + 4 + 2 + 4 + 4
     first = [row["learning_rate"] for row in trainer.state.log_history if "loss" in row]
     assert first == pytest.approx([1e-2 * (5 - step) / 5 for step in range(5)])
 

@@ -39,7 +39,7 @@ from loopwright.core.schedules import build_schedule
 from loopwright.core.signals import Interrupted
 from loopwright.core.state import TrainerState
 from loopwright.core.trainer import BaseTrainer
-from loopwright.core.update import Update
+from loopwright.core.update import MicroBatch, Update
 
 Sample = tuple[Array, Array]
 Batch = dict[str, Array]
@@ -90,12 +90,11 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
     def prepare_training(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
-        self.plan = self.plan_again()
+        self.run.plan = self.plan_again()
         if checkpoint is not None:
-            self.plan = self.plan_to_go_on(checkpoint)
+            self.run.plan = self.plan_to_go_on(checkpoint)
         self._start_state()
-        self._resume_rng = None
-        self.step = self.trainer.training_step
+        self.run.step = self.trainer.training_step
         self._prepare_optimizer()
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -130,13 +129,13 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def epoch_batches(self, epoch: int) -> Iterator[Batch]:
-        if self._resume_rng is not None:
-            self.strategy.load_rng_state(self._resume_rng)
-            self._resume_rng = None
-        args, dataset, size = self.args, self.trainer.train_dataset, self.plan.batch_size
+        if self.run.resume_rng is not None:
+            self.strategy.load_rng_state(self.run.resume_rng)
+            self.run.resume_rng = None
+        args, dataset, size = self.args, self.trainer.train_dataset, self.run.plan.batch_size
         seed = args.seed if args.data_seed is None else args.data_seed
         order = Order(len(dataset), seed, str(args.train_sampling_strategy)).epoch(epoch)
-        left = order[self.progress.samples_in_epoch :].tolist()
+        left = order[self.run.progress.samples_in_epoch :].tolist()
         end = len(left) - len(left) % size if args.dataloader_drop_last else len(left)
         return (stack([dataset[i] for i in left[first : first + size]]) for first in range(0, end, size))
 
@@ -149,10 +148,10 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         items = [len(batch["targets"]) for batch in batches]
         return Update(batches, items, sum(items), samples=sum(items), micro_batches=len(batches))
 
-    def begin_micro_batch(self, update: Update, index: int) -> tuple[Batch, int]:
-        if index and self.signals.wants_save:
+    def micro_batch(self, update: Update, index: int) -> MicroBatch:
+        if index and self.run.signals.wants_save:
             raise Interrupted
-        return update.batches[index], update.total_items
+        return MicroBatch(update, index, update.batches[index], update.total_items)
 
     def training_step(self, model: LinearModel, inputs: Batch, num_items_in_batch: int) -> float:
         loss = self.trainer.compute_loss(model, inputs, num_items_in_batch)
@@ -166,7 +165,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         """Write the place of a step's samples in the order of their epoch."""
         folder = Path(self.args.output_dir) / f"incident-step-{step}"
         folder.mkdir(exist_ok=True)
-        write_json(folder / "incident.json", self._places[step]._asdict())
+        write_json(folder / "incident.json", self.run.places[step]._asdict())
         return str(folder)
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
@@ -207,7 +206,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         samples = len(batch["targets"])
         loss = self.trainer.compute_loss(self.model, batch, samples)
         self.callback_handler.fire("on_prediction_step")
-        if self.signals.received and self.trainer.is_in_train:
+        if self.run.signals.received and self.trainer.is_in_train:
             raise Interrupted
         return EvalStep(loss.value, self.model(batch["inputs"]), batch["targets"], batch["inputs"], samples, samples)
 
@@ -217,7 +216,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         step, state = self.state.global_step, self.state
         if state.best_global_step == step:
             state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
-        self.checkpoints.save(
+        self.run.checkpoints.save(
             step,
             self._checkpoint_writer(),
             keep=self.args.save_total_limit,
@@ -227,7 +226,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
 
     def _checkpoint_writer(self) -> Callable[[Path], None]:
         """A function that writes everything as it is now; what happens until it is called does not show."""
-        strategy, progress = self.strategy, dataclasses.asdict(self.progress)
+        strategy, progress = self.strategy, dataclasses.asdict(self.run.progress)
         described, velocity = strategy.optimizer_state(self.trainer.optimizer, self.model)
         tensors = {MODEL: strategy.model_state(self.model), f"{OPTIMIZER}.safetensors": velocity}
         documents = {
@@ -235,9 +234,9 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
             ARGUMENTS: self.args.to_dict(),
             PROGRESS: {
                 "progress": progress,
-                "meter": self.meter.state_dict(),
+                "meter": self.run.meter.state_dict(),
                 "parts": self.part_states(),
-                "resized": self._is_resized,
+                "resized": self.run.is_resized,
             },
             f"{OPTIMIZER}.json": described,
             SCHEDULER: self.trainer.lr_scheduler.state_dict(),
@@ -269,9 +268,9 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         tensors = load_file(folder / f"{OPTIMIZER}.safetensors")
         self.strategy.load_optimizer(read_json(folder / f"{OPTIMIZER}.json"), tensors, trainer.optimizer, self.model)
         trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
-        self._resume_rng = read_json(folder / RNG)
+        self.run.resume_rng = read_json(folder / RNG)
         # Now, for an evaluation that a signal put off; and once more where training goes on.
-        self.strategy.load_rng_state(self._resume_rng)
+        self.strategy.load_rng_state(self.run.resume_rng)
 
 
 class NumpyTrainer(BaseTrainer):

@@ -49,7 +49,7 @@ def test_skipped_updates_change_nothing_and_are_counted(bad: int, value: float, 
     assert all(np.isfinite(each).all() for each in trainer.optimizer.velocity.values())
     told = sum(row.get("nonfinite_updates", 0) for row in logged)
     assert told == len([step for step in bad_steps(bad) if step <= 12 // log * log])
-    assert trainer._loopwright.meter.nonfinite == 3
+    assert trainer._loopwright.run.meter.nonfinite == 3
 
 
 def test_a_skipped_update_leaves_weights_and_momentum_alone(output_dir: str) -> None:

@@ -104,7 +104,7 @@ def result_of(trainer: Any) -> dict[str, Any]:
         "weights": full_weights(trainer.model),
         "logs": [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in trainer.state.log_history],
         "step": trainer.state.global_step,
-        "samples": trainer._loopwright.progress.samples_seen,
+        "samples": trainer._loopwright.run.progress.samples_seen,
         "strategy": type(trainer._loopwright.strategy).__name__,
     }
 
@@ -289,7 +289,7 @@ def shown(folder: str, *, n: int, kind: str = "ours", stream: str = "", epochs: 
     trainer = KINDS[kind](model, loopwright.TrainingArguments(folder, **{**given, **options}), train_dataset=data)
     trainer.train()
     rates = [each["learning_rate"] for each in trainer.state.log_history if "learning_rate" in each]
-    progress, state = trainer._loopwright.progress, trainer.state
+    progress, state = trainer._loopwright.run.progress, trainer.state
     return {"seen": model.seen, "samples": progress.samples_seen, "steps": state.global_step, "rates": rates}
 
 
@@ -509,8 +509,8 @@ def planned(folder: str, *, n: int, model: str, resume: Any = None, listener: in
 
     trainer._loopwright.make_update = seen
     trainer.train(resume_from_checkpoint=resume)
-    has_speed = trainer._loopwright._speed is not None
-    return {**result_of(trainer), "plan": trainer._loopwright.speed_plan, "rows": rows, "has_speed": has_speed}
+    has_speed = trainer._loopwright.run.speed is not None
+    return {**result_of(trainer), "plan": trainer._loopwright.run.speed_plan, "rows": rows, "has_speed": has_speed}
 
 
 # ---- wishes ----------------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class Traced(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        self._loopwright.checkpoints.wait()  # as saving does: only then does this one begin
+        self._loopwright.run.checkpoints.wait()  # as saving does: only then does this one begin
         self.trace.write(f"saving {self.state.global_step}")
         super()._save_checkpoint(model, trial)
 
@@ -277,7 +277,7 @@ def ending(trainer: Any, loss: float) -> dict[str, Any]:
         "train_loss": loss,
         "step": trainer.state.global_step,
         "epoch": trainer.state.epoch,
-        "samples": trainer._loopwright.progress.samples_seen,
+        "samples": trainer._loopwright.run.progress.samples_seen,
         "random": [random.random(), float(np.random.rand()), torch.rand(()).item()],
     }
     return {"same": json.loads(json.dumps(same)), "seen": trainer.model.seen}

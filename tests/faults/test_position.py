@@ -104,7 +104,7 @@ def test_going_on_at_step_one_million_reads_no_skipped_sample(workers: int, tmp_
     if workers == 0:  # the calls of workers are counted in their own processes
         assert trainer.train_dataset.calls == expected
         assert trainer.data_collator.calls == 3
-    assert trainer._loopwright.progress.samples_in_epoch == (STEP + 3) * BATCH
+    assert trainer._loopwright.run.progress.samples_in_epoch == (STEP + 3) * BATCH
     assert watch.found - watch.begun < (1.0 if workers == 0 else 3.0), "finding the place took too long"
 
 

@@ -101,10 +101,10 @@ def train(model: nn.Module, data: Any, folder: str | None = None, **options: Any
 
 def graphs_of(trainer: Any) -> str:
     """That it trained with graphs, or why not."""
-    found = [choice for choice in trainer._loopwright._speed.plan.choices if choice.name == GRAPHS]
+    found = [choice for choice in trainer._loopwright.run.speed.plan.choices if choice.name == GRAPHS]
     return (
         "on"
-        if trainer._loopwright._speed.plan.graphed
+        if trainer._loopwright.run.speed.plan.graphed
         else "; ".join(choice.reason for choice in found) or "not considered"
     )
 
@@ -122,7 +122,7 @@ def compare(model: nn.Module, data: Any, tolerance: float, name: str, **options:
         f"{slow_clock.milliseconds:.2f} -> {clock.milliseconds:.2f} ms per update; last loss {fast[-1]:.4f}"
     )
     is_flat = (
-        graphed._loopwright._speed.plan.layout == plan.FLAT
+        graphed._loopwright.run.speed.plan.layout == plan.FLAT
     )  # one row of all samples: longer than what a launch takes
     assert (graphs_of(graphed) == "on" or is_flat) and off <= tolerance, (graphs_of(graphed), off)
     assert torch.isfinite(torch.tensor(fast)).all()
@@ -291,7 +291,7 @@ def test_rows_of_a_few_lengths() -> None:
     options |= {"save_strategy": "steps", "save_steps": 20}
     whole, losses, _ = train(bert(0.1), data, folder, **options)
     rest, again, _ = train(bert(0.1), data, folder, resume=f"{folder}/checkpoint-20", **options)
-    assert whole._loopwright._speed.plan.few_shapes and rest._loopwright._speed.plan.few_shapes
+    assert whole._loopwright.run.speed.plan.few_shapes and rest._loopwright.run.speed.plan.few_shapes
     pairs = zip(whole.model.state_dict().values(), rest.model.state_dict().values(), strict=True)
     exact, off = all(torch.equal(a, b) for a, b in pairs), apart(again[-40:], losses[-40:])
     say(f"bert, uneven: resumed at 20: losses differ by {off:.1e}, weights bit for bit: {exact}")
@@ -343,7 +343,7 @@ class Peak(TrainerCallback):
 
 
 def budget_line(trainer: Any, peak: Peak) -> str:
-    made = trainer._loopwright._speed.plan
+    made = trainer._loopwright.run.speed.plan
     return f"{made.layout}, {made.activations}, up to {made.budget:,} tokens, peak {peak.gib:.1f} GiB"
 
 
@@ -356,7 +356,8 @@ def test_groups_grow_to_what_fits() -> None:
         f"t5: {budget_line(trainer, peak)}; losses differ by {apart(fast, slow):.1e}; "
         f"{slow_clock.milliseconds:.1f} -> {clock.milliseconds:.1f} ms per update"
     )
-    assert trainer._loopwright._speed.plan.layout in plan.IN_GROUPS and trainer._loopwright._speed.plan.budget > 8 * 640
+    made = trainer._loopwright.run.speed.plan
+    assert made.layout in plan.IN_GROUPS and made.budget > 8 * 640
     assert apart(fast, slow) < 1e-2
 
 
@@ -392,7 +393,7 @@ def test_a_small_device_recomputes() -> None:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         reason = next(
-            (c.reason for c in trainer._loopwright._speed.plan.choices if c.name == "token budget"), "no budget"
+            (c.reason for c in trainer._loopwright.run.speed.plan.choices if c.name == "token budget"), "no budget"
         )
         say(f"llama 0.3B, {gib or 'all'} GiB: {budget_line(trainer, peak)}, {clock.milliseconds:.0f} ms; {reason}")
         curves.append(losses)

@@ -240,7 +240,8 @@ def test_output_dir() -> None:
 def test_duration_and_batch(options: dict[str, Any], steps: int, epoch: float) -> None:
     trainer = run(**options)
     assert (trainer.state.global_step, trainer.state.epoch) == (steps, epoch)
-    assert trainer._loopwright.progress.samples_seen == steps * 6 if "num_train_epochs" not in options else 12 * epoch
+    seen = trainer._loopwright.run.progress.samples_seen
+    assert seen == (steps * 6 if "num_train_epochs" not in options else 12 * epoch)
 
 
 # ---- optimizer and schedule -----------------------------------------------------------------------------------------

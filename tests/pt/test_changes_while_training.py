@@ -416,7 +416,7 @@ def test_a_schedule_that_goes_by_a_metric_may_come_later(tmp_path: Any) -> None:
         run.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(run.optimizer, patience=0, factor=0.5, mode="max")
 
     trainer, _ = trained(net(()), Change("on_step_end", 1, action), tmp_path, eval_strategy="steps", eval_steps=1)
-    assert trainer.optimizer.param_groups[0]["lr"] < 0.1 and trainer._loopwright.schedule_follows_metric
+    assert trainer.optimizer.param_groups[0]["lr"] < 0.1 and trainer._loopwright.run.schedule_follows_metric
 
 
 def test_an_optimizer_cannot_be_taken_away(tmp_path: Any) -> None:
@@ -554,7 +554,7 @@ def test_another_accumulation_counts_from_the_next_update_on(
                             max_steps=-1, num_train_epochs=1)  # fmt: skip
     assert_same(keep.weights, hand.weights)
     assert trainer.state.global_step == trainer.state.max_steps == len(hand.sizes)
-    assert trainer.state.epoch == 1.0 and trainer._loopwright.progress.samples_seen == len(LENGTHS)
+    assert trainer.state.epoch == 1.0 and trainer._loopwright.run.progress.samples_seen == len(LENGTHS)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 1), (2, 5), (6, 1)])
@@ -572,7 +572,7 @@ def test_a_run_by_steps_goes_on_to_its_last_step(before: int, after: int, at: in
         size = min(before if len(sizes) <= at else after, batches - in_epoch)
         sizes.append(size)
         in_epoch = (in_epoch + size) % batches
-    assert trainer.state.global_step == 20 and trainer._loopwright.progress.samples_seen == sum(sizes)
+    assert trainer.state.global_step == 20 and trainer._loopwright.run.progress.samples_seen == sum(sizes)
     assert trainer.state.epoch == pytest.approx(sum(sizes) / batches)
 
 

@@ -42,8 +42,9 @@ def learned(model: Any, data: Any, folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", [Tokens, ShiftedTokens])
 def test_a_part_tells_as_much(kind: type, lengths: tuple[int, ...], tmp_path: Path) -> None:
     trainer = learned(made(kind), samples(lengths), tmp_path)
-    assert trainer._loopwright.accounting.kind is LossKind.MEAN
-    assert trainer._loopwright.accounting.shifts is kind.shift and not trainer._loopwright.accounting.undecided_shift
+    accounting = trainer._loopwright.run.accounting
+    assert accounting.kind is LossKind.MEAN
+    assert accounting.shifts is kind.shift and not accounting.undecided_shift
 
 
 @pytest.mark.parametrize("lengths", [(40,), (9, 3, 12, 7)])
@@ -62,7 +63,7 @@ def test_the_part_of_a_row_has_its_targets(tmp_path: Path) -> None:
     part = looking.part_of(pad([row]), [])
     assert {tuple(value.shape) for value in part.values()} == {(1, ENOUGH)}
     assert torch.equal(part["labels"][0, -5:], row["labels"][50:55])
-    assert learned(made(Tokens), [row], tmp_path)._loopwright.accounting.kind is LossKind.MEAN
+    assert learned(made(Tokens), [row], tmp_path)._loopwright.run.accounting.kind is LossKind.MEAN
 
 
 def test_masks_of_tokens_by_tokens_are_left_whole() -> None:
@@ -80,7 +81,7 @@ class Whole(ShiftedTokens):
 
 
 def test_a_model_that_refuses_a_part_is_asked_with_the_whole(tmp_path: Path) -> None:
-    assert learned(made(Whole), samples((40,)), tmp_path)._loopwright.accounting.kind is LossKind.MEAN
+    assert learned(made(Whole), samples((40,)), tmp_path)._loopwright.run.accounting.kind is LossKind.MEAN
 
 
 def test_gradients_are_those_of_one_large_batch(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def test_whether_a_model_uses_the_items_is_found_out(name: str, tmp_path: Any) -
         model, data, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=1
     )
     trainer.train()
-    assert trainer._loopwright.accounting.kind is KINDS[name]
+    assert trainer._loopwright.run.accounting.kind is KINDS[name]
     assert trainer.model_accepts_loss_kwargs is (KINDS[name] is LossKind.SCALED)
 
 
@@ -530,7 +530,7 @@ def test_a_part_of_the_loss_that_no_count_divides_is_weighed(weight: float, tmp_
         options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
         watched = trainer_of(model, data, tmp_path, learning_rate=0.0, max_steps=1, **options)
         watched.train()
-        assert accumulation == 1 or watched._loopwright.accounting.kind is LossKind.MIXED
+        assert accumulation == 1 or watched._loopwright.run.accounting.kind is LossKind.MIXED
         [gradients] = trained_gradients(model, data, tmp_path, **options)
         assert_close(gradients, expected)
 

@@ -125,12 +125,12 @@ def test_an_update_is_that_of_one_batch(name: str, lengths: tuple[int, ...], tmp
         trainer = trainer_of(model, data, tmp_path, compute_loss_func=loss, learning_rate=0.0, max_steps=1, **options)
         trainer.train()
         if accumulation > 1 and lengths is LENGTHS:
-            assert trainer._loopwright.accounting.kind is kind, (
+            assert trainer._loopwright.run.accounting.kind is kind, (
                 size,
                 trainer.accounting.rivals,
                 trainer.accounting.reason,
             )
-            assert trainer._loopwright.accounting.is_additive
+            assert trainer._loopwright.run.accounting.is_additive
         [gradients] = trained_gradients(model, data, tmp_path, compute_loss_func=loss, **options)
         assert_close(gradients, expected)
 
@@ -208,7 +208,7 @@ def test_what_is_made_of_no_parts_is_said(loss: Any, split: tuple[int, int], tmp
     trainer.train()
     told = [text for text in trainer._loopwright.notices.told if "depends on its split" in text]
     assert len(told) == 1 and "(sum, count)" in told[0]
-    assert trainer._loopwright.accounting.is_additive is False and trainer._loopwright.accounting.reason
+    assert trainer._loopwright.run.accounting.is_additive is False and trainer._loopwright.run.accounting.reason
 
 
 @pytest.mark.parametrize("loss", ODD, ids=lambda loss: loss.__name__)
@@ -243,8 +243,9 @@ def test_a_loss_that_draws_numbers_is_not_called_odd(tmp_path: Any) -> None:
     trainer = trainer_of(made(Noisy), data_of(LENGTHS), tmp_path, max_steps=1, per_device_train_batch_size=4,
                          gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer._loopwright.accounting.kind is LossKind.MEAN and trainer._loopwright.accounting.is_additive is False
-    assert "random numbers" in trainer._loopwright.accounting.reason
+    accounting = trainer._loopwright.run.accounting
+    assert accounting.kind is LossKind.MEAN and accounting.is_additive is False
+    assert "random numbers" in accounting.reason
 
 
 def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
@@ -257,7 +258,7 @@ def test_dropout_of_every_kind_is_no_randomness(tmp_path: Any) -> None:
     trainer = trainer_of(made(Dropping), data_of(ALIKE), tmp_path, max_steps=1, per_device_train_batch_size=4,
                          gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer._loopwright.accounting.kind is LossKind.MEAN and trainer._loopwright.accounting.is_additive
+    assert trainer._loopwright.run.accounting.kind is LossKind.MEAN and trainer._loopwright.run.accounting.is_additive
 
 
 # ---- batches without items ------------------------------------------------------------------------------------------
@@ -497,7 +498,7 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
     trainer = trainer_of(made(BertForPreTraining, tiny.bert_config(2)), data, tmp_path, collator=collate, max_steps=1,
                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
-    assert trainer._loopwright.accounting.kind is LossKind.OTHER
+    assert trainer._loopwright.run.accounting.kind is LossKind.OTHER
     assert [text for text in trainer._loopwright.notices.told if "several means" in text]
 
 
@@ -506,7 +507,7 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("name", ["sequences", "a sum", "own ignore_index", "items"])
 def test_a_resumed_run_knows_the_loss(name: str, tmp_path: Any) -> None:
-    """What was found out is not asked again, and the weights are those of the run that went through."""
+    """What was found out is not asked again, but checked when it is due; the weights are those of one long run."""
     loss, kind = EXACT[name]
     data = data_of(LENGTHS)
     options = {
@@ -516,10 +517,10 @@ def test_a_resumed_run_knows_the_loss(name: str, tmp_path: Any) -> None:
     through = trainer_of(made(Tokens), data, tmp_path, **options)
     through.train()
     again = trainer_of(made(Tokens), data, tmp_path, **options)
-    looks: list[Any] = []
-    again._loopwright._learn_loss = looks.append  # type: ignore[method-assign]
+    looks: list[int] = []
+    again._loopwright._learn_loss = lambda batches, reports=True: looks.append(again.state.global_step + 1)  # type: ignore[method-assign]
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert again._loopwright.accounting.kind is kind and not looks
+    assert again._loopwright.run.accounting.kind is kind and looks == [4]
     for mine, theirs in zip(again.model.parameters(), through.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -532,7 +533,7 @@ def test_another_loss_is_looked_at_anew(tmp_path: Any) -> None:
     again = trainer_of(made(Tokens), data, tmp_path, compute_loss_func=over_sequences, max_steps=3, learning_rate=1e-3,
                        **options)  # fmt: skip
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    assert again._loopwright.accounting.kind is LossKind.SAMPLES
+    assert again._loopwright.run.accounting.kind is LossKind.SAMPLES
 
 
 # ---- labels and batches of evaluation -------------------------------------------------------------------------------

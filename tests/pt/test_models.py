@@ -290,7 +290,7 @@ def test_an_adapter_hides_no_column_and_no_shift(tmp_path: Any) -> None:
         model, DATA, tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=1
     )
     trainer.train()
-    assert trainer._loopwright.accounting.shifts and not [
+    assert trainer._loopwright.run.accounting.shifts and not [
         text for text in trainer._loopwright.notices.told if "removed columns" in text
     ]
 

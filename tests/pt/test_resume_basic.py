@@ -235,7 +235,7 @@ def test_ignore_data_skip_starts_the_epoch_anew(tmp_path: Path) -> None:
     epochs = [row["epoch"] for row in again.state.log_history if "loss" in row]
     assert epochs[:6] == [0.25, 0.5, 0.25, 0.5, 0.75, 1.0]
     assert again.state.global_step == 10
-    assert again._loopwright.progress.samples_seen == 8 + 14 + 14
+    assert again._loopwright.run.progress.samples_seen == 8 + 14 + 14
 
 
 # ---- callbacks ------------------------------------------------------------------------------------------------------

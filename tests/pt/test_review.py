@@ -49,7 +49,7 @@ def test_another_batch_size_goes_on_at_the_right_sample_and_ends_with_the_epochs
         tmp_path / "b", num_train_epochs=3, per_device_train_batch_size=after, save_steps=1000,
         resume_from_checkpoint=resumed,
     )  # fmt: skip
-    assert part._loopwright.progress.samples_seen == 120, "three epochs of forty samples"
+    assert part._loopwright.run.progress.samples_seen == 120, "three epochs of forty samples"
     assert part.state.epoch == 3.0
     assert part.state.global_step == part.state.max_steps
     assert (tmp_path / "b" / f"checkpoint-{part.state.max_steps}").is_dir(), "the last step is saved"
@@ -192,8 +192,8 @@ def test_a_pinned_checkpoint_stays_and_does_not_count(tmp_path: Path) -> None:
                 (tmp_path / "checkpoint-4" / "pinned").touch()
 
     trainer = run(tmp_path, max_steps=10, save_total_limit=2, async_save=False, callbacks=[Pin()])
-    assert sorted(trainer._loopwright.checkpoints.complete()) == [4, 8, 10]
-    assert trainer._loopwright.checkpoints.find(str(tmp_path / "checkpoint-4")) == str(tmp_path / "checkpoint-4")
+    assert sorted(trainer._loopwright.run.checkpoints.complete()) == [4, 8, 10]
+    assert trainer._loopwright.run.checkpoints.find(str(tmp_path / "checkpoint-4")) == str(tmp_path / "checkpoint-4")
 
 
 @pytest.mark.parametrize(("free", "background"), [(10**12, True), (10, False), (None, True)])

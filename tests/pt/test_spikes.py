@@ -40,7 +40,7 @@ def test_the_run_goes_back_and_leaves_the_window_out(tmp_path: Path) -> None:
     trainer = run(tmp_path, on_spike="rollback")
     assert trainer.state.global_step == 24
     assert trainer.seen == 24 + 2, "updates 13 and 14 were undone: back to checkpoint 12"
-    assert trainer._loopwright.progress.samples_seen == 26 * 16, "their samples were not used again"
+    assert trainer._loopwright.run.progress.samples_seen == 26 * 16, "their samples were not used again"
     steps = [row["step"] for row in trainer.state.log_history if "loss" in row]
     assert steps == list(range(2, 25, 2))
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -63,7 +63,7 @@ def losses(trainer: Trainer) -> list[float]:
 def test_resume_is_exact_and_reads_nothing_twice(step: int, persistent: bool, tmp_path: Path) -> None:
     options = {"dataloader_persistent_workers": persistent}
     whole = run(tmp_path / "whole", **options)
-    assert isinstance(whole._loopwright.train_dataloader, StreamLoader)
+    assert isinstance(whole._loopwright.run.loader, StreamLoader)
     part = run(tmp_path / "part", resume=str(tmp_path / "whole" / f"checkpoint-{step}"), **options)
     assert losses(part) == losses(whole)
     for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True):

@@ -101,7 +101,7 @@ def test_the_best_model_of_a_store_is_loaded(url: str) -> None:
     trainer = BestAtFour(Regression(0.3), args, train_dataset=data, eval_dataset=data[:6])
     trainer.train()
     assert trainer.state.best_model_checkpoint == f"{url}/checkpoint-4"
-    best = loopwright.load_model(Regression(0.3), trainer._loopwright.checkpoints.local(f"{url}/checkpoint-4"))
+    best = loopwright.load_model(Regression(0.3), trainer._loopwright.run.checkpoints.local(f"{url}/checkpoint-4"))
     assert all(torch.equal(value, trainer.model.state_dict()[name]) for name, value in best.state_dict().items())
 
 

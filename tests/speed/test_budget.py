@@ -201,9 +201,9 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     seen: list[bool] = []
 
     class Looking(TorchInternals):
-        def begin_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
+        def micro_batch(self, *args: Any, **kwargs: Any) -> Any:
             seen.append(recomputing(Run(self.trainer, 0.0, [], {}, [])))
-            return super().begin_micro_batch(*args, **kwargs)
+            return super().micro_batch(*args, **kwargs)
 
     class Looks(Trainer):
         _loopwright_class = Looking

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import loopwright.speed.planner.decision as speed_plan
 import loopwright.speed.planner.planner as planning
 from loopwright import Trainer, TrainerCallback
-from loopwright.core.update import Update
+from loopwright.core.update import MicroBatch, Update
 from loopwright.pt.internals import TorchInternals
-from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of, share_of
+from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of
 from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
 from loopwright.speed.planner.planner import GRAPHS
 from tests.speed.architectures import build, samples
@@ -179,7 +179,7 @@ def test_what_a_replay_would_leave_out_keeps_graphs_off(
 ) -> None:
     run = train(build("bert", "class"), even(24, "class"), tmp_path, max_steps=4, **options)
     assert not run.plan.graphed and recorder.recorded == 0
-    assert words in str(run.trainer._loopwright._speed._here.why_not_graph)
+    assert words in str(run.trainer._loopwright.run.speed._here.why_not_graph)
 
 
 def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_changing_shapes_are_no_graphs(tmp_path: Any, recorder: Recorder, monkey
     monkeypatch.setattr(planning, "is_worth_it", lambda *a: False)  # layouts do not pay here
     monkeypatch.setattr(graphing, "MOST_SHAPES", 4)
     run = train(build("bert", "class"), samples(96, "class"), tmp_path, max_steps=9, gradient_accumulation_steps=1)
-    assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._loopwright._speed.is_idle
+    assert not run.plan.graphed and recorder.recorded == 0 and run.trainer._loopwright.run.speed.is_idle
 
 
 def test_groups_are_no_graphs(tmp_path: Any, recorder: Recorder) -> None:
@@ -230,7 +230,7 @@ def test_a_recording_that_fails_is_taken_back(
         run = train(dropping("bert", "class"), data, tmp_path, max_steps=6, strict=True)
     assert run.losses == plain.losses and exact(plain, run)
     assert not run.plan.graphed and reason_of(run) == "not while recording"
-    assert run.trainer._loopwright.speed_plan["graphed"] is False
+    assert run.trainer._loopwright.run.speed_plan["graphed"] is False
     assert caplog.text.count("speed: no CUDA graph: not while recording") == 1
 
 
@@ -284,7 +284,7 @@ def test_a_resumed_run_records_rows_when_the_whole_one_did(start: int, tmp_path:
     replays, recorder.replays = recorder.replays, 0
     rest = train(dropping("bert", "class"), data, tmp_path, resume=str(tmp_path / f"checkpoint-{start}"), **options)
     assert whole.plan.few_shapes and rest.plan == whole.plan and exact(whole, rest)
-    assert rest.trainer._loopwright._speed.state_dict() == whole.trainer._loopwright._speed.state_dict()
+    assert rest.trainer._loopwright.run.speed.state_dict() == whole.trainer._loopwright.run.speed.state_dict()
     assert 0 < recorder.replays <= replays
 
 
@@ -334,11 +334,16 @@ class Masked(nn.Module):
         return self.layer(x).square().mean()
 
 
-def graphed(model: nn.Module, given_up: list[str], loss_of: Any = None) -> GraphedTraining:
+def graphed(
+    model: nn.Module, given_up: list[str], loss_of: Any = None, *, targets: int = 1, items: int | None = None
+) -> GraphedTraining:
+    """A graphed step whose micro-batch holds `targets` of the two targets of its update."""
+    micro = MicroBatch(Update([{}, {}], items=[targets, 2 - targets], total_items=2), 0, items=items)
     return GraphedTraining(
         model,
         loss_of=loss_of or (lambda inputs, items: model(**inputs)),
-        weigh=lambda loss: loss,
+        micro_batch=lambda: micro,
+        weigh=lambda loss, micro: loss,
         backward=lambda loss: loss.backward(),
         put=dict,
         plain=lambda model, inputs, num_items_in_batch=None: torch.tensor(-1.0),
@@ -351,9 +356,8 @@ def graphed(model: nn.Module, given_up: list[str], loss_of: Any = None) -> Graph
 @pytest.mark.parametrize("needs", [True, False])
 def test_a_mask_that_masks_nothing_is_left_out_where_that_is_the_same(needs: bool) -> None:
     model, given_up = Masked(needs), []
-    step = graphed(model, given_up)
+    step = graphed(model, given_up, targets=2)
     whole = {"x": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
-    step.share = 1.0
     step(model, whole)
     model.seen.clear()
     assert step(model, whole) > 0 and given_up == []
@@ -365,8 +369,7 @@ def test_a_mask_that_masks_nothing_is_left_out_where_that_is_the_same(needs: boo
 
 def test_a_loss_that_needs_the_number_of_items_is_not_recorded() -> None:
     model, given_up = Masked(False), []
-    step = graphed(model, given_up, lambda inputs, items: model(**inputs) * (1 if items is None else items))
-    step.share = 0.5
+    step = graphed(model, given_up, lambda inputs, items: model(**inputs) * (1 if items is None else items), items=7)
     assert step(model, {"x": torch.ones(2, 3)}, num_items_in_batch=7) == -1.0
     assert len(given_up) == 1 and "not given the number of items" in given_up[0]
     assert step(model, {"x": torch.ones(2, 3)}) == -1.0 and len(given_up) == 1
@@ -374,17 +377,17 @@ def test_a_loss_that_needs_the_number_of_items_is_not_recorded() -> None:
 
 def test_a_loss_that_is_not_a_number_proves_nothing() -> None:
     model, given_up = Masked(False), []
-    step = graphed(model, given_up)
-    step.share = 1.0
+    step = graphed(model, given_up, targets=2)
     assert step(model, {"x": torch.full((2, 3), float("nan"))}) == -1.0 and given_up == []
     assert step(model, {"x": torch.ones(2, 3)}) > 0 and step.step.reason is None
 
 
 def test_shares_are_known_where_targets_were_counted() -> None:
     update = Update([{}, {}], items=[3, 0], total_items=3)
-    assert share_of(update, 0) == 1.0 and share_of(update, 1) is None
-    assert share_of(Update([{}]), 0) is None
-    assert share_of(Update([{}, {}], items=[torch.tensor(3), torch.tensor(1)], total_items=torch.tensor(4)), 0) is None
+    assert MicroBatch(update, 0).share == 1.0 and MicroBatch(update, 1).share is None
+    assert MicroBatch(Update([{}]), 0).share is None
+    on_device = Update([{}, {}], items=[torch.tensor(3), torch.tensor(1)], total_items=torch.tensor(4))
+    assert MicroBatch(on_device, 0).share is None
 
 
 def test_operations_are_told_by_shapes_or_not_at_all() -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from loopwright.snapshot import restored
+from loopwright.speed.cuda_graphs.contexts import host_streams
 from loopwright.speed.cuda_graphs.recorder import Graph, GraphedStep, cannot_capture, relative_difference, shape_key
-from loopwright.speed.untouched import host_streams, undone
 
 CPU = torch.device("cpu")
 
@@ -220,7 +221,7 @@ def test_whatever_was_there_before_is_there_after() -> None:
     values = [None if g is None else g.clone() for g in gradients]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     streams = host_streams(torch.device("cuda"))
-    with undone(model, list(model.parameters()), CPU):
+    with restored(model, list(model.parameters())):
         runner(model)(batch(6, 1), 1.0)
         model.first.weight.grad = None
         random.random(), np.random.rand(), torch.rand(1)

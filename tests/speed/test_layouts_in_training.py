@@ -29,7 +29,7 @@ def fresh() -> nn.Module:
 def test_the_level_says_what_is_tried(tmp_path: Any) -> None:
     """speed="off" tries nothing, "auto" what pays (in a tiny run nothing does), "max" everything."""
     runs = {level: train(fresh(), DATA, tmp_path / level, speed=level, max_steps=3) for level in ("off", "auto", "max")}
-    assert runs["off"].trainer._loopwright._speed is None
+    assert runs["off"].trainer._loopwright.run.speed is None
     assert runs["auto"].plan.layout == AS_MADE and "too small" in runs["auto"].plan.choices[0].reason
     assert runs["max"].plan.layout == FLAT
     assert runs["off"].losses == runs["auto"].losses
@@ -53,7 +53,7 @@ def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, mo
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
     run = train(fresh(), even, tmp_path, speed="auto", max_steps=4)
     assert run.plan.layout == AS_MADE and "0% of the tokens are padding" in run.plan.choices[0].reason
-    assert run.trainer._loopwright._speed.is_idle
+    assert run.trainer._loopwright.run.speed.is_idle
 
 
 @pytest.mark.parametrize("accumulation", [1, 6])
@@ -113,7 +113,7 @@ class Substeps(TrainerCallback):
 
 def test_an_overridden_training_step_sees_its_own_batches(tmp_path: Any) -> None:
     run = train(fresh(), DATA, tmp_path, kind=OwnStep, speed="max")
-    assert run.trainer._loopwright._speed is None
+    assert run.trainer._loopwright.run.speed is None
     assert "training_step is overridden" in str(run.trainer.speed_report())
 
 
@@ -129,7 +129,7 @@ def test_an_overridden_loss_keeps_the_form_of_its_inputs(tmp_path: Any) -> None:
 def test_whoever_listens_between_micro_batches_gets_them(tmp_path: Any) -> None:
     listener = Substeps()
     run = train(fresh(), DATA, tmp_path, speed="max", given={"callbacks": [listener]})
-    assert run.trainer._loopwright._speed is None and listener.count == 1
+    assert run.trainer._loopwright.run.speed is None and listener.count == 1
 
 
 class Unstable(Trainer):
@@ -179,7 +179,7 @@ def test_a_hook_of_the_users_sees_batches_of_the_form_it_was_written_for(tmp_pat
 def test_noise_that_depends_on_the_length_of_rows_keeps_them(tmp_path: Any) -> None:
     """It is drawn anew for every forward, so that nothing can be compared."""
     run = train(fresh(), DATA, tmp_path, speed="max", neftune_noise_alpha=5.0)
-    assert run.trainer._loopwright._speed is None and "neftune" in str(run.trainer.speed_report())
+    assert run.trainer._loopwright.run.speed is None and "neftune" in str(run.trainer.speed_report())
 
 
 # ---- batches that differ ---------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ def test_unpadded_batches_are_laid_out_anew_and_never_cut_in_two(tmp_path: Any) 
     forward = model.bert.encoder.layer[0].forward
     model.bert.encoder.layer[0].forward = lambda hidden, *args, **kwargs: _fits(forward, hidden, *args, **kwargs)
     run = train(model, data, tmp_path, speed="max", max_steps=2, auto_find_batch_size=True)
-    assert run.plan.layout == UNPADDED and run.plan.budget and run.trainer._loopwright.micro_split == 1
+    assert run.plan.layout == UNPADDED and run.plan.budget and run.trainer._loopwright.run.micro_split == 1
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)
 
 

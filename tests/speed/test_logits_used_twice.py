@@ -463,7 +463,7 @@ def test_an_update_is_the_one_of_real_logits(
     assert fused.losses == pytest.approx(plain.losses, rel=1e-10)
     for name, gradient in plain.gradients.items():
         same(fused.gradients[name], gradient)
-    head = fused.trainer._loopwright._speed._head
+    head = fused.trainer._loopwright.run.speed._head
     assert head is None or not head.is_installed
     if kind is InOrder:
         assert not head.logits_were_used  # nothing holds them until the end of the update

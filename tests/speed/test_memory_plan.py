@@ -272,12 +272,12 @@ def test_what_is_passed_in_is_entered_around_the_measure() -> None:
     model, seen = Model(), []
 
     @contextmanager
-    def undisturbed() -> Any:
+    def sandbox() -> Any:
         seen.append("in")
         yield
         seen.append("out")
 
-    measure_twice(lambda rows: seen.append(rows) or rows, sizes=(1, 2), model=model, blocks=[], undisturbed=undisturbed)
+    measure_twice(lambda rows: seen.append(rows) or rows, sizes=(1, 2), model=model, blocks=[], sandbox=sandbox)
     assert seen == ["in", 1, 2, "out"]
 
 

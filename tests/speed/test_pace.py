@@ -322,9 +322,8 @@ def test_sampled_updates_are_split_and_leave_no_hook(accumulation: int, tmp_path
     assert report.sampled_updates == 1
     assert {"data", "forward", "backward", "optimizer", "other"} == set(report.split)
     assert sum(report.split.values()) == pytest.approx(1)
-    assert (
-        not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer._loopwright.split is None
-    )
+    assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
+    assert trainer._loopwright.run.split is None
 
 
 def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> None:
@@ -340,9 +339,8 @@ def test_hooks_go_when_the_run_fails_inside_a_sampled_update(tmp_path: Any) -> N
     trainer = trainer_of(Breaks(), samples([5] * 20), tmp_path, collator=pad, per_device_train_batch_size=1)
     with pytest.raises(ValueError, match="broken"):
         trainer.train()
-    assert (
-        not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks and trainer._loopwright.split is None
-    )
+    assert not trainer.model._forward_hooks and not trainer.model._forward_pre_hooks
+    assert trainer._loopwright.run.split is None
 
 
 def test_a_model_called_twice_has_no_separate_backward(tmp_path: Any) -> None:

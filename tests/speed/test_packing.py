@@ -177,9 +177,9 @@ def test_columns_of_a_dataset_are_measured(tmp_path: Any) -> None:
 def test_pairs_count_with_both_their_sides(tmp_path: Any) -> None:
     data = samples(24, "pair")
     run = packed(build("t5", "pair"), tmp_path, data, kind=Trainer, max_steps=-1, num_train_epochs=1)
-    packing = run.trainer._loopwright.plan.packing
+    packing = run.trainer._loopwright.run.plan.packing
     assert packing.lengths.tolist() == [len(sample["input_ids"]) + len(sample["labels"]) for sample in data]
-    assert run.plan.layout == GROUPED and run.trainer._loopwright.progress.samples_seen == 24
+    assert run.plan.layout == GROUPED and run.trainer._loopwright.run.progress.samples_seen == 24
 
 
 def test_samples_without_a_length_are_refused(tmp_path: Any) -> None:
@@ -241,10 +241,10 @@ def test_an_update_is_that_of_its_samples_in_one_padded_batch(
     run = packed(
         build(name, task), tmp_path / "packed", data, kind, gradient_accumulation_steps=accumulation, learning_rate=0.0
     )
-    assert run.trainer._loopwright.progress.samples_seen > accumulation
+    assert run.trainer._loopwright.run.progress.samples_seen > accumulation
     assert run.plan.layout == layout, run.plan.lines()
-    taken = run.trainer._loopwright.plan.packing.order.epoch(0)[
-        : run.trainer._loopwright.progress.samples_seen
+    taken = run.trainer._loopwright.run.plan.packing.order.epoch(0)[
+        : run.trainer._loopwright.run.progress.samples_seen
     ].tolist()
     plain = train(
         build(name, task), [data[i] for i in taken], tmp_path / "plain", learning_rate=0.0, speed="off",
@@ -330,9 +330,9 @@ def test_epochs_end_at_whole_numbers_and_the_schedule_with_them(accumulation: in
     assert ends.steps == [sum(counts[: k + 1]) for k in range(4)]
     assert (state.epoch, state.num_train_epochs) == (4.0, 4)
     assert state.global_step == state.max_steps == sum(counts)
-    assert run.trainer._loopwright.progress.samples_seen == 4 * len(DATA)
+    assert run.trainer._loopwright.run.progress.samples_seen == 4 * len(DATA)
     assert run.trainer.lr_scheduler.get_last_lr() == [0.0, 0.0]
-    assert run.trainer.set_initial_training_values(run.trainer.args, run.trainer._loopwright.train_dataloader) == (
+    assert run.trainer.set_initial_training_values(run.trainer.args, run.trainer._loopwright.run.loader) == (
         4, counts[0], len(DATA), 4 * len(DATA), 8 * accumulation, len(expected(0)), sum(counts)
     )  # fmt: skip
 

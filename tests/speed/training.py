@@ -29,7 +29,7 @@ class Run:
 
     @property
     def plan(self) -> SpeedPlan:
-        return SpeedPlan() if self.trainer._loopwright._speed is None else self.trainer._loopwright._speed.plan
+        return SpeedPlan() if self.trainer._loopwright.run.speed is None else self.trainer._loopwright.run.speed.plan
 
 
 class InOrder(Trainer):

@@ -342,7 +342,7 @@ def test_saving_and_resuming(tmp_path: Any) -> None:
             resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"),
         )  # fmt: skip
         again.train()
-        counters[restored] = (counter.count, again._loopwright.progress.samples_in_epoch)
+        counters[restored] = (counter.count, again._loopwright.run.progress.samples_in_epoch)
     assert counters == {True: (5, 20), False: (1, 4)}
     args = TF.arguments(tmp_path, metric_for_best_model="score")
     assert args.greater_is_better is True

@@ -47,7 +47,7 @@ def test_another_limit_of_the_norm_counts_from_the_next_update_on(tmp_path: Any)
 def test_another_accumulation_counts_from_the_next_update_on(tmp_path: Any) -> None:
     made, _ = changed(tmp_path, lambda run: setattr(run.args, "gradient_accumulation_steps", 2), max_steps=-1,
                       num_train_epochs=1)  # fmt: skip
-    assert (made.state.global_step, made.state.max_steps, made._loopwright.progress.samples_seen) == (4, 4, 12)
+    assert (made.state.global_step, made.state.max_steps, made._loopwright.run.progress.samples_seen) == (4, 4, 12)
     assert made.state.epoch == 1.0 and len(logged(made, "loss")) > 0
 
 

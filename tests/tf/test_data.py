@@ -67,7 +67,7 @@ def test_every_kind_of_data_gives_the_same_run(kind: str, tmp_path: Any) -> None
         tmp_path, data=KINDS[kind](), max_steps=3, train_sampling_strategy="sequential", evaluation=KINDS[kind]()
     )
     made.train()
-    assert made._loopwright.progress.samples_seen == 12
+    assert made._loopwright.run.progress.samples_seen == 12
     if not hasattr(test_every_kind_of_data_gives_the_same_run, "known"):
         test_every_kind_of_data_gives_the_same_run.known = (logged(made, "loss"), None)
     assert logged(made, "loss") == pytest.approx(test_every_kind_of_data_gives_the_same_run.known[0], rel=1e-5)
@@ -152,7 +152,7 @@ def test_unknown_lengths_need_max_steps_and_readable_data_is_needed(tmp_path: An
 def test_drop_last_group_by_length_columns_and_collators(tmp_path: Any, caplog: Any) -> None:
     made = trainer(tmp_path, data=rows(10), num_train_epochs=1, max_steps=-1, dataloader_drop_last=True)
     made.train()
-    assert (made.state.global_step, made._loopwright.progress.samples_seen) == (2, 8)
+    assert (made.state.global_step, made._loopwright.run.progress.samples_seen) == (2, 8)
     data = [{**row, "length": index, "name": "a"} for index, row in enumerate(rows(8))]
 
     def collate(samples: list[Any]) -> Any:
@@ -178,7 +178,7 @@ def test_an_override_may_bring_its_own_batches(tmp_path: Any) -> None:
 
     made = trainer(tmp_path, cls=Mine, num_train_epochs=2, max_steps=-1, evaluation=rows(3))
     made.train()
-    assert (made.state.global_step, made._loopwright.progress.samples_seen) == (4, 24)
+    assert (made.state.global_step, made._loopwright.run.progress.samples_seen) == (4, 24)
     assert made.evaluate()["eval_loss"] > 0
 
 

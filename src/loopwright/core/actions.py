@@ -11,21 +11,19 @@ from typing import Any, NoReturn
 from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
-from .checkpoint.manager import CheckpointManager
 from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
 from .hooks import Hooks
 from .host_memory import MemoryMeter
-from .meter import Meter, Reading
+from .meter import Reading
 from .outputs import speed_metrics
 from .overrides import adapt
+from .run import Run
 from .run_record import note_stop
-from .signals import STOPPED_AFTER_SAVING, Interrupted, SignalWatch
-from .spikes import SpikeWatch
-from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
+from .signals import STOPPED_AFTER_SAVING, Interrupted
+from .state import TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
-from .throughput import ThroughputMeter
 
 
 class LoopActions:
@@ -34,28 +32,13 @@ class LoopActions:
     trainer: Hooks
     """The user's trainer: overrides and attributes are always taken from it."""
 
-    progress: Progress
-    checkpoints: CheckpointManager
+    run: Run
+    """What exists only while training; between two runs the one that ended, closed."""
     notices: Notices
-    meter: Meter
     memory: MemoryMeter
-    pace: ThroughputMeter
     strategy: Strategy
-    signals: SignalWatch
-    spikes: SpikeWatch
-    learning_rate: float = 0.0
     is_probing: bool = False
     """Whether the loss is being computed only to see how it is scaled."""
-    schedule_follows_metric: bool = False
-    """Whether the learning rate moves after evaluations instead of updates."""
-    ignore_keys_for_eval: list[str] | None = None
-    _started: float = 0.0
-    _interval_length: int = 0
-    _first_token: int = 0
-    _late: list[LogPoint]
-    """Log points whose numbers are still being computed."""
-    split: Any = None
-    """The marks of the update whose time is being split into parts."""
 
     # ---- what the user may replace ----------------------------------------------------------------------------------
 
@@ -84,49 +67,48 @@ class LoopActions:
     def log_now(self) -> None:
         """Read the numbers since the last log point and log them."""
         step = self.state.global_step
-        if step <= self.progress.last_logged_step:
+        if step <= self.run.progress.last_logged_step:
             return
-        updates, self.progress.last_logged_step = step - self.progress.last_logged_step, step
+        updates, self.run.progress.last_logged_step = step - self.run.progress.last_logged_step, step
         if self.strategy.logs_later and can_defer_logs(self):
             self.control.should_log = False
-            self._late.append(LogPoint(step, updates, self.learning_rate, self.meter.hand_over()))
+            self.run.late_logs.append(LogPoint(step, updates, self.run.learning_rate, self.run.meter.hand_over()))
             self.strategy.defer(self.write_late_logs)
             return
-        self._log_interval(step, updates, self.learning_rate, self.meter.read())
+        self._log_interval(step, updates, self.run.learning_rate, self.run.meter.read())
 
     def write_late_logs(self) -> None:
         """Write the logs that wait for the end of a step, in their order."""
-        while self._late:
-            point = self._late.pop(0)
+        while self.run.late_logs:
+            point = self.run.late_logs.pop(0)
             self._log_interval(point.step, point.updates, point.learning_rate, point.read())
 
     def _log_interval(self, step: int, updates: int, learning_rate: float, reading: Reading) -> None:
-        self._interval_length = updates
         logs: dict[str, float] = {"loss": reading.loss}
         if reading.grad_norm is not None:
             logs["grad_norm"] = reading.grad_norm
         logs["learning_rate"] = learning_rate
         if reading.nonfinite:
             logs["nonfinite_updates"] = reading.nonfinite
-            self._report_nonfinite(step, reading)
+            self._report_nonfinite(step, updates, reading)
         self.trainer.store_flos()
         self._log_with_pace(logs)
-        if self.args.on_spike == "rollback" and self.spikes.is_spike(reading.loss):
-            self.roll_back(step - self._interval_length)
+        if self.args.on_spike == "rollback" and self.run.spikes.is_spike(reading.loss):
+            self.roll_back(step - updates)
 
     def _log_with_pace(self, logs: dict[str, float]) -> None:
         """Log; callbacks also get the throughput of the interval, which is no part of the log history."""
         self.callback_handler.pace = self.live_numbers()
         try:
-            self._log(logs, start_time=self._started)
+            self._log(logs, start_time=self.run.started)
         finally:
             self.callback_handler.pace = None
-        if self.split is not None:
-            self.split.restart()
+        if self.run.split is not None:
+            self.run.split.restart()
 
     def live_numbers(self) -> dict[str, float]:
         """How fast the run went since the last log point."""
-        return self.pace.read()
+        return self.run.pace.read()
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -134,16 +116,16 @@ class LoopActions:
         self.write_late_logs()
         if not self.strategy.reads_are_free:
             # What follows waits for the device in any case; the wait belongs to the updates that made the work.
-            self.meter.settle()
-        with self.pace.left_out():
+            self.run.meter.settle()
+        with self.run.pace.left_out():
             yield
-        if self.split is not None:
-            self.split.restart()
+        if self.run.split is not None:
+            self.run.split.restart()
 
     def roll_back(self, step: int) -> None:
         """Go back to the newest checkpoint that is not after this step, and on with the data that comes next."""
-        self.checkpoints.wait()
-        good = [each for each in self.checkpoints.complete() if each <= step]
+        self.run.checkpoints.wait()
+        good = [each for each in self.run.checkpoints.complete() if each <= step]
         if not good:
             self.notices.warn_once(
                 f"the loss spiked after step {step}, and there is no earlier checkpoint to roll back to"
@@ -164,12 +146,12 @@ class LoopActions:
         raise NotImplementedError
 
     def _stop_if_nonfinite(self) -> None:
-        self.meter.settle()
-        if self.meter.bad:
+        self.run.meter.settle()
+        if self.run.meter.bad:
             self.log_now()
 
-    def _report_nonfinite(self, step: int, reading: Reading) -> None:
-        first = step - (self._interval_length - (reading.first_nonfinite or 0)) + 1
+    def _report_nonfinite(self, step: int, updates: int, reading: Reading) -> None:
+        first = step - (updates - (reading.first_nonfinite or 0)) + 1
         policy = self.args.on_nonfinite
         if policy == "raise":
             folder = self.write_incident(first)
@@ -178,7 +160,7 @@ class LoopActions:
                 f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
                 'rate, or set on_nonfinite="skip" to skip such updates'
             )
-        if self.meter.nonfinite > reading.nonfinite:
+        if self.run.meter.nonfinite > reading.nonfinite:
             return  # reported at an earlier log point
         done = "skipped" if policy == "skip" else "applied anyway"
         self.notices.warn_once(
@@ -202,7 +184,7 @@ class LoopActions:
         if self.args.include_num_input_tokens_seen != "no":
             logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
             if start_time is not None:
-                tokens = self.state.num_input_tokens_seen - self._first_token
+                tokens = self.state.num_input_tokens_seen - self.run.first_token
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)
@@ -213,34 +195,34 @@ class LoopActions:
         After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
         """
         self.write_late_logs()
-        if self.signals.received == "SIGINT":
+        if self.run.signals.received == "SIGINT":
             if self.control.should_save:
                 self.save_now()
-            self.checkpoints.wait()
+            self.run.checkpoints.wait()
             raise KeyboardInterrupt
         wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-        self.progress.pending = [name for name in wishes if getattr(self.control, name)]
+        self.run.progress.pending = [name for name in wishes if getattr(self.control, name)]
         self.save_now()
-        self.checkpoints.wait()
-        self.checkpoints.raise_if_failed()
+        self.run.checkpoints.wait()
+        self.run.checkpoints.raise_if_failed()
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
-        logger.warning(f"stopped by {self.signals.received} after saving step {step}; run again to resume")
+        logger.warning(f"stopped by {self.run.signals.received} after saving step {step}; run again to resume")
         note_stop()
-        self.signals.chained()
+        self.run.signals.chained()
         raise SystemExit(STOPPED_AFTER_SAVING)
 
     def resume_pending(self) -> None:
         """Ask again for what a signal kept the run from doing."""
-        for wish in self.progress.pending:
+        for wish in self.run.progress.pending:
             setattr(self.control, wish, True)
-        self.progress.pending = []
+        self.run.progress.pending = []
 
     def evaluate_now(self) -> None:
         """Evaluate as the training loop does, and see whether this is the best so far."""
         try:
             with self._off_the_clock():
-                metrics = self.trainer._evaluate(None, self.ignore_keys_for_eval)
+                metrics = self.trainer._evaluate(None, self.run.ignore_keys_for_eval)
         except Interrupted:
             self.save_and_exit()
         is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
@@ -258,12 +240,12 @@ class LoopActions:
         started = time.monotonic()
         with self._off_the_clock():
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
-        self.state.last_save_seconds = max(time.monotonic() - started, self.checkpoints.last_seconds)
+        self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: nothing has moved yet
+        if self.run.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: nothing has moved yet
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 
@@ -315,7 +297,7 @@ class LoopActions:
         folder = str(self.args.output_dir)
         try:
             os.makedirs(working_folder(folder), exist_ok=True)
-            self.checkpoints.storage.check_writable()
+            self.run.checkpoints.storage.check_writable()
         except OSError as error:
             raise OutputError(
                 f"the output folder {folder!r} cannot be written ({error.strerror or error}); choose another "
@@ -350,7 +332,7 @@ class LoopActions:
 
     def end(self) -> None:
         """Wait for saves in flight; trackers are finished when training ends."""
-        self.checkpoints.wait()
+        self.run.checkpoints.wait()
 
     def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         if not self.args.skip_memory_metrics:

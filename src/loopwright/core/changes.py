@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import ArgumentsError, NotAvailable
 from .actions import LoopActions
 from .plan import Plan
@@ -12,21 +10,9 @@ from .plan import Plan
 class ChangingMethods(LoopActions):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
-    plan: Plan
-    _asked_accumulation: int = 1
-    """The accumulation the plan was made for; callbacks may ask for another one."""
-    _first_accumulation: int = 1
-    """The accumulation the run was started with."""
-    _is_resized: bool = False
-    """Whether updates of this run had another size before, because the accumulation was changed in between."""
-
-    _optimizer_then: Any = None
-    """The optimizer that training goes by; `self.optimizer` may have been assigned since."""
-    _schedule_then: Any = None
-
     def begin_following(self) -> None:
         """Note what training begins with."""
-        self._optimizer_then, self._schedule_then = self.trainer.optimizer, self.trainer.lr_scheduler
+        self.run.optimizer, self.run.schedule = self.trainer.optimizer, self.trainer.lr_scheduler
 
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: take up methods that were assigned since the last one."""
@@ -49,21 +35,21 @@ class ChangingMethods(LoopActions):
 
     def follow_accumulation(self) -> None:
         """Take up another gradient_accumulation_steps: for updates from here on, and in the plan of what is left."""
-        asked, before, step = self.args.gradient_accumulation_steps, self.plan, self.state.global_step
+        asked, before, step = self.args.gradient_accumulation_steps, self.run.plan, self.state.global_step
         if not isinstance(asked, int) or asked < 1:
             raise ArgumentsError(
                 f"gradient_accumulation_steps={asked!r} was set after step {step}; it must be an integer above 0"
             )
-        self._asked_accumulation = asked
+        self.run.asked_accumulation = asked
         if asked == before.accumulation:
             return
-        self._is_resized = True
-        self.plan = self.replanned()
-        self.state.max_steps, self.state.num_train_epochs = self.plan.max_steps, self.plan.epochs
+        self.run.is_resized = True
+        self.run.plan = self.replanned()
+        self.state.max_steps, self.state.num_train_epochs = self.run.plan.max_steps, self.run.plan.epochs
         text = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
-        if self.plan.max_steps != before.max_steps:
+        if self.run.plan.max_steps != before.max_steps:
             text += (
-                f": the run now has {self.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
+                f": the run now has {self.run.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
                 "learning rate schedule is unchanged"
             )
         self.notices.warn_once(text)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
 from typing import Any
@@ -23,15 +23,14 @@ from .loop import run_training
 from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
-from .plan import Plan
+from .run import Run
 from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
-from .spikes import SpikeWatch
-from .state import Progress, TrainerControl, TrainerState
+from .state import TrainerControl, TrainerState
 from .strategy import Strategy
 from .throughput import ThroughputMeter
 from .trainer import BaseTrainer
-from .update import Place, Update
+from .update import MicroBatch, Place, Update, whole_batch
 
 
 class Internals(ChangingMethods):
@@ -43,17 +42,10 @@ class Internals(ChangingMethods):
     """
 
     strategy: Strategy
-    split_at: int = -1
-    """The update after which `toggle_step_timing` begins or ends looking where the time goes."""
-    plan: Plan
-    _places: dict[int, Place]
+    run_class: type[Run] = Run
     handler_class: type[CallbackHandler] = CallbackHandler
     is_alone: bool = True
     """Whether this process holds all the data of an update."""
-    step: Callable[..., Any]
-    """Forward and backward of one micro-batch: the trainer's `training_step`, or what replays it as a graph."""
-    _undone: bool = False
-    """Whether a signal has undone an update whose batches were already read."""
 
     def __init__(self, trainer: Hooks) -> None:
         self.trainer = trainer
@@ -67,16 +59,10 @@ class Internals(ChangingMethods):
             is_local_process_zero=args.local_process_index == 0, is_world_process_zero=args.process_index == 0
         )
         self.trainer.control = TrainerControl()
-        self._places = {}
-        self._late = []
-        self.progress = Progress()
-        self.pace = ThroughputMeter()
         self.trainer.callback_handler = self.handler_class(
             callbacks, args=args, state=self.state, control=self.control, **context
         )
-        self.checkpoints = CheckpointManager(args.output_dir, notices=self.notices)
-        self.spikes = SpikeWatch()
-        self.signals = SignalWatch(enabled=args.enable_jit_checkpoint)
+        self.new_run()
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
             if not logger.hasHandlers():  # Python's last resort shows warnings only
@@ -84,6 +70,13 @@ class Internals(ChangingMethods):
         idle = args.without_effect()
         if idle:
             self.notices.warn_once(f"without effect in this run: {', '.join(idle)}")
+
+    def new_run(self) -> None:
+        """Begin with a new run: nothing of the one before is left."""
+        self.run = self.run_class(
+            checkpoints=CheckpointManager(self.args.output_dir, notices=self.notices),
+            signals=SignalWatch(enabled=self.args.enable_jit_checkpoint, shared=not self.is_alone),
+        )
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -100,14 +93,15 @@ class Internals(ChangingMethods):
             raise NotAvailable(
                 "train(trial=...): hyper-parameter search is not available yet, see docs/availability.md"
             )
-        self.ignore_keys_for_eval = ignore_keys_for_eval
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
+        self.new_run()
+        self.run.ignore_keys_for_eval = ignore_keys_for_eval
         self._check_output_dir()
         checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
             write_record(working_folder(self.args.output_dir))
-        older = {} if checkpoint is not None else self.checkpoints.complete()
+        older = {} if checkpoint is not None else self.run.checkpoints.complete()
         if older:
             self.notices.warn_once(
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
@@ -115,7 +109,7 @@ class Internals(ChangingMethods):
             )
         self.trainer.is_in_train = True
         try:
-            with self.strategy.alarm, self.signals, self.watched():
+            with self.strategy.alarm, self.run.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self.start_clock()
                 self.begin_following()
@@ -124,10 +118,10 @@ class Internals(ChangingMethods):
         finally:
             with suppress(Exception):  # after an error: what was logged before it, if the device still answers
                 self.write_late_logs()
-            self._late.clear()
-            self.checkpoints.wait()
+            self.run.checkpoints.wait()
             self.finish_with_model()
             self.release_data()
+            self.run.close()
             self.callback_handler.leave_training()
             self.trainer.is_in_train = False
 
@@ -138,12 +132,12 @@ class Internals(ChangingMethods):
     def _find_checkpoint(self, request: str | bool | None) -> str | None:
         """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
         if self.is_alone:
-            return self.checkpoints.find(request)
+            return self.run.checkpoints.find(request)
         found: str | None = None
         problem: Exception | None = None
         if self.strategy.rank == 0:
             try:
-                found = self.checkpoints.find(request)
+                found = self.run.checkpoints.find(request)
             except LoopwrightError as error:
                 problem = error
         found, problem = self.strategy.broadcast((found, problem))
@@ -164,25 +158,20 @@ class Internals(ChangingMethods):
         raise NotImplementedError
 
     def _start_state(self) -> None:
-        """A fresh state, progress and meter in the objects callbacks already hold."""
-        for mine, fresh in ((self.state, TrainerState()), (self.progress, Progress())):
-            for each in dataclasses.fields(fresh):
-                if not each.name.startswith("is_"):
-                    setattr(mine, each.name, getattr(fresh, each.name))
-        plan = self.plan
-        self._asked_accumulation = self._first_accumulation = self.args.gradient_accumulation_steps
-        self._is_resized = False
+        """A fresh state, in the object callbacks already hold, and the meter of the run."""
+        fresh, plan = TrainerState(), self.run.plan
+        for each in dataclasses.fields(fresh):
+            if not each.name.startswith("is_"):
+                setattr(self.state, each.name, getattr(fresh, each.name))
+        self.run.asked_accumulation = self.run.first_accumulation = self.args.gradient_accumulation_steps
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
-        self.meter = Meter(
+        self.run.meter = Meter(
             self.strategy.read,
             filter_nonfinite=self.args.logging_nan_inf_filter,
             mean=None if self.is_alone else self.strategy.reduce,
         )
-        self.spikes = SpikeWatch()
-        self._places = {}
-        self.learning_rate = 0.0
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch from where progress stands."""
@@ -198,16 +187,16 @@ class Internals(ChangingMethods):
 
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
-        self._held, self._undone = None, False
+        self.run.snapshot, self.run.undone = None, False
         batches = self.epoch_batches(epoch)
-        found = self.progress.batches_in_epoch > 0
-        pace, clock = self.pace, time.perf_counter
+        found = self.run.progress.batches_in_epoch > 0
+        pace, clock = self.run.pace, time.perf_counter
         while True:
-            if self.args.gradient_accumulation_steps != self._asked_accumulation:
+            if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
                 self.follow_accumulation()
             self.follow_overrides()
-            if (found or self._held is None) and self._may_be_undone():
-                self._held = self.strategy.hold()
+            if (found or self.run.snapshot is None) and self._may_be_undone():
+                self.run.snapshot = self.strategy.hold()
             asked = clock()
             micro_batches = self._next_batches(batches)
             pace.last_wait = clock() - asked
@@ -227,11 +216,11 @@ class Internals(ChangingMethods):
 
     def _may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
-        return self.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
+        return self.run.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
         """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
-        return list(islice(batches, self.plan.accumulation))
+        return list(islice(batches, self.run.plan.accumulation))
 
     def _no_batches(self, epoch: int) -> None:
         if epoch == 0:
@@ -243,42 +232,44 @@ class Internals(ChangingMethods):
 
     def part_states(self) -> dict[str, Any]:
         """What parts of the trainer want back when the run goes on, as JSON values."""
-        return {"spikes": self.spikes.state_dict()}
+        return {"spikes": self.run.spikes.state_dict()}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         """The counterpart of `part_states`."""
         if "spikes" in states:
-            self.spikes.load_state_dict(states["spikes"])
+            self.run.spikes.load_state_dict(states["spikes"])
 
     def run_micro_batches(self, update: Update) -> Any:
         """Forward and backward of every micro-batch; returns the update's loss. There is no other such loop."""
         self.begin_update(update)
-        strategy, events = self.strategy, self.callback_handler
+        run, strategy, events = self.run, self.strategy, self.callback_handler
         while True:
-            total = inputs = loss = None
+            total = loss = None
             try:
                 with self.around_update():
+                    strategy.begin_update(update)
                     for index in range(len(update.batches)):
-                        with strategy.micro_batch(update, index):
-                            inputs, items = self.begin_micro_batch(update, index)
-                            loss = self.step(self.trainer.model_wrapped, inputs, num_items_in_batch=items)
-                            total = strategy.add(total, loss)
-                        if index + 1 < len(update.batches):
+                        micro = run.micro_batch = self.micro_batch(update, index)
+                        with strategy.micro_batch(micro):
+                            loss = run.step(self.trainer.model_wrapped, micro.inputs, num_items_in_batch=micro.items)
+                            total = strategy.add(total, loss, micro)
+                        if not micro.is_last:
                             events.fire("on_substep_end")
                 return self.end_update(update, total)
             except Interrupted:
-                self._undone = True
-                strategy.undo(self._held)
+                run.undone = True
+                strategy.undo(run.snapshot)
                 self.save_and_exit()
             except (RuntimeError, MemoryError) as error:
-                total = inputs = loss = None  # what failed may hold the memory that is missing
+                total = loss = None  # what failed may hold the memory that is missing
+                micro = run.micro_batch = whole_batch()
                 if not self.recover(error, update):
                     raise
 
     def begin_update(self, update: Update) -> None:
         """Before the micro-batches of an update: take up what was changed since the last one."""
-        if self.split is not None:
-            self.split.data_is_there()
+        if self.run.split is not None:
+            self.run.split.data_is_there()
         self._follow_optimizer()
         self.follow_changes()
 
@@ -286,8 +277,8 @@ class Internals(ChangingMethods):
         """The context of all micro-batches of an update."""
         return nullcontext()
 
-    def begin_micro_batch(self, update: Update, index: int) -> tuple[Any, Any]:
-        """The inputs of a micro-batch, and the number of items its loss is divided by."""
+    def micro_batch(self, update: Update, index: int) -> MicroBatch:
+        """One micro-batch of an update: its inputs, the number of items its loss is given, and its weight."""
         raise NotImplementedError
 
     def end_update(self, update: Update, loss: Any) -> Any:
@@ -301,8 +292,8 @@ class Internals(ChangingMethods):
     def apply_update(self, loss: Any) -> None:
         """Clip, optimizer step, schedule."""
         strategy, events = self.strategy, self.callback_handler
-        if self.split is not None:
-            self.split.gradients_are_done()
+        if self.run.split is not None:
+            self.run.split.gradients_are_done()
         self._follow_optimizer()
         limit = self.args.max_grad_norm
         norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
@@ -310,15 +301,15 @@ class Internals(ChangingMethods):
         self._follow_optimizer(is_clipped=True)
         moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
         events.fire("on_optimizer_step")
-        self.learning_rate = self.trainer._get_learning_rate()
-        if moved and not self.schedule_follows_metric:
+        self.run.learning_rate = self.trainer._get_learning_rate()
+        if moved and not self.run.schedule_follows_metric:
             self.trainer.lr_scheduler.step()
-        self.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
+        self.run.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
         strategy.zero_grad()
 
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
         trainer = self.trainer
-        if trainer.optimizer is not self._optimizer_then or trainer.lr_scheduler is not self._schedule_then:
+        if trainer.optimizer is not self.run.optimizer or trainer.lr_scheduler is not self.run.schedule:
             self.follow_optimizer(is_clipped=is_clipped)
 
     def _veto(self, loss: Any, norm: Any) -> Any:
@@ -327,7 +318,7 @@ class Internals(ChangingMethods):
 
     def finish_update(self, update: Update) -> None:
         """Count the update."""
-        progress, state, pace = self.progress, self.state, self.pace
+        progress, state, pace = self.run.progress, self.state, self.run.pace
         if self.args.on_nonfinite == "raise":
             self._remember_place(update)
         progress.batches_in_epoch += update.micro_batches
@@ -340,16 +331,16 @@ class Internals(ChangingMethods):
         pace.computed_tokens += update.computed_tokens
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
-        if state.global_step == self.split_at:
+        if state.global_step == self.run.split_at:
             self.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos
         state.num_input_tokens_seen += update.tokens
-        state.epoch = self.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
+        state.epoch = self.run.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
         if self.args.torch_empty_cache_steps and state.global_step % self.args.torch_empty_cache_steps == 0:
             self.strategy.free_memory()
-        if self.checkpoints.failure is not None:
-            self.checkpoints.raise_if_failed()
+        if self.run.checkpoints.failure is not None:
+            self.run.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 
@@ -362,17 +353,17 @@ class Internals(ChangingMethods):
 
     def _remember_place(self, update: Update) -> None:
         """Which samples an update took, kept until its numbers are known to be finite."""
-        step, progress = self.state.global_step + 1, self.progress
-        for known in [each for each in self._places if each <= progress.last_logged_step]:
-            del self._places[known]
-        self._places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
+        step, progress = self.state.global_step + 1, self.run.progress
+        for known in [each for each in self.run.places if each <= progress.last_logged_step]:
+            del self.run.places[known]
+        self.run.places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""
-        whole = self.plan.batches_in(self.progress.epoch)
-        inside = whole is None or self.progress.batches_in_epoch < whole
+        whole = self.run.plan.batches_in(self.run.progress.epoch)
+        inside = whole is None or self.run.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
-            self.progress.close_epoch()
+            self.run.progress.close_epoch()
         self.tell_unfollowed()
 
     def _get_learning_rate(self) -> float:
@@ -384,28 +375,28 @@ class Internals(ChangingMethods):
         return logged or self.args.on_nonfinite != "continue"
 
     def start_clock(self) -> None:
-        self._started = time.time()
-        self.pace = self.make_pace()
-        self._first_step = self.state.global_step
-        self._first_sample = self.progress.samples_seen
-        self._first_token = self.state.num_input_tokens_seen
+        self.run.started = time.time()
+        self.run.pace = self.make_pace()
+        self.run.first_step = self.state.global_step
+        self.run.first_sample = self.run.progress.samples_seen
+        self.run.first_token = self.state.num_input_tokens_seen
 
     def _finish_training(self) -> TrainOutput:
         self.write_late_logs()
-        steps = self.state.global_step - self._first_step
-        loss = self.meter.mean_loss()
+        steps = self.state.global_step - self.run.first_step
+        loss = self.run.meter.mean_loss()
         self.live_numbers()  # what came after the last log point belongs into the numbers of the run
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
-        samples = self.progress.samples_seen - self._first_sample
-        metrics = speed_metrics("train", self._started, num_samples=samples, num_steps=steps)
+        samples = self.run.progress.samples_seen - self.run.first_sample
+        metrics = speed_metrics("train", self.run.started, num_samples=samples, num_steps=steps)
         self.trainer.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
         self._add_memory_metrics("train", metrics)
         self._log(metrics)
-        self.checkpoints.wait()
-        self.checkpoints.raise_if_failed()
+        self.run.checkpoints.wait()
+        self.run.checkpoints.raise_if_failed()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")

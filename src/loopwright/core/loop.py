@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 def run_training(trainer: Internals) -> None:
-    """Train from where the trainer's progress stands to the end of its plan."""
-    control, events, progress = trainer.control, trainer.callback_handler, trainer.progress
+    """Train from where the run's progress stands to the end of its plan."""
+    run, control, events = trainer.run, trainer.control, trainer.callback_handler
+    progress = run.progress
 
     events.fire("on_train_begin")
     if trainer.args.eval_on_start and trainer.state.global_step == 0:
@@ -28,8 +29,8 @@ def run_training(trainer: Internals) -> None:
     trainer.resume_pending()
     act(trainer)
 
-    control.should_training_stop |= trainer.state.global_step >= trainer.plan.max_steps  # resumed after its last update
-    while progress.epoch < trainer.plan.epochs and not control.should_training_stop:
+    control.should_training_stop |= trainer.state.global_step >= run.plan.max_steps  # resumed after its last update
+    while progress.epoch < run.plan.epochs and not control.should_training_stop:
         events.fire("on_epoch_begin")
         for update in trainer.updates(progress.epoch):
             events.fire("on_step_begin")
@@ -50,7 +51,7 @@ def act(trainer: Internals) -> None:
     control = trainer.control
     if control.should_log:
         trainer.log_now()
-    if trainer.signals.received:
+    if trainer.run.signals.received:
         trainer.save_and_exit()
     if control.should_evaluate:
         trainer.evaluate_now()

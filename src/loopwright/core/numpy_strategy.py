@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .randomness import decode_numpy, decode_python, encode_numpy, encode_python
 from .strategy import OneProcess, Strategy
-from .update import Update
+from .update import MicroBatch
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
@@ -100,11 +100,8 @@ class NumpyStrategy(OneProcess, Strategy):
     def put(self, batch: Any) -> Any:
         return batch
 
-    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
+    def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext()
-
-    def add(self, total: float | None, loss: float) -> float:
-        return loss if total is None else total + loss
 
     def forward_context(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -30,8 +30,6 @@ CHANGES = {
 class ResumingMethods(Internals):
     """The part of saving and resuming that needs no framework."""
 
-    _resume_rng: Any = None
-
     # ---- what a framework brings ------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -65,7 +63,8 @@ class ResumingMethods(Internals):
         args = self.args
         if args.save_strategy == "no" or not args.should_save:
             return
-        saves = {"steps": self.plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": self.plan.epochs}
+        plan = self.run.plan
+        saves = {"steps": plan.max_steps // max(int(self.state.save_steps), 1) + 1, "epoch": plan.epochs}
         held = saves.get(str(args.save_strategy), 1)
         warning = check_space(
             working_folder(args.output_dir),
@@ -88,8 +87,8 @@ class ResumingMethods(Internals):
 
     def _progress_document(self) -> dict[str, Any]:
         return {
-            "progress": dataclasses.asdict(self.progress),
-            "meter": self.meter.state_dict(),
+            "progress": dataclasses.asdict(self.run.progress),
+            "meter": self.run.meter.state_dict(),
             "parts": self.part_states(),
         }
 
@@ -126,7 +125,7 @@ class ResumingMethods(Internals):
 
     def plan_to_go_on(self, checkpoint: str) -> Plan:
         """The plan; with batches of another size, the updates done so far plus those of the samples left."""
-        folder, plan, args = Path(checkpoint), self.plan, self.args
+        folder, plan, args = Path(checkpoint), self.run.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
         document, step = read_json(folder / PROGRESS), read_json(folder / STATE)["global_step"]
@@ -156,7 +155,7 @@ class ResumingMethods(Internals):
         raise NotImplementedError
 
     def replanned(self) -> Plan:
-        plan, progress = self.plan_again(), self.progress
+        plan, progress = self.plan_again(), self.run.progress
         whole = plan.batches_in(progress.epoch)
         if whole is None:
             return plan
@@ -170,21 +169,21 @@ class ResumingMethods(Internals):
 
     def _batches_left(self, progress: Progress) -> int:
         """Micro-batches of this run's size in the rest of the epoch."""
-        if isinstance(self.plan, PackedPlan):
-            return len(self.plan.packing.ends(progress.epoch, progress.samples_in_epoch))
-        samples, size = (self.plan.examples or 0) - progress.samples_in_epoch, self.plan.batch_size
+        if isinstance(self.run.plan, PackedPlan):
+            return len(self.run.plan.packing.ends(progress.epoch, progress.samples_in_epoch))
+        samples, size = (self.run.plan.examples or 0) - progress.samples_in_epoch, self.run.plan.batch_size
         return samples // size if self.args.dataloader_drop_last else -(-samples // size)
 
     def _resume_progress(self, document: dict[str, Any]) -> None:
         for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
-            setattr(self.progress, name, value)
+            setattr(self.run.progress, name, value)
         # Counted in samples: the size of batches may have changed.
-        whole = self.plan.batches_in(self.progress.epoch)
+        whole = self.run.plan.batches_in(self.run.progress.epoch)
         if self._ordered_data() and whole is not None:
-            self.progress.batches_in_epoch = whole - self._batches_left(self.progress)
-        self.state.samples_seen = self.progress.samples_seen
-        self.meter.load_state_dict(document["meter"])
-        self._is_resized = bool(document.get("resized"))
+            self.run.progress.batches_in_epoch = whole - self._batches_left(self.run.progress)
+        self.state.samples_seen = self.run.progress.samples_seen
+        self.run.meter.load_state_dict(document["meter"])
+        self.run.is_resized = bool(document.get("resized"))
         self.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
@@ -201,28 +200,28 @@ class ResumingMethods(Internals):
         self._restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:
-        folder = Path(self.checkpoints.local(self.checkpoints.complete()[step]))
-        place = dataclasses.replace(self.progress)
+        folder = Path(self.run.checkpoints.local(self.run.checkpoints.complete()[step]))
+        place = dataclasses.replace(self.run.progress)
         rng = self.strategy.rng_state()
         self.trainer._load_from_checkpoint(str(folder))
         self._resume(str(folder))
-        logged = self.progress.last_logged_step
+        logged = self.run.progress.last_logged_step
         for each in dataclasses.fields(place):
-            setattr(self.progress, each.name, getattr(place, each.name))
-        self.progress.last_logged_step = logged
-        self._resume_rng = None
+            setattr(self.run.progress, each.name, getattr(place, each.name))
+        self.run.progress.last_logged_step = logged
+        self.run.resume_rng = None
         self.strategy.load_rng_state(rng)
         # Samples without an update that counts: a run of so many updates takes more data, one of so many epochs ends
         # with fewer updates, the last of which it has to know.
-        self._is_resized = True
-        self.plan = self.replanned()
-        self.state.max_steps, self.state.num_train_epochs = self.plan.max_steps, self.plan.epochs
+        self.run.is_resized = True
+        self.run.plan = self.replanned()
+        self.state.max_steps, self.state.num_train_epochs = self.run.plan.max_steps, self.run.plan.epochs
 
     def _put_back_rng(self) -> None:
         """Random streams as the checkpoint holds them, once."""
-        if self._resume_rng is not None:
-            self.strategy.load_rng_state(self._resume_rng)
-            self._resume_rng = None
+        if self.run.resume_rng is not None:
+            self.strategy.load_rng_state(self.run.resume_rng)
+            self.run.resume_rng = None
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model."""
@@ -230,8 +229,8 @@ class ResumingMethods(Internals):
         assert best is not None
         if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
-        if self.state.best_global_step not in self.checkpoints.complete() and not os.path.isdir(best):
+        if self.state.best_global_step not in self.run.checkpoints.complete() and not os.path.isdir(best):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
-        self._load_weights_of(self.checkpoints.local(best))
+        self._load_weights_of(self.run.checkpoints.local(best))
 

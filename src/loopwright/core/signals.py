@@ -56,11 +56,11 @@ class Interrupted(BaseException):
 class SignalWatch:
     """While entered, notes the first signal and lets a second one do what it did before."""
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    def __init__(self, *, enabled: bool = True, shared: bool = False) -> None:
         self.received: str | None = None
         self.chained: Callable[[], Any] = lambda: None
         """The handler that was there before ours, still to be called."""
-        self.shared = False
+        self.shared = shared
         """Whether a signal counts only once all processes of the run have heard of it."""
         self.noted: str | None = None
         """The signal this process got, whether the others know of it or not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from .update import Update
+from .update import MicroBatch, Update
 
 
 class Strategy(Protocol):
@@ -40,8 +40,10 @@ class Strategy(Protocol):
 
     # one update
     def put(self, batch: Any) -> Any: ...
-    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]: ...
-    def add(self, total: Any, loss: Any) -> Any: ...
+    def begin_update(self, update: Update) -> None: ...
+    def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]: ...
+    def add(self, total: Any, loss: Any, micro: MicroBatch) -> Any: ...
+    def without_dummy(self, loss: Any, micro: MicroBatch) -> Any: ...
     def forward_context(self) -> AbstractContextManager[Any]: ...
     def backward(self, loss: Any) -> None: ...
     def scale_gradients(self, factor: Any) -> None: ...
@@ -87,6 +89,17 @@ class OneProcess:
     rank = data_rank = 0
     world_size = data_world = copies = 1
     is_sharded = forward_is_collective = False
+
+    def begin_update(self, update: Update) -> None:
+        """Before the micro-batches of an update."""
+
+    def add(self, total: Any, loss: Any, micro: MicroBatch) -> Any:
+        """The loss of an update with one more micro-batch."""
+        return loss if total is None else total + loss
+
+    def without_dummy(self, loss: Any, micro: MicroBatch) -> Any:
+        """The loss, zeroed if the micro-batch is a dummy."""
+        return loss
 
     def mean_count(self, count: Any) -> Any:
         """The mean of a count over the ranks that hold a part of the data."""

@@ -1,4 +1,4 @@
-"""The micro-batches of one update and how many targets each of them holds."""
+"""One update: its micro-batches, and what the loss of each counts for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Update:
     shared: bool = False
     """Whether other processes hold a part of this update: `total_items` is then the mean over all of them."""
     real: int | None = None
-    """How many of the micro-batches are this process's data; those after them count for nothing. None: all."""
+    """How many of the micro-batches are this process's data; those after them are dummies. None: all."""
+    summed: Any = None
+    """The counts of (sum, count) losses so far, which the update's gradients are to be divided by."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -58,3 +60,41 @@ class Update:
         else:
             share = self.weights[index] / self.total_weight
         return share if self.factor == 1 else share * self.factor
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """One micro-batch of an update: the inputs of its forward, and what its loss counts for."""
+
+    update: Update
+    index: int
+    inputs: Any = None
+    items: Any = None
+    """The `num_items_in_batch` its loss is given; None if it gets none."""
+    weight: Any = None
+    """What its loss is multiplied with; None is 1."""
+
+    @property
+    def is_last(self) -> bool:
+        return self.index + 1 == len(self.update.batches)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it only keeps this rank in step with the others, and counts for nothing."""
+        return self.update.real is not None and self.index >= self.update.real
+
+    @property
+    def targets(self) -> int | None:
+        """Its own number of targets; None where they were not counted on the host."""
+        items = self.update.items[self.index] if self.update.items else None
+        return items if isinstance(items, int) else None
+
+    @property
+    def share(self) -> float | None:
+        """Its part of the update's targets; None where it has none, or they were not counted on the host."""
+        return float(self.update.share(self.index)) if self.targets else None
+
+
+def whole_batch() -> MicroBatch:
+    """A micro-batch that is a whole update: what a step that is called outside of the loop computes."""
+    return MicroBatch(Update([None]), 0)

@@ -34,11 +34,6 @@ class DataMethods(KerasBase, ResumingMethods):
     """Sources of batches, their order, and where they stand; every public method may be overridden."""
 
     info: ModelInfo
-    source: Any = None
-    _stream: Any = None
-    """Where the data stood: the state of a stream, or the folder with a pipeline's own files."""
-    _epoch_rng: Any = None
-    """Random states at the beginning of the epoch, where the data owns its order."""
 
     # ---- what may be overridden -------------------------------------------------------------------------------------
 
@@ -157,7 +152,7 @@ class DataMethods(KerasBase, ResumingMethods):
         )
 
     def plan_again(self) -> Plan:
-        return self._make_plan(self.source)
+        return self._make_plan(self.run.source)
 
     def _training_source(self) -> Source:
         """What `get_train_tfdataset` gives, as a source."""
@@ -172,17 +167,17 @@ class DataMethods(KerasBase, ResumingMethods):
 
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
         """The micro-batches of an epoch, from where progress stands."""
-        progress, source = self.progress, self.source
+        progress, source = self.run.progress, self.run.source
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = 0
         done = progress.batches_in_epoch
         if source.ordered:
             self._put_back_rng()
             return source.open(epoch, samples=progress.samples_in_epoch, batches=done)
-        state, self._stream = self._stream, None
+        state, self.run.stream = self.run.stream, None
         if not done:
             self._put_back_rng()
-            self._epoch_rng = self.strategy.streams.snapshot()
+            self.run.epoch_rng = self.strategy.streams.snapshot()
             return source.open(epoch)
         place = {"samples": progress.samples_in_epoch, "batches": done, "state": state}
         return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
@@ -199,40 +194,40 @@ class DataMethods(KerasBase, ResumingMethods):
         self.notices.warn_once(
             f"this data cannot be positioned: {done} batches already trained on are read again and left out"
         )
-        if self._epoch_rng is not None:
-            self.strategy.streams.restore(self._epoch_rng)  # whatever the data draws from is drawn again
+        if self.run.epoch_rng is not None:
+            self.strategy.streams.restore(self.run.epoch_rng)  # whatever the data draws from is drawn again
 
     def samples_at(self, place: Place) -> tuple[list[int], list[HostBatch]] | None:
         """An update's samples by index and its micro-batches loaded again; None if the data owns its order."""
-        if not isinstance(self.source, MapSource):
+        if not isinstance(self.run.source, MapSource):
             return None
         with self.strategy.streams.untouched():
-            batches = self.source.open(place.epoch, samples=place.first)
-            number = math.ceil(place.samples / self.plan.batch_size)
+            batches = self.run.source.open(place.epoch, samples=place.first)
+            number = math.ceil(place.samples / self.run.plan.batch_size)
             found = [batch for batch, _ in zip(batches, range(number), strict=False)]
-        indices = self.source.order.epoch(place.epoch)[place.first : place.first + place.samples]
+        indices = self.run.source.order.epoch(place.epoch)[place.first : place.first + place.samples]
         return indices.tolist(), found
 
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
-        if self.source is not None and not self.source.ordered:
-            inside = bool(self.progress.batches_in_epoch)
-            states["stream"] = self.source.state() if inside else None
+        if self.run.source is not None and not self.run.source.ordered:
+            inside = bool(self.run.progress.batches_in_epoch)
+            states["stream"] = self.run.source.state() if inside else None
             states["epoch_rng"] = (
-                None if self._epoch_rng is None else self.strategy.streams.to_json(self._epoch_rng)
+                None if self.run.epoch_rng is None else self.strategy.streams.to_json(self.run.epoch_rng)
             )
         return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
-        self._stream = states.get("stream")
+        self.run.stream = states.get("stream")
         epoch_rng = states.get("epoch_rng")
-        self._epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
+        self.run.epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
 
     def _source_files(self) -> Path | None:
         """The files of a pipeline's own state, made now; None where there are none, said once."""
-        source = self.source
-        if source is None or source.ordered or not self.progress.batches_in_epoch:
+        source = self.run.source
+        if source is None or source.ordered or not self.run.progress.batches_in_epoch:
             return None
         folder = source.files()
         if getattr(source, "cannot_save", None):

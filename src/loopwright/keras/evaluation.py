@@ -137,7 +137,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
                 loss = loss * items / ops.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
             self.callback_handler.fire("on_prediction_step")
-            if self.signals.received and self.trainer.is_in_train:
+            if self.run.signals.received and self.trainer.is_in_train:
                 raise Interrupted
             yield EvalStep(
                 loss=loss,

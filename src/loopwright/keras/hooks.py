@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .run import KerasRun
 
 
 class KerasHooks(Hooks, Protocol):
@@ -40,6 +41,8 @@ class KerasBase(Internals):
     """What the parts behind a trainer of Keras models share."""
 
     trainer: KerasHooks
+    run: KerasRun
+    run_class = KerasRun
     strategy: Any
     trainer_name: str
     """What messages call the trainer."""

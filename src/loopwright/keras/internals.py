@@ -135,17 +135,17 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             self.strategy.streams.seed(args.seed)
             self._adopt_model(self.trainer.call_model_init())
             self.trainer.optimizer = self.trainer.lr_scheduler = None
-        self.source = self._training_source()
+        self.run.source = self._training_source()
         self._build_model()
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
-        self.plan = self._make_plan(self.source)
+        self.run.plan = self._make_plan(self.run.source)
         if checkpoint is not None:
-            self.plan = self.plan_to_go_on(checkpoint)
+            self.run.plan = self.plan_to_go_on(checkpoint)
         self._start_state()
         self._prepare_optimizer()
         self._bind_overrides()
-        self.strategy.full_rows = self.plan.batch_size
+        self.strategy.full_rows = self.run.plan.batch_size
         self.strategy.prepare(self._micro_gradients, self._rules())
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -178,7 +178,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         if is_built(self.model):
             return
         with self.strategy.streams.untouched():
-            first = self.source.first()
+            first = self.run.source.first()
         if first is None:
             return
         with self.strategy.scope():
@@ -186,8 +186,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
 
     def _start_state(self) -> None:
         super()._start_state()
-        self._resume_rng = self._stream = self._epoch_rng = None
-        self.work = WorkCounter(self.model, tokens=self.args.include_num_input_tokens_seen)
+        self.run.work = WorkCounter(self.model, tokens=self.args.include_num_input_tokens_seen)
 
     def _tell_late_events(self) -> None:
         late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]

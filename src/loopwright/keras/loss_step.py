@@ -159,7 +159,7 @@ class LossMethods(KerasBase):
         update = Update(batches, samples=sum(batch.rows for batch in batches), micro_batches=len(batches))
         update.items = [self.trainer._compute_nb_instances((batch.features, batch.labels)) for batch in batches]
         update.total_items = sum(update.items)
-        update.flos, update.tokens = self.work.measure(batches) if self.work.counts else (0.0, 0)  # type: ignore[attr-defined]
+        update.flos, update.tokens = self.run.work.measure(batches) if self.run.work.counts else (0.0, 0)  # type: ignore[attr-defined]
         return update
 
     def _compute_nb_instances(self, batch: Any) -> int:

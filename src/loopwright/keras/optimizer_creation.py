@@ -15,7 +15,6 @@ class OptimizerMethods(KerasBase):
     """Optimizer, schedule and learning rates."""
 
     info: ModelInfo
-    source: Any
     _base_rate: float = 0.0
     _rated: Any = None
     """The optimizer whose own learning rate the base rate is."""
@@ -25,13 +24,13 @@ class OptimizerMethods(KerasBase):
             self.trainer.lr_scheduler = None
         self._own_scheduler = self.trainer.lr_scheduler is None
         with self.strategy.scope():
-            self.trainer.create_optimizer_and_scheduler(num_training_steps=self.plan.max_steps)
+            self.trainer.create_optimizer_and_scheduler(num_training_steps=self.run.plan.max_steps)
         if self.args.fp16:
             self.trainer.optimizer = self._with_loss_scale(self.trainer.optimizer)
         self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
-        self.schedule_follows_metric = isinstance(self.trainer.lr_scheduler, PlateauRate)
+        self.run.schedule_follows_metric = isinstance(self.trainer.lr_scheduler, PlateauRate)
         self.callback_handler.context.update(
-            optimizer=self.trainer.optimizer, lr_scheduler=self.trainer.lr_scheduler, train_dataloader=self.source
+            optimizer=self.trainer.optimizer, lr_scheduler=self.trainer.lr_scheduler, train_dataloader=self.run.source
         )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:

@@ -33,9 +33,6 @@ STREAM = "tf_data"
 class SavingMethods(KerasBase, ResumingMethods):
     """Saving and resuming."""
 
-    source: Any
-    _stream: Any
-
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -69,7 +66,7 @@ class SavingMethods(KerasBase, ResumingMethods):
         if self.args.should_save:
             own = self._saves_models_itself()
             background = self.args.async_save and not own and self._fits_in_memory()
-            self.checkpoints.save(
+            self.run.checkpoints.save(
                 self.state.global_step,
                 self._checkpoint_writer(),
                 keep=self.args.save_total_limit,
@@ -137,13 +134,13 @@ class SavingMethods(KerasBase, ResumingMethods):
         load_optimizer_values(self.trainer.optimizer, folder)
         self.trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
         if (folder / STREAM).is_dir():
-            self._stream = folder / STREAM
-        self._resume_rng = self.strategy.streams.from_json(read_json(folder / RNG))
+            self.run.stream = folder / STREAM
+        self.run.resume_rng = self.strategy.streams.from_json(read_json(folder / RNG))
         # Now, for an evaluation that a signal put off; and once more where training goes on.
-        self.strategy.load_rng_state(self._resume_rng)
+        self.strategy.load_rng_state(self.run.resume_rng)
 
     def _ordered_data(self) -> bool:
-        return bool(self.source.ordered)
+        return bool(self.run.source.ordered)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -88,12 +88,12 @@ class KerasTrainer(BaseTrainer):
     @derived
     def steps_per_epoch(self) -> int:
         """Updates of an epoch, once training has begun."""
-        return int(self._loopwright.plan.updates_per_epoch)
+        return int(self._loopwright.run.plan.updates_per_epoch)
 
     @derived
     def num_train_examples(self) -> int | None:
         """Samples of the training data, once training has begun; None if that is not known."""
-        return self._loopwright.plan.examples
+        return self._loopwright.run.plan.examples
 
     @derived
     def total_train_batch_size(self) -> int:

@@ -16,9 +16,9 @@ from ..pt.data.static_shapes import Static, StaticShapes
 from ..pt.device_traits import known_kinds
 from ..pt.devices import is_lazy
 from ..pt.internals import TorchInternals
-from ..pt.rng import untouched_rng
 from ..pt.seq2seq import Seq2SeqInternals, Seq2SeqTrainer
 from ..pt.trainer import Trainer
+from ..snapshot import untouched_rng
 from .arguments import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 
 CACHE = "NEURON_COMPILE_CACHE_URL"
@@ -66,9 +66,9 @@ class NeuronInternals(TorchInternals):
         return self.strategy.guard.graphs if hasattr(self.strategy, "guard") else 0
 
     def _updates_of_each_shape(self) -> Iterator[list[Any]]:
-        batch = next(iter(self.train_dataloader))
-        for each in in_each_length(batch, self.train_dataloader, self.args.static_lengths):
-            yield [each] * self.plan.accumulation
+        batch = next(iter(self.run.loader))
+        for each in in_each_length(batch, self.run.loader, self.args.static_lengths):
+            yield [each] * self.run.plan.accumulation
 
     def _evaluate_each_shape(self) -> None:
         loader = self.trainer.get_eval_dataloader()
@@ -86,6 +86,7 @@ class NeuronInternals(TorchInternals):
         weights = host_copy(module.state_dict())
         given = (self.trainer.optimizer, self.trainer.lr_scheduler)
         states = [None if part is None else part.state_dict() for part in given]
+        self.new_run()
         events, self.trainer.callback_handler.callbacks = self.trainer.callback_handler.callbacks, []
         mode, self.is_probing = module.training, True
         with untouched_rng():
@@ -96,6 +97,7 @@ class NeuronInternals(TorchInternals):
                 self.trainer.callback_handler.callbacks = events
                 self.finish_with_model()
                 self.release_data()
+                self.run.close()
                 copy_into(module, weights, strict=True, source="memory")
                 self.trainer.optimizer, self.trainer.lr_scheduler = given
                 for part, state in zip(given, states, strict=True):

@@ -29,6 +29,7 @@ from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
 from .devices import total_memory
 from .hooks import TorchBase
+from .loss.accounting import divided
 from .loss.identity import stamp_of
 from .loss.targets import check_loss
 from .model.options import checkpoint_activations, compile_as_asked, recomputing_policies
@@ -55,24 +56,17 @@ KEEP_INPUTS = {
 class SpeedMethods(TorchBase):
     """What a trainer does about speed."""
 
-    accounting: Any
-    speed_plan: dict[str, Any] | None = None
-    _speed: SpeedEngine | None = None
-    """None when micro-batches stay as the collator made them."""
     graph_recorder: Any = None
     """What records micro-batches where it is not CUDA that does."""
 
-    _has_planned = False
-    """Whether all processes of the run have made their plan."""
-
     def _start_speed(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
-        self._has_planned = False
+        self.run.has_planned = False
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
         if reason is not None:
             plan = SpeedPlan()
             plan.note("layouts", False, reason)
-            self.speed_plan = plan.as_dict()
+            self.run.speed_plan = plan.as_dict()
             if self.args.speed == "off":
                 return None
             logger.info(f"speed: keeping the collator's micro-batches: {reason}")
@@ -111,15 +105,15 @@ class SpeedMethods(TorchBase):
             level=self.args.speed,
             loss_of=self._loss_of_update,
             put=self.strategy.put,
-            untouched=self._untouched,
+            sandbox=self._sandbox,
             as_trained=self.strategy.forward_context,
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             # Several processes learn together, before they plan: each on its own could come to another result.
             learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
-            targets_in=lambda batch: self.accounting.items_in(batch),
-            shifts=lambda: self.accounting.shifts,
-            updates_left=lambda: self.plan.max_steps - self.state.global_step,
+            targets_in=lambda batch: self.run.accounting.items_in(batch),
+            shifts=lambda: self.run.accounting.shifts,
+            updates_left=lambda: self.run.plan.max_steps - self.state.global_step,
             compile=self._compile_blocks,
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
@@ -137,8 +131,8 @@ class SpeedMethods(TorchBase):
             why_not_graph=self._why_not_graph(),
             free_memory=self.strategy.free_memory,
             identity=self._identity,
-            wants_look=lambda batches: self.accounting.wants_look(batches),
-            why_not_additive=lambda: self.accounting.reason if self.accounting.is_additive is False else None,
+            wants_look=lambda batches: self.run.accounting.wants_look(batches),
+            why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.count_update(update),  # type: ignore[attr-defined]
             user_hook=lambda: hooked_module(self.model),
         )
@@ -192,8 +186,8 @@ class SpeedMethods(TorchBase):
 
     def _graph_micro_batches(self) -> GraphedTraining:
         internals: Any = self
-        if self.split is not None:
-            self.split.detach()  # its hooks are no reason to refuse
+        if self.run.split is not None:
+            self.run.split.detach()  # its hooks are no reason to refuse
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
@@ -211,22 +205,23 @@ class SpeedMethods(TorchBase):
                 logged.add(text)
                 logger.info(f"speed: {text}")
 
-        assert self._speed is not None
-        self.step = step = GraphedTraining(
+        assert self.run.speed is not None
+        self.run.step = step = GraphedTraining(
             self.model,
             loss_of=loss_of,
-            weigh=self.accounting.weigh,
+            micro_batch=lambda: self.run.micro_batch,
+            weigh=self.run.accounting.weigh,
             backward=self.strategy.backward,
             put=put,
-            plain=self.step,
-            give_up=self._speed.give_up_graphs,
+            plain=self.run.step,
+            give_up=self.run.speed.give_up_graphs,
             tell=tell,
             recorder=self.graph_recorder,
         )
         return step
 
     @contextmanager
-    def _untouched(self) -> Iterator[None]:
+    def _sandbox(self) -> Iterator[None]:
         self.is_probing = True  # what an override logs here belongs to no update
         try:
             with sandbox(self.model, self.trainer), self._as_written():
@@ -248,26 +243,26 @@ class SpeedMethods(TorchBase):
         self, batches: list[Any], prepare: Callable[[Any], Any], backward: Callable[..., None] | None = None
     ) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
-        update, accounting, total = Update(list(batches)), self.accounting, None
+        update, accounting, total = Update(list(batches)), self.run.accounting, None
         self.count_items(update)  # type: ignore[attr-defined]
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
-            items = accounting.begin(update, index)
+            micro = accounting.micro_batch(update, index)
             inputs = dict(prepare(batch))  # a copy: overrides take labels out
-            loss = self.called_compute_loss(model, inputs, num_items_in_batch=items)  # type: ignore[attr-defined]
-            loss = accounting.weigh(loss)
+            loss = self.called_compute_loss(model, inputs, num_items_in_batch=micro.items)  # type: ignore[attr-defined]
+            loss = accounting.weigh(loss, micro)
             if backward is not None:
                 backward(loss)
                 loss = loss.detach()
             total = loss if total is None else total + loss
         assert total is not None
-        if backward is not None and accounting.summed is not None:
-            backward(None, accounting.divided(torch.ones_like(total)))
-        return accounting.divided(total)
+        if backward is not None and update.summed is not None:
+            backward(None, divided(update, torch.ones_like(total)))
+        return divided(update, total)
 
     def _announce_plan(self, plan: SpeedPlan) -> None:
         """Say in a few lines what is on and what is not, and keep it with the run."""
-        self.speed_plan = plan.as_dict()
+        self.run.speed_plan = plan.as_dict()
         if self.args.should_log:
             # What changes how a run computes is a warning, which is shown by default.
             say = logger.warning if plan.changes_anything else logger.info

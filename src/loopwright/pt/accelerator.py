@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.update import MicroBatch, whole_batch
 from ..errors import NotAvailable
 from .checkpoint.tensors import plain_module
 
@@ -16,8 +17,13 @@ from .checkpoint.tensors import plain_module
 class AcceleratorFace:
     """`trainer.accelerator` for code written against other trainers."""
 
-    def __init__(self, strategy: Any, micro_batches: Callable[[], int] = lambda: 1) -> None:
-        self._strategy, self._micro_batches = strategy, micro_batches
+    def __init__(
+        self,
+        strategy: Any,
+        micro_batches: Callable[[], int] = lambda: 1,
+        micro_batch: Callable[[], MicroBatch] = whole_batch,
+    ) -> None:
+        self._strategy, self._micro_batches, self._micro_batch = strategy, micro_batches, micro_batch
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -49,7 +55,7 @@ class AcceleratorFace:
     is_local_main_process = is_main_process
 
     def backward(self, loss: Tensor, **ignored: Any) -> None:
-        self._strategy.backward(loss)
+        self._strategy.backward(self._strategy.without_dummy(loss, self._micro_batch()))
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         return plain_module(model)

@@ -8,6 +8,7 @@ import torch
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .run import TorchRun
 
 
 class TorchHooks(Hooks, Protocol):
@@ -77,5 +78,6 @@ class TorchBase(Internals):
     """What the parts behind a trainer of PyTorch models share."""
 
     trainer: TorchHooks
+    run: TorchRun
     strategy: Any
     device: torch.device

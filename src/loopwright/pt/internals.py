@@ -38,6 +38,7 @@ from .model.options import (
 from .optim.creation import TorchOptimizerMethods
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
+from .run import TorchRun
 from .strategies.choose import asked_for, choose_strategy, unused_options
 from .throughput import PacingMethods
 from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
@@ -48,6 +49,8 @@ class TorchInternals(
 ):
     """The parts of a trainer, and how they are made ready for a run."""
 
+    run: TorchRun
+    run_class = TorchRun
     _noise: Any = None
     fp8: Any = None
     """The layers that compute in fp8, when that was asked for."""
@@ -99,14 +102,13 @@ class TorchInternals(
         self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
         self.is_alone = self.strategy.world_size == 1
         self.trainer.accelerator = AcceleratorFace(
-            self.strategy, lambda: self.trainer.current_gradient_accumulation_steps
+            self.strategy, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
         )
         self.memory = meter_of(self.device)
         self._copies = HostSnapshot()
         if not self.is_alone:
             self.handler_class = agreeing(self.strategy.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
-        self.signals.shared = not self.is_alone
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in unused_options(args):
@@ -141,7 +143,7 @@ class TorchInternals(
         if self.args.label_smoothing_factor:
             self.trainer.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
         self.callback_handler.context["model"] = model
-        self.accounting = self._make_accounting()
+        self.run.accounting = self._make_accounting()
         self._bind_overrides()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -167,7 +169,7 @@ class TorchInternals(
     @property
     def current_accumulation(self) -> int:
         """Micro-batches of the current update: fewer at the end of an epoch."""
-        return self.args.gradient_accumulation_steps if self._micro_batches is None else self._micro_batches
+        return self.args.gradient_accumulation_steps if self.run.micro_batches is None else self.run.micro_batches
 
     # ---- getting ready ----------------------------------------------------------------------------------------------
 
@@ -181,21 +183,20 @@ class TorchInternals(
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
             self._adopt_assigned_model()
-        self._kept_accumulation = self._scheduled_then = None
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
-            self._kept_accumulation = self.accumulation_to_go_on(checkpoint)
+            self.run.kept_accumulation = self.accumulation_to_go_on(checkpoint)
         self._switch_on_model_options()
-        self.train_dataloader = self.share_loader(self.trainer.get_train_dataloader())
-        self.plan = self._make_plan(self.train_dataloader)
+        self.run.loader = self.share_loader(self.trainer.get_train_dataloader())
+        self.run.plan = self._make_plan(self.run.loader)
         if checkpoint is not None:
-            self.plan = self.plan_to_go_on(checkpoint)
-            self._scheduled_then = self._updates_scheduled(checkpoint)
+            self.run.plan = self.plan_to_go_on(checkpoint)
+            self.run.scheduled_then = self._updates_scheduled(checkpoint)
         self._start_state()
         self._prepare_optimizer()
-        self.accounting = self._make_accounting()
+        self.run.accounting = self._make_accounting()
         self._bind_overrides()
-        self._speed = self._start_speed()
+        self.run.speed = self._start_speed()
         self._start_modules()
         if checkpoint is not None:
             self._resume(checkpoint)
@@ -232,10 +233,9 @@ class TorchInternals(
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
-        self._known = self._micro_batches = self._stamp = None
         self._copies.clear()
-        if self._speed is not None:
-            self._speed.finish()
+        if self.run.speed is not None:
+            self.run.speed.finish()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None
@@ -251,9 +251,7 @@ class TorchInternals(
 
     def _start_state(self) -> None:
         super()._start_state()
-        self.micro_split = 1
-        self._resume_rng = None
-        self.work = TorchWorkCounter(
+        self.run.work = TorchWorkCounter(
             self.model,
             self._input_name(),
             tokens=self.args.include_num_input_tokens_seen,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..snapshot import Snapshot
 from .devices import is_lazy
-from .rng import restore_rng, snapshot_rng
 
 MOST_NODES = 200_000
 """Values looked at in all; a model of a thousand modules has about twenty thousand."""
@@ -62,9 +62,8 @@ class Sandbox:
         self._model = model
         self._modules = list(model.modules())
         is_sharded = _is_sharded(self._modules)
-        self._rng = snapshot_rng()
+        self._tensors = Snapshot(self._modules, keeps=lambda b: not is_lazy(b.device) and _is_writable(b))
         self._grads = [(parameter, parameter.grad) for parameter in model.parameters()]
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers() if not is_lazy(b.device) and _is_writable(b)]
         self._weights = [] if is_sharded else _copied_weights(model)
         self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
         self._state = state = _State()
@@ -88,12 +87,12 @@ class Sandbox:
 
     def restore(self) -> None:
         """Put everything back; the sandbox can be used again."""
-        restore_rng(self._rng)
         self._state.restore()
+        self._tensors.restore()
         for place, name, clone in self._lazy_clones():
             place[name] = clone
         with torch.no_grad():
-            for tensor, value in (*self._buffers, *self._weights):
+            for tensor, value in self._weights:
                 tensor.data.copy_(value)
         self._hide_gradients()
 

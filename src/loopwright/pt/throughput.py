@@ -19,7 +19,6 @@ from .devices import memory_figures
 from .hooks import TorchBase
 from .loss.targets import predicts_next_token
 from .memory_metrics import host_peak
-from .rng import untouched_rng
 
 GIB = 2**30
 
@@ -27,22 +26,17 @@ GIB = 2**30
 class PacingMethods(TorchBase):
     """How fast a run goes, and where its time goes."""
 
-    work: Any
-    speed_plan: dict[str, Any] | None = None
-    _speed: Any = None
-    """What was switched on and why: `choices`, rows of (name, on, reason), and `probe`, numbers by name."""
     operations: Operations | None = None
     """The model's operations by tokens; counted at the first log point of a device whose peak is known."""
     _counted: torch.nn.Module | None = None
-    _time_split: TimeSplit | None = None
 
     def speed_report(self) -> SpeedReport:
         """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
-        split = self._time_split or TimeSplit()
+        split = self.run.time_split or TimeSplit()
         return report_of(
-            self.speed_plan,
-            numbers=self.pace.whole(),
-            checks={} if self._speed is None else self._speed.checks,
+            self.run.speed_plan,
+            numbers=self.run.pace.whole(),
+            checks={} if self.run.speed is None else self.run.speed.checks,
             split=split.shares(),
             sampled_updates=split.updates,
             update_seconds=split.seconds() or None,
@@ -52,12 +46,12 @@ class PacingMethods(TorchBase):
 
     def make_pace(self) -> ThroughputMeter:
         peak = device_peak(self.device, self._number_format())
-        self.work.squares = self.work.keeps_sample = peak is not None
+        self.run.work.squares = self.run.work.keeps_sample = peak is not None
         if self._counted is not self.model:  # another model than the one that was counted
             self.operations = None if self._counted is not None else self.operations
             self._counted = None
-        self._time_split = TimeSplit()
-        self.split, self.split_at = None, next_sample(self.state.global_step)
+        self.run.time_split = TimeSplit()
+        self.run.split, self.run.split_at = None, next_sample(self.state.global_step)
         return ThroughputMeter(
             peak_operations=peak,
             operations=self._operations_of,
@@ -66,32 +60,32 @@ class PacingMethods(TorchBase):
         )
 
     def live_numbers(self) -> dict[str, float]:
-        if self._time_split is not None:
-            self._time_split.read()
-        if self.work.sample is not None:
-            with self.pace.left_out():
+        if self.run.time_split is not None:
+            self.run.time_split.read()
+        if self.run.work.sample is not None:
+            with self.run.pace.left_out():
                 self._count_operations()
         return super().live_numbers()
 
     def toggle_step_timing(self, update: Update) -> None:
         step = self.state.global_step
-        if self.split is None:
+        if self.run.split is None:
             try:
-                self.split, self.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
+                self.run.split, self.run.split_at = Split(self.device, self.trainer.model_wrapped), step + 1
             except (RuntimeError, NotImplementedError, TypeError) as error:
-                self.split_at = -1
+                self.run.split_at = -1
                 logger.info(f"step timing is not available: {self.device} has no timed events: {error}")
             return
-        self.split.end(micro_batches=len(update.batches), waited=self.pace.last_wait)
-        assert self._time_split is not None
-        self._time_split.add(self.split)
-        self.split, self.split_at = None, next_sample(step)
+        self.run.split.end(micro_batches=len(update.batches), waited=self.run.pace.last_wait)
+        assert self.run.time_split is not None
+        self.run.time_split.add(self.run.split)
+        self.run.split, self.run.split_at = None, next_sample(step)
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
-        if self.split is not None:
-            self.split.detach()
-            self.split = None
+        if self.run.split is not None:
+            self.run.split.detach()
+            self.run.split = None
 
     def _operations_of(self, interval: Interval) -> float | None:
         if self.operations is None or not math.isfinite(interval.real_tokens):
@@ -103,8 +97,8 @@ class PacingMethods(TorchBase):
 
     def _count_operations(self) -> None:
         """Watch one small forward, once; a model that cannot run one has no MFU, and trains all the same."""
-        sample, self.work.sample = self.work.sample, None
-        self.work.keeps_sample = False
+        sample, self.run.work.sample = self.run.work.sample, None
+        self.run.work.keeps_sample = False
         if self.operations is not None:
             return
         self._counted = self.model
@@ -115,7 +109,6 @@ class PacingMethods(TorchBase):
                 sample,
                 self._input_name(),  # type: ignore[attr-defined]
                 causal=predicts_next_token(self.model),
-                untouched=untouched_rng,
             )
         except Exception as error:  # the model is the user's, and a number less is no reason to stop
             logger.info(f"MFU is unknown, since the FLOPs of the model could not be counted: {error}")

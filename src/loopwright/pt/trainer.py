@@ -119,7 +119,7 @@ class Trainer(BaseTrainer):
     @derived
     def checkpoints(self) -> CheckpointManager:
         """The checkpoints of the output folder: which are complete, and where their files are."""
-        return self._loopwright.checkpoints
+        return self._loopwright.run.checkpoints
 
     @derived
     def compiled(self) -> Any:

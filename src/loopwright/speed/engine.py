@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.update import Update
-from .cuda_graphs.graphed_step import GraphedTraining, share_of
+from ..core.update import MicroBatch, Update
+from .cuda_graphs.graphed_step import GraphedTraining
 from .fused_loss.lazy_logits import PendingHead
 from .inputs import PlannerInputs
 from .layouts.candidates import Layout, make_layout
@@ -264,14 +264,11 @@ class SpeedEngine:
 
         return running
 
-    def batch(self, update: Update, index: int) -> Any:
-        """A micro-batch as the model takes it, on the device."""
+    def inputs_of(self, micro: MicroBatch) -> Any:
+        """The inputs of a micro-batch as the model takes them, on the device."""
         if self._head is not None:
-            items = update.items[index] if update.items and update.counted else None
-            self._head.count = items if isinstance(items, int) and knows_count(self._here) else None
-        if self._graphed is not None:
-            self._graphed.share = share_of(update, index)
-        batch = update.batches[index]
+            self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
+        batch = micro.inputs
         if self._layout is None or not self.is_laid:
             return batch
         batch = self._here.put(batch)

@@ -26,7 +26,7 @@ class PlannerInputs:
     loss_of: LossOf
     put: Callable[[Any], Any]
     """A batch to the device."""
-    untouched: Callable[[], AbstractContextManager[Any]]
+    sandbox: Callable[[], AbstractContextManager[Any]]
     """Random states and buffers put back afterwards."""
     as_trained: Callable[[], AbstractContextManager[Any]]
     """Around a forward as training runs it: autocast."""

@@ -68,7 +68,7 @@ class TFInternals(GradientMethods, OldCheckpointMethods):
     # ---- updates that were not finite -------------------------------------------------------------------------------
 
     def write_incident(self, step: int) -> str:
-        place = self._places.get(step)
+        place = self.run.places.get(step)
         found = self.samples_at(place) if place is not None else None
         ids, batches = found if found else (None, None)
         folder = write_incident(

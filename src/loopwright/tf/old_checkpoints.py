@@ -42,18 +42,18 @@ class OldCheckpointMethods(KerasInternals):
     def _resume_old(self, prefix: str) -> None:
         """Go on from a folder of the old trainer: weights, optimizer and the number of updates; the rest is guessed."""
         step = restore_old(prefix, self.model, self.trainer.optimizer)
-        plan = self.plan
-        self.state.global_step = self.progress.last_logged_step = step
+        plan = self.run.plan
+        self.state.global_step = self.run.progress.last_logged_step = step
         per_epoch = plan.updates_per_epoch
-        self.progress.epoch, inside = divmod(step, per_epoch)
-        self.progress.batches_in_epoch = inside * plan.accumulation
-        self.progress.samples_in_epoch = inside * plan.total_batch_size
-        self.state.epoch = plan.epoch_after(self.progress.epoch, self.progress.batches_in_epoch)
+        self.run.progress.epoch, inside = divmod(step, per_epoch)
+        self.run.progress.batches_in_epoch = inside * plan.accumulation
+        self.run.progress.samples_in_epoch = inside * plan.total_batch_size
+        self.state.epoch = plan.epoch_after(self.run.progress.epoch, self.run.progress.batches_in_epoch)
         for _ in range(step):
             self.trainer.lr_scheduler.step()
         self.notices.warn_once(
             f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
-            f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"
+            f"the run goes on at step {step} with the order of epoch {self.run.progress.epoch}"
         )
 
 

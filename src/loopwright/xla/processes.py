@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.update import Update
+from ..core.update import MicroBatch
 from ..errors import ArgumentsError, ModelError, NotAvailable
 from ..pt.distributed.gather import gather_nested
 from ..pt.distributed.process_group import Processes, open_processes
@@ -98,23 +98,15 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
-        with super().micro_batch(update, index):
+    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
+        with super().micro_batch(micro):
             yield
-        if index + 1 == len(update.batches):
+        if micro.is_last:
             self._average_gradients()
 
-    @property
-    def _weight(self) -> float:
-        """A number that travels to the device: 0 and 1 are one graph."""
-        return 0.0 if self._idle else 1.0
-
-    def _weighed_backward(self, loss: Tensor) -> None:
-        self._plain_backward(loss * self._weight)
-
-    def add(self, total: Any, part: Any) -> Any:
-        part = part * self._weight
-        return part if total is None else total + part
+    def without_dummy(self, loss: Any, micro: MicroBatch) -> Any:
+        """A number is sent to the device in any case: 0 and 1 are one graph."""
+        return loss * (0.0 if micro.is_dummy else 1.0)
 
     def _average_gradients(self) -> None:
         if self._shared is None:

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import MissingPackage, NotAvailable
 from ..pt.device_traits import kind_named
-from ..pt.rng import MORE_STREAMS
+from ..snapshot import MORE_STREAMS
 
 STREAM = "xla"
 

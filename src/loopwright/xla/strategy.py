@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..core.update import Update
+from ..core.update import MicroBatch
 from ..pt.precision import Precision
 from ..pt.strategies.single import SingleDevice
 from . import runtime
@@ -84,9 +84,9 @@ class XlaDevice(SingleDevice):
         return moved
 
     @contextmanager
-    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         """Where an update has several micro-batches each is a graph of its own, however many there are."""
-        with super().micro_batch(update, index):
+        with super().micro_batch(micro):
             yield
         if self._accumulates:
             self.boundary()

@@ -89,7 +89,7 @@ class Trouble(TrainerCallback):
             "rank": RANK,
             "world": WORLD,
             "ids": sum(parts, []),
-            "lr": trainer._loopwright.learning_rate,
+            "lr": trainer._loopwright.run.learning_rate,
             "host": os.uname().nodename,
             "time": time.time(),
         }

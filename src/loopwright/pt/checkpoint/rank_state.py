@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ...core.checkpoint.folder import RANKS
-from ..rng import restore_rng, set_seed, snapshot_rng
+from ...snapshot import restore_rng, snapshot_rng
+from ..rng import set_seed
 from .tensors import read_json, write_json
 
 

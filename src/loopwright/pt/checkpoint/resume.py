@@ -27,8 +27,6 @@ from .weights import partly_saved_names
 class TorchResumingMethods(TorchBase, core.ResumingMethods):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
-    _resume_rng: dict[str, Any] | None
-    _resume_from: Path | None = None
     _modules: ModuleState | None = None
     _restored: frozenset[str] = frozenset()
     """Names of the weights that the checkpoint of an adapter held."""
@@ -74,7 +72,7 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         foreign = is_foreign(folder)
         if not foreign:
             self._check_resumable(folder)
-        self._resume_from = folder
+        self.run.resume_from = folder
         self._adopt_state(saved)
         self._tell_changes(folder)
         if (folder / PROGRESS).is_file():
@@ -88,9 +86,9 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         self.trainer.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
         if (folder / SCALER).is_file():
             self.strategy.precision.load_state_dict(read_json(folder / SCALER))
-        self._resume_rng = self._random_states(folder)
+        self.run.resume_rng = self._random_states(folder)
         # Now, for an evaluation that a signal put off; and once more where training goes on.
-        self.strategy.load_rng_state(self._resume_rng)
+        self.strategy.load_rng_state(self.run.resume_rng)
 
     def _resume_optimizer(self, folder: Path) -> None:
         """The optimizer's state; where it is in shards here or there, only the parts this process holds are read."""
@@ -129,7 +127,7 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         before = read_json(folder / ARGUMENTS)
         if self.args.packing or before.get("packing"):  # their samples vary: what decides them is compared
             return super()._updates_are_as_large(folder)
-        return bool(self.plan.total_batch_size == self._samples_per_update(folder))
+        return bool(self.run.plan.total_batch_size == self._samples_per_update(folder))
 
     def _sizes_of_updates(self) -> tuple[str, ...]:
         return tuple(sizes_of_updates(self.args))
@@ -173,7 +171,7 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         return document["scheduled_updates"] if document.get("resized") and is_as_long else None
 
     def _ordered_data(self) -> bool:
-        return ordered_sampler(self.train_dataloader) is not None  # type: ignore[attr-defined]
+        return ordered_sampler(self.run.loader) is not None  # type: ignore[attr-defined]
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
         """What this process itself had put aside; with another number of processes a stream is read again instead."""
@@ -184,14 +182,14 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
                 "seeded from (seed, rank, step)"
             )
             return {"stream": None}
-        record = None if self._resume_from is None else record_of(
-            self._resume_from, self.strategy.data_rank * self._copies_then(self._resume_from)
+        record = None if self.run.resume_from is None else record_of(
+            self.run.resume_from, self.strategy.data_rank * self._copies_then(self.run.resume_from)
         )
         return {} if record is None else record["parts"]
 
     def _guess_progress(self) -> None:
         """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
-        plan, step = self.plan, self.state.global_step
+        plan, step = self.run.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(
                 f"a transformers checkpoint at step {step} counts updates, which with packing={self.args.packing!r} "
@@ -204,8 +202,8 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
             batch_size=plan.batch_size,
         )
         for name, value in place.items():
-            setattr(self.progress, name, value)
-        self.progress.last_logged_step = step
+            setattr(self.run.progress, name, value)
+        self.run.progress.last_logged_step = step
         self.notices.warn_once(f"resuming a transformers checkpoint at step {step}: epoch {place['epoch']}")
 
     def _resume_foreign(self, folder: Path) -> None:
@@ -214,4 +212,4 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
         if found["scaler"] is not None:
             self.strategy.precision.load_state_dict(found["scaler"])
-        self._resume_rng = found["rng"]
+        self.run.resume_rng = found["rng"]

@@ -44,7 +44,6 @@ class TorchSavingMethods(TorchResumingMethods):
     _copies: HostSnapshot
     """What a save in the background writes while training goes on."""
     compiled: Any
-    _scheduled_updates: int
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -91,8 +90,8 @@ class TorchSavingMethods(TorchResumingMethods):
         by_others = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not by_others and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.agree(not background)
-        self.checkpoints.wait()  # the copies of the save before this one are about to be written over
-        self.checkpoints.save(
+        self.run.checkpoints.wait()  # the copies of the save before this one are about to be written over
+        self.run.checkpoints.save(
             self.state.global_step,
             self._checkpoint_writer(copy=background),
             format=self.args.checkpoint_format,
@@ -271,10 +270,10 @@ class TorchSavingMethods(TorchResumingMethods):
         size = {
             "world_size": strategy.data_world,
             "copies": strategy.copies,
-            "accumulation": self.plan.accumulation,
-            "asked_accumulation": self._first_accumulation,
-            "resized": self._is_resized,
-            "scheduled_updates": self._scheduled_updates,
+            "accumulation": self.run.plan.accumulation,
+            "asked_accumulation": self.run.first_accumulation,
+            "resized": self.run.is_resized,
+            "scheduled_updates": self.run.scheduled_updates,
         }
         documents = {
             PROGRESS: {**self._progress_document(), **size},

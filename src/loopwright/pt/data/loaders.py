@@ -15,7 +15,7 @@ from ...core.order import Order
 from ...core.packing import Packing
 from ...core.signals import outlive_signals
 from ...errors import ArgumentsError, DataError
-from ..rng import restore_rng
+from ...snapshot import restore_rng
 from .streams import Start, StreamLoader, become_worker, has_exact_state
 
 

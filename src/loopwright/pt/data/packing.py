@@ -9,7 +9,7 @@ from typing import Any
 from ...core.packing import PackedPlan, Packing, make_packed_plan
 from ...errors import ArgumentsError, NotAvailable
 from ...notices import Notices
-from ..rng import untouched_rng
+from ...snapshot import untouched_rng
 from .loaders import OrderedSampler, data_seed, ordered_sampler, sample_lengths, seed_all
 
 

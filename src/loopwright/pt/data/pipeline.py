@@ -16,12 +16,12 @@ from ...core.resume import ResumingMethods
 from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
+from ...snapshot import restore_rng, snapshot_rng, untouched_rng
 from ..devices import can_pin_memory
 from ..loss.targets import count_samples
-from ..rng import restore_rng, rng_from_json, rng_to_json, snapshot_rng, untouched_rng
+from ..rng import rng_from_json, rng_to_json
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
 from .loaders import (
-    OrderedSampler,
     announce_epoch,
     build_loader,
     check_not_empty,
@@ -39,21 +39,6 @@ from .streams import load_stream_state, replay, stream_state
 
 class TorchDataMethods(ShapeMethods, ResumingMethods):
     """Loaders, samplers, columns; every method may be overridden."""
-
-    train_dataloader: Any = None
-    order_sampler: OrderedSampler | None = None
-    """The sampler of the training data, if its order is ours."""
-    _batches_overridden: bool = False
-    _kept_accumulation: int | None = None
-    """The accumulation that keeps the size of updates when a run goes on with another number of processes."""
-    _counted_loader: tuple[Any, int] | None = None
-    """The training loader and how many batches the loaders of all ranks give."""
-    _stream: Any = None
-    """The state of a stream, from the checkpoint the run goes on from."""
-    _stream_before: Any = None
-    """The state of a stream before the batches of the current update were read."""
-    _epoch_rng: dict[str, Any] | None = None
-    """Random states at the beginning of the epoch, where the data owns its order."""
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -207,7 +192,8 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
 
     def _accumulation(self) -> int:
         """Micro-batches a process accumulates."""
-        return self.args.gradient_accumulation_steps if self._kept_accumulation is None else self._kept_accumulation
+        kept = self.run.kept_accumulation
+        return self.args.gradient_accumulation_steps if kept is None else kept
 
     def _make_plan(self, loader: Any) -> Plan:
         """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
@@ -250,19 +236,19 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         """Batches all processes get from their loaders in an epoch."""
         if self.strategy.data_world == 1:
             return len(loader)
-        if self._counted_loader is None or self._counted_loader[0] is not loader:  # an all-gather, so once only
+        if self.run.counted_loader is None or self.run.counted_loader[0] is not loader:  # an all-gather, so once only
             count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.all_gather_numbers([own])))
-            self._counted_loader = (loader, count)
-        return self._counted_loader[1]
+            self.run.counted_loader = (loader, count)
+        return self.run.counted_loader[1]
 
     def plan_again(self) -> Plan:
-        self._kept_accumulation = None  # the user has asked for another one
-        return self._make_plan(self.train_dataloader)
+        self.run.kept_accumulation = None  # the user has asked for another one
+        return self._make_plan(self.run.loader)
 
     def release_data(self) -> None:
         """Stop loading processes that would outlive the run, and then take seconds to be collected."""
-        if self.train_dataloader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
-            stop_workers(self.train_dataloader)
+        if self.run.loader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
+            stop_workers(self.run.loader)
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch, from where progress stands.
@@ -270,18 +256,18 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         Random states of a checkpoint are put back where the run that saved them stood: inside an epoch after the loader
         has drawn its seed for it, between two epochs before that.
         """
-        loader, progress = self.train_dataloader, self.progress
-        self._batches_overridden = is_overridden(self.trainer, "get_batch_samples")
+        loader, progress = self.run.loader, self.run.progress
+        self.run.batches_overridden = is_overridden(self.trainer, "get_batch_samples")
         announce_epoch(loader, epoch)
         done = progress.batches_in_epoch
         if done == 0:
             self._put_back_rng()
             if self._may_be_undone():
                 # An epoch whose first update is undone begins again, and its loader draws its seed again.
-                self._held = self.strategy.hold()
+                self.run.snapshot = self.strategy.hold()
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
-        self.order_sampler = sampler = ordered_sampler(loader)
+        self.run.order_sampler = sampler = ordered_sampler(loader)
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)
@@ -292,12 +278,12 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
         """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
-        saved, self._stream = self._stream, None
+        saved, self.run.stream = self.run.stream, None
         if done and saved is not None and load_stream_state(loader, saved):
             return iter(loader)
-        if done and self._epoch_rng is not None:
-            restore_rng(self._epoch_rng)  # whatever the order is drawn from is drawn again
-        self._epoch_rng = snapshot_rng()
+        if done and self.run.epoch_rng is not None:
+            restore_rng(self.run.epoch_rng)  # whatever the order is drawn from is drawn again
+        self.run.epoch_rng = snapshot_rng()
         batches = iter(loader)
         if done:
             self._skip(batches, done)
@@ -305,17 +291,17 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
 
     def part_states(self) -> dict[str, Any]:
         states = super().part_states()
-        if self.order_sampler is None and self.train_dataloader is not None:
-            now = self._stream_before if self._undone else stream_state(self.train_dataloader)
-            now = now if self._stream is None else self._stream  # a save before the stream was put back
-            states["stream"] = now if self.progress.batches_in_epoch else None
-            states["epoch_rng"] = None if self._epoch_rng is None else rng_to_json(self._epoch_rng)
+        if self.run.order_sampler is None and self.run.loader is not None:
+            now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
+            now = now if self.run.stream is None else self.run.stream  # a save before the stream was put back
+            states["stream"] = now if self.run.progress.batches_in_epoch else None
+            states["epoch_rng"] = None if self.run.epoch_rng is None else rng_to_json(self.run.epoch_rng)
         return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
-        self._stream = states.get("stream")
-        self._epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
+        self.run.stream = states.get("stream")
+        self.run.epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
 
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
@@ -323,24 +309,24 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
 
     def _samples_in(self, batches: list[Any]) -> int:
         """The samples of an update: from the order where it is ours, else as counted in the batches."""
-        if self.order_sampler is None:
+        if self.run.order_sampler is None:
             return sum(map(count_samples, batches))
-        if self.order_sampler.packing is not None:
-            return packed_samples(self.order_sampler, len(batches), self.progress.samples_in_epoch)
-        if self.order_sampler.part is not None:
-            return self.order_sampler.samples_ahead(len(batches), self.progress.samples_in_epoch)
-        whole = len(batches) * self.plan.batch_size
-        left = self.order_sampler.order.n - self.progress.samples_in_epoch
+        if self.run.order_sampler.packing is not None:
+            return packed_samples(self.run.order_sampler, len(batches), self.run.progress.samples_in_epoch)
+        if self.run.order_sampler.part is not None:
+            return self.run.order_sampler.samples_ahead(len(batches), self.run.progress.samples_in_epoch)
+        whole = len(batches) * self.run.plan.batch_size
+        left = self.run.order_sampler.order.n - self.run.progress.samples_in_epoch
         return whole if whole < left else left
 
     def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
         """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
-        if self.order_sampler is None:
+        if self.run.order_sampler is None:
             return None
         dataset: Any = self.trainer.train_dataset
-        indices = self.order_sampler.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
+        indices = self.run.order_sampler.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
         collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description="training")
-        packing, size = self.order_sampler.packing, self.plan.batch_size
+        packing, size = self.run.order_sampler.packing, self.run.plan.batch_size
         parts = [indices[k : k + size] for k in range(0, len(indices), size)]
         if packing is not None:
             parts = packing.cut(indices)
@@ -349,12 +335,12 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         return indices, batches
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        if self.order_sampler is None and self._may_be_undone():
-            self._stream_before = stream_state(self.train_dataloader)
-        if self._batches_overridden:
+        if self.run.order_sampler is None and self._may_be_undone():
+            self.run.stream_before = stream_state(self.run.loader)
+        if self.run.batches_overridden:
             override = adapt(self.trainer.get_batch_samples, "device")
-            return override(batches, self.plan.accumulation, device=self.device)[0]
-        return list(islice(batches, self.plan.accumulation))
+            return override(batches, self.run.plan.accumulation, device=self.device)[0]
+        return list(islice(batches, self.run.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update and the number of targets in them."""

@@ -10,10 +10,10 @@ from torch.utils.data import IterableDataset
 
 from ...core.overrides import is_overridden
 from ...errors import ArgumentsError
+from ...snapshot import untouched_rng
 from ..device_traits import kind_of
 from ..hooks import TorchBase
 from ..loss.targets import IGNORED, check_loss
-from ..rng import untouched_rng
 from .columns import forward_parameters
 from .static_shapes import Static, StaticCollator, StaticShapes
 
@@ -110,7 +110,7 @@ class ShapeMethods(TorchBase):
         return f"the loss includes rows whose labels are {IGNORED}: {one:.6g} with them, {all_rows:.6g} without"
 
     def _mean_loss_of(self, inputs: dict[str, Any]) -> float:
-        items = self.accounting.items_in(inputs)  # type: ignore[attr-defined]
+        items = self.run.accounting.items_in(inputs)  # type: ignore[attr-defined]
         loss = self._probe().loss(inputs, items)  # type: ignore[attr-defined]
         if isinstance(loss, (tuple, list)):
             loss = loss[0] / loss[1]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
-from ..rng import rng_from_json, rng_to_json, snapshot_rng
+from ...snapshot import snapshot_rng
+from ..rng import rng_from_json, rng_to_json
 
 SAY_EVERY = 5.0
 """Seconds between two lines about a replay."""

@@ -61,8 +61,8 @@ class SharingMethods(TorchLossMethods):
                 "change it on all of them at the same step"
             )
         if any(signals):
-            self._undone = True
-            self.strategy.undo(self._held)
+            self.run.undone = True
+            self.strategy.undo(self.run.snapshot)
             self._leave_together(signals)
         if not any(lengths):
             return None
@@ -71,7 +71,7 @@ class SharingMethods(TorchLossMethods):
         averaged, rank = self.args.average_tokens_across_devices, self.strategy.data_rank
         update.total_items = (sum(items) / len(items) if averaged else items[rank]) or 1
         update.total_weight = (sum(weights) / len(weights) if averaged else weights[rank]) or 1
-        if self.accounting.kind is LossKind.TOTAL:  # gradients are averaged over processes, and this is a sum
+        if self.run.accounting.kind is LossKind.TOTAL:  # gradients are averaged over processes, and this is a sum
             update.total_weight = 1 / len(rows)
         update.samples, update.micro_batches = int(sum(samples)), int(sum(micro_batches))
         update.flos, update.tokens = sum(flos), int(sum(tokens))
@@ -83,20 +83,20 @@ class SharingMethods(TorchLossMethods):
         weight = own if update.weights is None else float(sum(update.weights))
         return self.strategy.all_gather_numbers(
             [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
-             self.plan.accumulation, doubt]
+             self.run.plan.accumulation, doubt]
         )  # fmt: skip
 
     def _doubt(self, batches: list[Any]) -> int:
         """Whether this process's data says something about the loss that all of them have to hear."""
         if self.strategy.forward_is_collective or not batches:
             return 0
-        if self.accounting.empty_in(batches) and self._look_at_empty(batches):
+        if self.run.accounting.empty_in(batches) and self._look_at_empty(batches):
             return HAS_LOSS_WITHOUT_ITEMS
-        return WEIGHS_DIFFERENTLY if self.accounting.disagrees(batches) else 0
+        return WEIGHS_DIFFERENTLY if self.run.accounting.disagrees(batches) else 0
 
     def _settle_doubts(self, doubts: list[int], batches: list[Any]) -> None:
         if HAS_LOSS_WITHOUT_ITEMS in doubts:
-            self.accounting.sees_loss_without_items()
+            self.run.accounting.sees_loss_without_items()
             self._report_trouble()
         else:
             self._learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
@@ -108,7 +108,7 @@ class SharingMethods(TorchLossMethods):
         return found
 
     def _own_items(self, update: Update) -> float:
-        if self._items_overridden and self.accounting.kind is LossKind.SCALED and update.batches:
+        if self._items_overridden and self.run.accounting.kind is LossKind.SCALED and update.batches:
             return float(update.total_items)
         return float(sum(update.items))
 
@@ -126,18 +126,18 @@ class SharingMethods(TorchLossMethods):
         if rank in idle:
             update.batches, update.items = [], []
             update.weights = None if update.weights is None else []
-            if self._speed is not None:
-                self._speed.leave_as_made()
+            if self.run.speed is not None:
+                self.run.speed.leave_as_made()
             needed[rank] = max(most, 1)
         update.real = len(update.batches)
         update.batches = [*update.batches, *[stand_in] * needed[rank]]
         update.items = [*update.items, *[0] * needed[rank]]
-        if update.weights is not None or self.accounting.kind is LossKind.TOTAL:
+        if update.weights is not None or self.run.accounting.kind is LossKind.TOTAL:
             update.weights = [*(update.weights or []), *[0] * needed[rank]]
 
     def _learn_together(self, batches: list[Any]) -> None:
         """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
-        accounting = self.accounting
+        accounting = self.run.accounting
         smoothed = self.trainer.label_smoother is not None and accounting.undecided_shift
         is_due = self._is_recheck_due()
         if not accounting.is_open and not smoothed and not is_due:
@@ -157,23 +157,23 @@ class SharingMethods(TorchLossMethods):
             self._check_loss_again(found, after_change=False)
 
     def _first_as_made(self, update: Update) -> Any:
-        return update.batches[0] if self._speed is None else self._speed.as_made(update)[0]
+        return update.batches[0] if self.run.speed is None else self.run.speed.as_made(update)[0]
 
     def _plan_together(self, batches: list[Any]) -> None:
         """Have one process look at its batches and decide about speed; the others do what it decided."""
-        if self._has_planned:
+        if self.run.has_planned:
             return
-        speed, rank = self._speed, self.strategy.data_rank
+        speed, rank = self.run.speed, self.strategy.data_rank
         is_decided = speed is None or speed.is_decided
         rows = self.strategy.all_gather_numbers([float(bool(batches)), float(is_decided), float(speed is None)])
         decided = [each for each, row in enumerate(rows) if row[1]]
         without = any(row[2] for row in rows)
-        self._has_planned = len(decided) == len(rows) or without
+        self.run.has_planned = len(decided) == len(rows) or without
         if speed is None or without:  # one process may have a callback that the others lack
             self._give_up_speed()
             return
         holders = decided or [each for each, row in enumerate(rows) if row[0]]
-        if self._has_planned or not holders:
+        if self.run.has_planned or not holders:
             return
         source = holders[0]
         if rank == source and not speed.is_decided:
@@ -183,9 +183,9 @@ class SharingMethods(TorchLossMethods):
             speed.follow(state)
 
     def _give_up_speed(self) -> None:
-        if self._speed is not None:
-            self._speed.finish()
-            self._speed = None
+        if self.run.speed is not None:
+            self.run.speed.finish()
+            self.run.speed = None
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class SharingMethods(TorchLossMethods):
 
     def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
         """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
-        is_open = self.accounting.undecided_shift or self._accounting_of_evaluation().is_open
+        is_open = self.run.accounting.undecided_shift or self._accounting_of_evaluation().is_open
         unknown = is_open and not self._eval_learned
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
         if not unknown and not lacking:
@@ -231,7 +231,7 @@ class SharingMethods(TorchLossMethods):
         if unknown:
             self._eval_learned = True
             if self._labels_in(batch):
-                self.accounting.learn_shift(batch, self._shift_probe())
+                self.run.accounting.learn_shift(batch, self._shift_probe())
             if self._has_loss(batch):
                 self._learn_eval_loss([batch])
         return batch if lacking else None
@@ -249,11 +249,11 @@ class SharingMethods(TorchLossMethods):
     # ---- stopping ---------------------------------------------------------------------------------------------------
 
     def _signal(self) -> int:
-        return SIGNALS.index(self.signals.noted or "")
+        return SIGNALS.index(self.run.signals.noted or "")
 
     def _adopt_signal(self, numbers: list[float]) -> None:
         """Adopt the signal any rank received; one that saves wins over one that does not."""
-        self.signals.received = SIGNALS[int(min(number for number in numbers if number))]
+        self.run.signals.received = SIGNALS[int(min(number for number in numbers if number))]
 
     def _leave_together(self, numbers: list[float]) -> NoReturn:
         self._adopt_signal(numbers)

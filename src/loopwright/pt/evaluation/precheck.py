@@ -10,7 +10,7 @@ from ...core.evaluation.metrics import full_name
 from ...core.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
-from ..rng import untouched_rng
+from ...snapshot import untouched_rng
 from .step import TorchEvaluationMethods, to_numpy
 
 ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
@@ -71,7 +71,7 @@ class RehearsalMethods(TorchEvaluationMethods):
                 plan = self._evaluation_plan(
                     loader, self.trainer.compute_metrics is None or self.args.prediction_loss_only
                 )
-                steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.ignore_keys_for_eval)
+                steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.run.ignore_keys_for_eval)
                 plan.expected_rows = None
                 output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)
         finally:

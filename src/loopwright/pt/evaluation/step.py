@@ -24,7 +24,6 @@ from ..data.loaders import has_length
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
 from ..hooks import TorchBase
-from ..loss.accounting import LossAccounting
 from ..loss.targets import check_loss, count_samples
 from ..precision import full_eval_dtype
 from .metric_inputs import metrics_function
@@ -33,7 +32,6 @@ from .metric_inputs import metrics_function
 class TorchEvaluationMethods(TorchBase, AssessingMethods):
     """evaluate, predict and what they are made of."""
 
-    accounting: LossAccounting
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
@@ -121,7 +119,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
             if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
                 logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
-            if self.signals.received and self.trainer.is_in_train:
+            if self.run.signals.received and self.trainer.is_in_train:
                 raise Interrupted
             samples, batch = count_samples(inputs), inputs
             inputs = inputs.real() if type(inputs) is Static else inputs
@@ -172,7 +170,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
 
     def _predicts_next_token(self) -> bool:
         """Whether a prediction belongs to the label after it."""
-        return self.accounting.shifts
+        return self.run.accounting.shifts
 
     def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
         """The targets of an evaluation batch; with a step to learn from, the first shows which ones the loss counts."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.update import Update
+from ...core.update import MicroBatch, Update
 from .denominator import ITEMS
 from .inference import LossFindings
 from .targets import LossKind, check_loss, count_samples
@@ -18,11 +18,6 @@ WEIGHED = (LossKind.MEAN, LossKind.SAMPLES, LossKind.TOTAL, LossKind.MIXED, Loss
 
 class LossAccounting(LossFindings):
     """Weighs micro-batches by what their loss is the mean of."""
-
-    _share: Any = None
-    _idle = False
-    summed: Any = None
-    """The counts of (sum, count) losses, which the update's gradients are to be divided by."""
 
     # ---- counting ---------------------------------------------------------------------------------------------------
 
@@ -56,19 +51,18 @@ class LossAccounting(LossFindings):
 
     # ---- weighing ---------------------------------------------------------------------------------------------------
 
-    def begin(self, update: Update, index: int) -> Any:
-        """Set the weight of a micro-batch; returns the num_items_in_batch passed to its loss."""
+    def micro_batch(self, update: Update, index: int) -> MicroBatch:
+        """A micro-batch with the weight of its loss and the num_items_in_batch it is given."""
         if index == 0:
-            self.summed = self._share = None
-        self._idle = update.real is not None and index >= update.real
-        if not update.items:
-            self._share = update.factor if update.factor != 1 else None
-            return None
-        if self.kind in WEIGHED:
-            self._share = update.share(index)
+            update.summed = None
+        if update.items and self.kind in WEIGHED:
+            weight = update.share(index)
         else:
-            self._share = update.factor if update.factor != 1 else None
-        if not update.counted:
+            weight = update.factor if update.factor != 1 else None
+        return MicroBatch(update, index, update.batches[index], self._items_for(update, index), weight)
+
+    def _items_for(self, update: Update, index: int) -> Any:
+        if not update.items or not update.counted:
             return None
         # Told its own items and then weighed, a loss is right whatever its kind: so also while that is unknown.
         if self.kind is LossKind.MIXED and update.weights is not None:
@@ -76,34 +70,38 @@ class LossAccounting(LossFindings):
             return update.total_items * (update.weights[index] / update.total_weight)
         return _at_least_one(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
-    def weigh(self, loss: Any) -> Tensor:
-        """The loss times the micro-batch's share of the update's targets; a (sum, count) pair is noted."""
+    def weigh(self, loss: Any, micro: MicroBatch) -> Tensor:
+        """The loss times the weight of its micro-batch; the count of a (sum, count) pair is added to the update's."""
         if type(loss) in (tuple, list):
             loss, count = loss
-            count = 0 * count if self._idle else count
-            self.kind, self._share = LossKind.SUM, None
-            self.summed = count if self.summed is None else self.summed + count
+            count = 0 * count if micro.is_dummy else count
+            self.kind, micro.weight = LossKind.SUM, None
+            update = micro.update
+            update.summed = count if update.summed is None else update.summed + count
         if type(loss) is not Tensor or loss.ndim:
             loss = check_loss(loss)
-        return loss if self._share is None else loss * self._share
+        return loss if micro.weight is None else loss * micro.weight
 
-    def settle(self, loss: Any, strategy: Any) -> Any:
-        """The update's loss; gradients of summed losses are divided by all their counts, once."""
-        if self.summed is None:
-            return loss
-        self.summed = strategy.mean_count(self.summed)
-        strategy.scale_gradients(1 / self._all_counts(loss))
-        return self.divided(loss)
 
-    def divided(self, loss: Any) -> Any:
-        """The update's loss from the weighed losses of its micro-batches."""
-        return loss if self.summed is None else loss / self._all_counts(loss)
+def settle(update: Update, loss: Any, strategy: Any) -> Any:
+    """The update's loss; gradients of summed losses are divided by all their counts, once."""
+    if update.summed is None:
+        return loss
+    update.summed = strategy.mean_count(update.summed)
+    strategy.scale_gradients(1 / _all_counts(update, loss))
+    return divided(update, loss)
 
-    def _all_counts(self, loss: Any) -> Any:
-        count = _at_least_one(self.summed)
-        if isinstance(count, Tensor):  # a whole number would be divided in single precision
-            count = count.to(torch.promote_types(loss.dtype, torch.float32))
-        return count
+
+def divided(update: Update, loss: Any) -> Any:
+    """The update's loss from the weighed losses of its micro-batches."""
+    return loss if update.summed is None else loss / _all_counts(update, loss)
+
+
+def _all_counts(update: Update, loss: Any) -> Any:
+    count = _at_least_one(update.summed)
+    if isinstance(count, Tensor):  # a whole number would be divided in single precision
+        count = count.to(torch.promote_types(loss.dtype, torch.float32))
+    return count
 
 
 def _at_least_one(count: Any) -> Any:

@@ -29,10 +29,7 @@ from .targets import USES_ITEMS, LossKind, predicts_next_token
 class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods):
     """Looks at the loss where an update or an evaluation has parts."""
 
-    accounting: LossAccounting
     splitter: BatchSplitter
-    _micro_batches: int | None = None
-    """How many the current update has; None before the first."""
     called_compute_loss: Callable[..., Any]
     for_model: Callable[..., Any]
     _items_overridden: bool
@@ -101,7 +98,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
             return None
 
     def _must_know_shift(self) -> bool:
-        accounting = self.accounting
+        accounting = self.run.accounting
         wanted = accounting.wants_items or self._items_overridden
         return wanted and accounting.undecided_shift and not accounting.is_claimed and self._why_not_tried() is None
 
@@ -114,7 +111,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     def _look_at_empty(self, batches: list[Any]) -> bool:
         """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
-        empty = self.accounting.empty_in(batches)
+        empty = self.run.accounting.empty_in(batches)
         for batch in empty if empty and self._why_not_tried() is None else []:
             try:
                 found = self._probe(with_gradients=False).measure(batch, 1)
@@ -123,14 +120,14 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
                     raise
                 continue  # it has no loss
             if found.is_defined and found.value:
-                self.accounting.sees_loss_without_items()
+                self.run.accounting.sees_loss_without_items()
                 self._report_trouble()
                 return True
         return False
 
     def _learn_loss(self, batches: Any, *, reports: bool = True) -> bool:
         """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
-        accounting = self.accounting
+        accounting = self.run.accounting
         reason = self._why_not_tried()
         if reason is not None:
             accounting.give_up(reason)
@@ -155,7 +152,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
         A part of it may have been zero so far: a penalty on the distance to the initial model, or one that is annealed.
         """
-        accounting = self.accounting
+        accounting = self.run.accounting
         if not is_turn(self.state.global_step + 1, is_small=True) or accounting.is_additive is not True:
             return False
         is_custom = self._has_custom_loss() or not accounting.is_trusted
@@ -163,52 +160,53 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     def _check_loss_again(self, batches: list[Any], *, after_change: bool) -> None:
         """Infer again what the loss is the mean of; unless the model was changed, only a contradiction counts."""
-        before, known = self.accounting, (self.trainer.model_accepts_loss_kwargs, self._eval_accounting)
-        self.accounting = now = self._make_accounting()
+        before, known = self.run.accounting, (self.trainer.model_accepts_loss_kwargs, self._eval_accounting)
+        self.run.accounting = now = self._make_accounting()
         self._learn_loss(batches, reports=False)
         if not after_change and not _contradicts(now, before):
-            self.accounting = before
+            self.run.accounting = before
             self.trainer.model_accepts_loss_kwargs, self._eval_accounting = known
             return
         now.keep_weights_of(before)
         self._report_trouble()
 
     def _loss_is_additive(self) -> bool:
-        return self.accounting.kind is not None and self.accounting.is_additive is True
+        return self.run.accounting.kind is not None and self.run.accounting.is_additive is True
 
     def _report_trouble(self) -> None:
-        trouble, self.accounting.trouble = self.accounting.trouble, None
+        trouble, self.run.accounting.trouble = self.run.accounting.trouble, None
         if trouble is not None:
             self.notices.warn_once(trouble)
 
     @contextmanager
     def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
         """Around a loss that may divide by the accumulation itself: so many times what it is, where it may look."""
-        args, steps, current = self.args, self.args.gradient_accumulation_steps, self._micro_batches
+        args, steps, current = self.args, self.args.gradient_accumulation_steps, self.run.micro_batches
         object.__setattr__(args, "gradient_accumulation_steps", arguments * steps)
-        self._micro_batches = update * steps
+        self.run.micro_batches = update * steps
         try:
             yield
         finally:
             object.__setattr__(args, "gradient_accumulation_steps", steps)
-            self._micro_batches = current
+            self.run.micro_batches = current
 
     # ---- evaluation -------------------------------------------------------------------------------------------------
 
     _eval_accounting: LossAccounting | None = None
 
     def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
-        unknown = learn is not None and self.accounting.undecided_shift and self.is_alone
+        unknown = learn is not None and self.run.accounting.undecided_shift and self.is_alone
         if unknown and self._labels_in(inputs) and self._why_not_tried() is None:
-            self.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
-        return self.accounting.items_in(inputs)
+            self.run.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
+        return self.run.accounting.items_in(inputs)
 
     def _accounting_of_evaluation(self) -> LossAccounting:
         """What is known about the loss of training, where that is enough; otherwise evaluation finds out for itself."""
-        if not self.accounting.may_compare or (self.accounting.is_additive and self.accounting.kind is not None):
-            return self.accounting
+        known = self.run.accounting
+        if not known.may_compare or (known.is_additive and known.kind is not None):
+            return known
         if self._eval_accounting is None:
-            own = self.accounting
+            own = self.run.accounting
             self._eval_accounting = LossAccounting(
                 self.trainer.label_names,
                 guessed_shift=own.shifts,

@@ -14,11 +14,11 @@ from ...args.paths import working_folder
 from ...core.incident import write_incident
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
-from ...core.update import Update
+from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import AS_MADE
 from ..data.columns import LABEL_COLUMNS
-from .accounting import LossAccounting
+from .accounting import settle
 from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
 from .incident import bad_weights, examine
@@ -35,15 +35,7 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 class TorchLossMethods(LossLearningMethods):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
-    accounting: LossAccounting
-    micro_split: int
     _modules: Any
-    _before_update: Any = None
-    """Random states and buffers before the update, where it may have to be tried again."""
-    _stamp: ModelStamp | None = None
-    """What the model was at the last update; None where nothing depends on that."""
-    work: Any
-    _known: Any
     has_new_overrides: Callable[[Any], bool]
     _forward_takes: list[str] | None
     _forward_takes_any: bool
@@ -59,9 +51,10 @@ class TorchLossMethods(LossLearningMethods):
 
     def backward(self, loss: Any) -> Tensor:
         """Weigh the loss of a micro-batch by its part of the update's targets, and compute its gradients."""
-        loss = self.accounting.weigh(loss)
+        run = self.run
+        loss = run.accounting.weigh(loss, run.micro_batch)
         try:
-            self.strategy.backward(loss)
+            self.strategy.backward(loss if self.is_alone else self.strategy.without_dummy(loss, run.micro_batch))
         except RuntimeError:
             check_has_gradient(loss)
             raise
@@ -92,7 +85,7 @@ class TorchLossMethods(LossLearningMethods):
             return loss_in(outputs, {})
         assert self.trainer.label_smoother is not None
         return self.trainer.label_smoother(
-            outputs, labels, shift_labels=self.accounting.shifts, num_items_in_batch=num_items_in_batch
+            outputs, labels, shift_labels=self.run.accounting.shifts, num_items_in_batch=num_items_in_batch
         )
 
     def for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
@@ -126,7 +119,7 @@ class TorchLossMethods(LossLearningMethods):
 
     def _bind_overrides(self) -> None:
         """Look at the user's methods once, so that calling them costs nothing per step."""
-        self.step = adapt(self.trainer.training_step, "num_items_in_batch")
+        self.run.step = adapt(self.trainer.training_step, "num_items_in_batch")
         self.called_compute_loss = self._bound_compute_loss()
         self._input_overridden = is_overridden(self.trainer, "_prepare_input")
         self._autocast_overridden = is_overridden(self.trainer, "autocast_smart_context_manager")
@@ -134,16 +127,16 @@ class TorchLossMethods(LossLearningMethods):
 
     def _follow_loss(self) -> None:
         """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
-        self.accounting = self._make_accounting()
+        self.run.accounting = self._make_accounting()
         self._bind_overrides()
-        if self._speed is not None:
-            self._speed.finish()
+        if self.run.speed is not None:
+            self.run.speed.finish()
             self.notices.warn_once(
                 f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
                 "accelerations are chosen again"
             )
             # Several processes would have to decide together, and only those where it was replaced come here.
-            self._speed = self._start_speed() if self.is_alone else None
+            self.run.speed = self._start_speed() if self.is_alone else None
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -164,23 +157,24 @@ class TorchLossMethods(LossLearningMethods):
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples on the host, before the batches travel."""
         update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
-        if self.work.counts:
-            self.work.measure(update)
+        if self.run.work.counts:
+            self.run.work.measure(update)
         if self.trainer.label_smoother is not None and self.is_alone:
-            self.accounting.learn_shift(batches[0], self._shift_probe())
-        if len(self.accounting.rivals) > 1 and self.is_alone and self.accounting.disagrees(batches):
+            self.run.accounting.learn_shift(batches[0], self._shift_probe())
+        if len(self.run.accounting.rivals) > 1 and self.is_alone and self.run.accounting.disagrees(batches):
             self._learn_loss(batches)  # as they were made: laid out anew they tell less
         if self.is_alone and len(batches) > 1 and self._is_recheck_due():
             self._check_loss_again(batches, after_change=False)
-        speed = None if self._speed is None or self._speed.is_idle else self._speed
-        if speed is not None and speed.plan.layout != AS_MADE and self.accounting.is_additive is False:
+        speed = None if self.run.speed is None or self.run.speed.is_idle else self.run.speed
+        if speed is not None and speed.plan.layout != AS_MADE and self.run.accounting.is_additive is False:
             self._leave_layouts()
             speed = None
         if speed is not None:
             speed.arrange(update)
-        if self.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
-            update.batches = self._cut(update.batches, self.micro_split)
-        needs_items = self.accounting.wants_items or self._items_overridden or (speed is not None and speed.is_active)
+        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
+            update.batches = self._cut(update.batches, self.run.micro_split)
+        needs_items = self.run.accounting.wants_items or self._items_overridden
+        needs_items = needs_items or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
             self.count_update(update)
         self._stamp_model(update)
@@ -188,10 +182,11 @@ class TorchLossMethods(LossLearningMethods):
 
     def _leave_layouts(self) -> None:
         """The loss turned out to be one whose batches may not be laid out anew."""
-        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {self.accounting.reason}")
-        assert self._speed is not None
-        self._speed.finish()
-        self._speed = None
+        reason = self.run.accounting.reason
+        self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {reason}")
+        assert self.run.speed is not None
+        self.run.speed.finish()
+        self.run.speed = None
 
     def _cut(self, batches: list[Any], parts: int) -> list[Any]:
         """Micro-batches in so many parts each; those that cannot be cut without a doubt stay whole."""
@@ -206,39 +201,40 @@ class TorchLossMethods(LossLearningMethods):
 
     def count_update(self, update: Update) -> None:
         # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
-        as_made = self._speed is None or not self._speed.is_active
+        as_made = self.run.speed is None or not self.run.speed.is_active
         has_parts = len(update.batches) > 1
         has_parts_or_items = has_parts or self._items_overridden  # these count only for a loss that divides by them
-        if self.is_alone and as_made and has_parts_or_items and self.accounting.is_open:
+        if self.is_alone and as_made and has_parts_or_items and self.run.accounting.is_open:
             self._learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
-            self.accounting.learn_shift(update.batches[0], self._probe())  # num_items_in_batch needs it
+            self.run.accounting.learn_shift(update.batches[0], self._probe())  # num_items_in_batch needs it
         batches = update.batches
         self.count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
             update.batches = batches
             self.count_items(update)
         self._report_trouble()
-        if self._items_overridden and self.accounting.kind is LossKind.SCALED:
+        if self._items_overridden and self.run.accounting.kind is LossKind.SCALED:
             update.total_items = self.trainer._get_num_items_in_batch(update.batches, self.device)
 
     def count_items(self, update: Update) -> None:
         """Count what the loss is divided by, and note what it has been divided by already."""
-        self.accounting.count(update)
-        if self.accounting.divides is not None:
-            from_arguments = self.accounting.divides == ARGUMENTS
+        self.run.accounting.count(update)
+        if self.run.accounting.divides is not None:
+            from_arguments = self.run.accounting.divides == ARGUMENTS
             update.factor = float(self.args.gradient_accumulation_steps if from_arguments else len(update.batches))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """The targets of an update's micro-batches; None when they have no labels."""
-        return self.accounting.total(batch_samples)
+        return self.run.accounting.total(batch_samples)
 
-    def begin_micro_batch(self, update: Update, index: int) -> tuple[Any, Any]:
-        if index and self.signals.wants_save and self._may_be_cut_short():
+    def micro_batch(self, update: Update, index: int) -> MicroBatch:
+        if index and self.run.signals.wants_save and self._may_be_cut_short():
             raise Interrupted
-        items = self.accounting.begin(update, index)
-        speed = self._speed
-        return update.batches[index] if speed is None or not speed.is_active else speed.batch(update, index), items
+        micro, speed = self.run.accounting.micro_batch(update, index), self.run.speed
+        if speed is not None and speed.is_active:
+            micro.inputs = speed.inputs_of(micro)
+        return micro
 
     def _may_be_cut_short(self) -> bool:
         """Whether an update can be undone: one that changes plain attributes of modules is finished instead."""
@@ -246,20 +242,20 @@ class TorchLossMethods(LossLearningMethods):
 
     def _stamp_model(self, update: Update) -> None:
         """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
-        if len(update.batches) == 1 and (self._speed is None or not self._speed.is_active):
-            self._stamp = None
-        elif self._stamp is None:
+        if len(update.batches) == 1 and (self.run.speed is None or not self.run.speed.is_active):
+            self.run.stamp = None
+        elif self.run.stamp is None:
             self.strategy.training()
-            self._stamp = ModelStamp(self.model, self._training_objects)
+            self.run.stamp = ModelStamp(self.model, self._training_objects)
 
     def _follow_model(self, update: Update) -> None:
         """Look at the loss and at the speed plan again, if the model was changed since the last update."""
-        speed = self._speed if self._speed is not None and self._speed.is_active else None
+        speed = self.run.speed if self.run.speed is not None and self.run.speed.is_active else None
         made = update.batches if speed is None else speed.as_made(update)
-        changes = self._stamp.changes() if self._stamp is not None else []
+        changes = self.run.stamp.changes() if self.run.stamp is not None else []
         if not changes:
             return
-        if self.is_alone and not self.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
+        if self.is_alone and not self.run.accounting.is_claimed and any(not c.startswith(HARMLESS) for c in changes):
             self._check_loss_again(made, after_change=True)
             self.count_update(update)
         elif not self.is_alone and any(not each.startswith(HARMLESS) for each in changes):
@@ -272,19 +268,20 @@ class TorchLossMethods(LossLearningMethods):
 
     def begin_update(self, update: Update) -> None:
         super().begin_update(update)
-        if self._known is not None and self.is_alone and self.has_new_overrides(self._known):
+        if self.run.known is not None and self.is_alone and self.has_new_overrides(self.run.known):
             self._make_again(update)
         self._follow_model(update)
-        self._micro_batches = len(update.batches)
-        self._before_update = self.strategy.hold() if self.args.auto_find_batch_size else None
+        self.run.micro_batches = len(update.batches)
+        self.run.before_update = self.strategy.hold() if self.args.auto_find_batch_size else None
 
     def around_update(self) -> AbstractContextManager[Any]:
-        return self._speed.active() if self._speed is not None and self._speed.is_active else nullcontext()
+        return self.run.speed.active() if self.run.speed is not None and self.run.speed.is_active else nullcontext()
 
     def end_update(self, update: Update, loss: Any) -> Any:
-        if self._stamp is not None:
-            self._stamp.settle()
-        return loss if self.accounting.summed is None else self.accounting.settle(loss, self.strategy)
+        if self.run.stamp is not None:
+            self.run.stamp.settle()
+        self.run.micro_batch = whole_batch()
+        return loss if update.summed is None else settle(update, loss, self.strategy)
 
     def recover(self, error: Exception, update: Update) -> bool:
         """Out of memory: put random states and buffers back, and halve the micro-batches."""
@@ -293,33 +290,34 @@ class TorchLossMethods(LossLearningMethods):
         traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
         if not self._halve(update):
             return False
-        self.strategy.undo(self._before_update)
+        self.strategy.undo(self.run.before_update)
         return True
 
     def _make_again(self, update: Update) -> None:
         """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
-        made = self._speed.as_made(update) if self._speed is not None else update.batches
+        made = self.run.speed.as_made(update) if self.run.speed is not None else update.batches
         self.follow_overrides()
         vars(update).update(vars(self.make_update(made)))
 
     def _halve(self, update: Update) -> bool:
         """Cut the update's micro-batches in two; returns whether there was anything to cut."""
-        rearranged = self._speed is not None and self._speed.rearrange(update)
-        if not rearranged and self._speed is not None and self._speed.is_laid:
+        rearranged = self.run.speed is not None and self.run.speed.rearrange(update)
+        if not rearranged and self.run.speed is not None and self.run.speed.is_laid:
             return False
         if not rearranged and not any(self._can_be_cut(batch) for batch in update.batches):
             return False
         self.strategy.zero_grad()
         self.strategy.free_memory()
         if not rearranged:
-            self.micro_split *= 2
+            self.run.micro_split *= 2
             update.batches = self._cut(update.batches, 2)
-        self._micro_batches = len(update.batches)
+        self.run.micro_batches = len(update.batches)
         self.count_update(update)
         if rearranged:
             return True
         self.notices.warn_once(
-            f"out of memory: micro-batches are now split in {self.micro_split}; the effective batch size is unchanged"
+            f"out of memory: micro-batches are now split in {self.run.micro_split}; the effective batch size is "
+            "unchanged"
         )
         return True
 
@@ -332,7 +330,7 @@ class TorchLossMethods(LossLearningMethods):
         return reason is None
 
     def write_incident(self, step: int) -> str:
-        place = self._places.get(step)
+        place = self.run.places.get(step)
         found = self.samples_at(place) if place is not None else None
         ids, batches = found if found else (None, None)
         self.strategy.zero_grad()
@@ -352,26 +350,26 @@ class TorchLossMethods(LossLearningMethods):
         with self.trainer.compute_loss_context_manager():
             model = self.strategy.unwrap(self.trainer.model_wrapped)
             loss = self.called_compute_loss(model, self.trainer._prepare_inputs(batch), num_items_in_batch=None)
-        loss = self.accounting.weigh(loss)
+        loss = self.run.accounting.weigh(loss, whole_batch())
         loss.backward()
         return loss.detach()
 
     def part_states(self) -> dict[str, Any]:
-        speed = None if self._speed is None else self._speed.state_dict()
-        loss = {"stamp": stamp_of(self.trainer), **self.accounting.state_dict()}
-        return {**super().part_states(), "micro_split": self.micro_split, "speed": speed, "loss": loss}
+        speed = None if self.run.speed is None else self.run.speed.state_dict()
+        loss = {"stamp": stamp_of(self.trainer), **self.run.accounting.state_dict()}
+        return {**super().part_states(), "micro_split": self.run.micro_split, "speed": speed, "loss": loss}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         super().load_part_states(states)
-        self.micro_split = states.get("micro_split", 1)
+        self.run.micro_split = states.get("micro_split", 1)
         loss = states.get("loss")
-        if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.accounting.is_claimed:
-            self.accounting.load_state_dict(loss)
-            self.trainer.model_accepts_loss_kwargs &= self.accounting.kind in USES_ITEMS or self._has_custom_loss()
-        if self._speed is not None and states.get("speed"):
-            self._speed.load_state_dict(states["speed"])
-            if self._speed.is_decided:
-                self._announce_plan(self._speed.plan)  # the run may go on in another folder
+        if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.run.accounting.is_claimed:
+            self.run.accounting.load_state_dict(loss)
+            self.trainer.model_accepts_loss_kwargs &= self.run.accounting.kind in USES_ITEMS or self._has_custom_loss()
+        if self.run.speed is not None and states.get("speed"):
+            self.run.speed.load_state_dict(states["speed"])
+            if self.run.speed.is_decided:
+                self._announce_plan(self.run.speed.plan)  # the run may go on in another folder
 
 
 def _has_empty(update: Update, batches: list[Any]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from ...errors import ModelError
 from ..hooks import TorchBase
 from ..optim.schedulers import steps_on_metric
+from .known import Known
 
 METHODS = attrgetter(
     "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
@@ -26,26 +26,12 @@ IN_STATE = ("logging_steps", "eval_steps", "save_steps")
 """Arguments that the state has taken over, where callbacks may change them."""
 
 
-@dataclass
-class Known:
-    """What training goes by; everything is compared with it by identity."""
-
-    model: Any = None
-    methods: tuple[Any, ...] = ()
-    losses: tuple[Any, ...] = ()
-    data: tuple[Any, ...] = ()
-    arguments: dict[str, Any] = field(default_factory=dict)
-
-
 class ChangeMethods(TorchBase):
     """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
 
-    _known: Known | None = None
-    """None while nothing is trained."""
-
     def begin_following(self) -> None:
         super().begin_following()
-        known = self._known = Known(
+        known = self.run.known = Known(
             self.model, METHODS(self.trainer), (self.trainer.compute_loss_func, self.trainer.label_smoother)
         )
         known.data = (self.trainer.train_dataset, self.trainer.data_collator)
@@ -66,9 +52,9 @@ class ChangeMethods(TorchBase):
 
     def follow_overrides(self) -> None:
         """Before the batches of an update are looked at: go over to a method or a loss that was assigned."""
-        if self._known is not None and self.has_new_overrides(self._known):
-            self._known.methods = METHODS(self.trainer)
-            self._known.losses = (self.trainer.compute_loss_func, self.trainer.label_smoother)
+        if self.run.known is not None and self.has_new_overrides(self.run.known):
+            self.run.known.methods = METHODS(self.trainer)
+            self.run.known.losses = (self.trainer.compute_loss_func, self.trainer.label_smoother)
             self._follow_loss()
             self.strategy.note_change()
 
@@ -80,7 +66,7 @@ class ChangeMethods(TorchBase):
 
     def follow_changes(self) -> None:
         """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
-        known = self._known
+        known = self.run.known
         if known is None:
             return  # an update outside of training, as one that compiles ahead
         if self.model is not known.model:
@@ -97,20 +83,20 @@ class ChangeMethods(TorchBase):
         self.strategy.note_change()
 
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
-        if self.trainer.lr_scheduler is not self._schedule_then:
-            self._schedule_then = self.trainer.lr_scheduler
-            self.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
+        if self.trainer.lr_scheduler is not self.run.schedule:
+            self.run.schedule = self.trainer.lr_scheduler
+            self.run.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
             self.callback_handler.context["lr_scheduler"] = self.trainer.lr_scheduler
             self.strategy.note_change()
         # Loss scaling has divided by its scale for the optimizer that was there, so that one steps.
         is_too_late = is_clipped and self.strategy.precision.scales
-        if self.trainer.optimizer is not self._optimizer_then and not is_too_late:
+        if self.trainer.optimizer is not self.run.optimizer and not is_too_late:
             self._take_optimizer()
 
     def _take_optimizer(self) -> None:
         if self.trainer.optimizer is None:
             raise ModelError("trainer.optimizer was set to None during training; assign another optimizer")
-        self._optimizer_then = self.trainer.optimizer = self.strategy.change_optimizer(self.trainer.optimizer)
+        self.run.optimizer = self.trainer.optimizer = self.strategy.change_optimizer(self.trainer.optimizer)
         self.callback_handler.context["optimizer"] = self.trainer.optimizer
         scheduled = getattr(self.trainer.lr_scheduler, "optimizer", self.trainer.optimizer)
         if scheduled is not self.trainer.optimizer:
@@ -126,7 +112,7 @@ class ChangeMethods(TorchBase):
 
     def tell_unfollowed(self) -> None:
         """Say once what was assigned during training and has no effect on it."""
-        known, args = self._known, self.args
+        known, args = self.run.known, self.args
         if known is None:
             return
         changed = [name for name in known.arguments if getattr(args, name, None) != known.arguments[name]]

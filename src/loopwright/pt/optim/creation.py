@@ -18,28 +18,25 @@ from .schedulers import build_scheduler, steps_on_metric
 class TorchOptimizerMethods(TorchBase):
     """Optimizer, schedule and learning rates."""
 
-    train_dataloader: Any
-    _scheduled_updates: int = 0
-    """How many updates the schedule of the learning rate was made for."""
-    _scheduled_then: int | None = None
-    """The same in the run that is resumed, when it has changed the size of its updates since."""
+    _own_scheduler: bool = False
+    """Whether the scheduler was made by a run, and not given."""
 
     def _prepare_optimizer(self) -> None:
-        if self.trainer.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
+        if self.trainer.lr_scheduler is not None and self._own_scheduler:
             self.trainer.lr_scheduler = None
         self._own_scheduler = self.trainer.lr_scheduler is None
-        updates = self._scheduled_updates = self._scheduled_then or self.plan.max_steps
+        updates = self.run.scheduled_updates = self.run.scheduled_then or self.run.plan.max_steps
         self.trainer.create_optimizer_and_scheduler(num_training_steps=updates)
         check_fp16_weights(self.model, self.strategy.precision)
         self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
         self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
         if self.args.speed != "off":
             self.strategy.fold_clipping(lambda: not self.callback_handler.listens("on_pre_optimizer_step"))
-        self.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
+        self.run.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
         self.callback_handler.context.update(
             optimizer=self.trainer.optimizer,
             lr_scheduler=self.trainer.lr_scheduler,
-            train_dataloader=self.train_dataloader,
+            train_dataloader=self.run.loader,
         )
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core.evaluation.predictions import map_nested
-from ...core.update import Update
+from ...core.update import MicroBatch
 from ..distributed.failure import Alarm
 from ..distributed.gather import gather_nested
 from ..distributed.process_group import Host, Processes
@@ -33,9 +32,6 @@ class ManyProcesses(SingleDevice):
         self.rank, self.world_size = processes.rank, processes.world_size
         self.share_out(copies=1)
         self.alarm = Alarm(processes)
-        self._idle = False
-        self._plain_backward = self.backward
-        self.backward = self._weighed_backward
 
     @property
     def saving(self) -> Host:
@@ -48,16 +44,11 @@ class ManyProcesses(SingleDevice):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
-    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
-        """As on one device; also notes whether a micro-batch is a dummy that only keeps ranks in step."""
-        self._idle = update.real is not None and index >= update.real
-        return super().micro_batch(update, index)
+    def add(self, total: Any, loss: Any, micro: MicroBatch) -> Any:
+        return super().add(total, self.without_dummy(loss, micro), micro)
 
-    def _weighed_backward(self, loss: Tensor) -> None:
-        self._plain_backward(loss * 0 if self._idle else loss)
-
-    def add(self, total: Any, loss: Any) -> Any:
-        return super().add(total, loss * 0 if self._idle else loss)
+    def without_dummy(self, loss: Any, micro: MicroBatch) -> Any:
+        return loss * 0 if micro.is_dummy else loss
 
     def mean_count(self, count: Any) -> Any:
         """The mean over all parts of the data of a count."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core.update import Update
+from ...core.update import MicroBatch
 from ...errors import ModelError
 from ..distributed.process_group import Processes
 from ..precision import Precision
@@ -123,13 +123,13 @@ class DataParallel(ManyProcesses):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
+    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         """Gradients are all-reduced in the backward pass of the last micro-batch of this rank, once per update."""
-        is_last = index + 1 == len(update.batches)
+        is_last = micro.is_last
         shares = is_last or self._recording or not isinstance(self._wrapped, DistributedDataParallel)
         watched = self._watching() if is_last and self._seen is not None else nullcontext()
         try:
-            with super().micro_batch(update, index), watched if shares else self._wrapped.no_sync():
+            with super().micro_batch(micro), watched if shares else self._wrapped.no_sync():
                 yield
         except RuntimeError as error:
             if UNFINISHED not in str(error):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...args.zero import filled_config
-from ...core.update import Update
+from ...core.update import MicroBatch
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
 from ..checkpoint.weights import saved_weights
 from ..distributed.process_group import Processes
@@ -39,6 +39,7 @@ class DeepSpeed(ManyProcesses):
         self.engine: Any = None
         self._groups = 0
         self._package = _imported()
+        self.backward = self._engine_backward
 
     # ---- setting up -------------------------------------------------------------------------------------------------
 
@@ -85,17 +86,15 @@ class DeepSpeed(ManyProcesses):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
-        is_last = index + 1 == len(update.batches)
-        self.engine.set_gradient_accumulation_boundary(is_last)
-        with super().micro_batch(update, index):
+    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
+        self.engine.set_gradient_accumulation_boundary(micro.is_last)
+        with super().micro_batch(micro):
             yield
-        if not is_last:
+        if not micro.is_last:
             self.engine.step()  # counts the micro-batch; the weights move at the boundary only
 
-    def _weighed_backward(self, loss: Tensor) -> None:
-        # The trainer has divided already.
-        self.engine.backward(loss * 0 if self._idle else loss, scale_wrt_gas=False)
+    def _engine_backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss, scale_wrt_gas=False)  # the trainer has divided already
 
     def scale_gradients(self, factor: Any) -> None:
         raise NotAvailable(

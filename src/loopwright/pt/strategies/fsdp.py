@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from ...args.sharding import FsdpOptions
-from ...core.update import Update
+from ...core.update import MicroBatch
 from ...errors import ModelError
 from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters
@@ -55,9 +55,9 @@ class FullySharded(Sharded):
             model, self.mesh, self.options, compute_dtype=self._compute_dtype, device=self.device, strategy=self
         )
 
-    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
-        synchronize(self.model, is_last=index + 1 == len(update.batches))
-        return super().micro_batch(update, index)
+    def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]:
+        synchronize(self.model, is_last=micro.is_last)
+        return super().micro_batch(micro)
 
 
 def synchronize(model: Any, *, is_last: bool) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ...core.strategy import OneProcess
-from ...core.update import Update
+from ...core.update import MicroBatch, Update
+from ...snapshot import Snapshot, restore_rng, snapshot_rng
 from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
 from ..checkpoint.tensors import decode_optimizer, encode_optimizer
 from ..checkpoint.weights import load_weights
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
-from ..rng import restore_rng, snapshot_rng
 from .contents import IS_TRAINING, Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -166,15 +166,14 @@ class SingleDevice(OneProcess):
             return type(batch)(self.put(value) for value in batch)
         return batch
 
-    def micro_batch(self, update: Update, index: int) -> AbstractContextManager[Any]:
-        """The context of forward and backward of one micro-batch."""
-        if index == 0 and self._ahead.runs:
+    def begin_update(self, update: Update) -> None:
+        """Begin to copy the batches of an update to the device."""
+        if self._ahead.runs:
             self._ahead.begin(update.batches)
-        return NOTHING
 
-    def add(self, total: Any, loss: Any) -> Any:
-        """The loss of an update with one more micro-batch."""
-        return loss if total is None else total + loss
+    def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]:
+        """The context of forward and backward of one micro-batch."""
+        return NOTHING
 
     def boundary(self) -> None:
         """The end of a step: a device that only notes what is to be computed computes it here."""
@@ -271,23 +270,12 @@ class SingleDevice(OneProcess):
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> Any:
-        """Random states and buffers as they are now."""
-        # The place of each, because a module may put another tensor there.
-        held = [
-            (module._buffers, name, buffer, buffer.clone())
-            for module in self.contents.modules
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        return snapshot_rng(), held
+        """RNG states and buffers as they are now."""
+        return Snapshot(self.contents.modules)
 
     def undo(self, held: Any) -> None:
-        """Back to what was held; gradients of the unfinished update are dropped."""
-        rng, buffers = held
-        restore_rng(rng)
-        with torch.no_grad():
-            for place, name, buffer, value in buffers:
-                place[name] = buffer.copy_(value)
+        """Back to a snapshot; gradients of the unfinished update are dropped."""
+        held.restore()
         self.zero_grad()
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------

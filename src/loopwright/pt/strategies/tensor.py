@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...args.sharding import FsdpOptions
-from ...core.update import Update
+from ...core.update import MicroBatch
 from ...errors import ModelError
 from ..checkpoint.shards import is_distributed
 from ..distributed.process_group import Processes
@@ -83,13 +83,12 @@ class TensorParallel(Sharded):
         self._partial = [named[name] for name in partial]
 
     @contextmanager
-    def micro_batch(self, update: Update, index: int) -> Iterator[None]:
-        is_last = index + 1 == len(update.batches)
+    def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
         if self._sharding is not None:
-            synchronize(self.model, is_last=is_last)
-        with super().micro_batch(update, index):
+            synchronize(self.model, is_last=micro.is_last)
+        with super().micro_batch(micro):
             yield
-        for parameter in self._partial if is_last else ():
+        for parameter in self._partial if micro.is_last else ():
             if parameter.grad is not None:
                 whole = parameter.grad._local_tensor if is_distributed(parameter.grad) else parameter.grad
                 dist.all_reduce(whole, group=self.mesh.get_group("tensor"))

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...core.update import MicroBatch
+from ...snapshot import restored
 from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from ..planner.decision import (
@@ -19,7 +21,7 @@ from ..planner.decision import (
     seconds,
     seconds_launching,
 )
-from ..untouched import any_wait_is_fine, undone
+from .contexts import any_wait_is_fine
 from .recorder import MOST_SHAPES, GraphedStep, Recorder, shape_key
 
 MOST_ROWS = 32
@@ -119,7 +121,8 @@ class GraphedTraining:
         model: nn.Module,
         *,
         loss_of: LossOf,
-        weigh: Callable[[Any], Tensor],
+        micro_batch: Callable[[], MicroBatch],
+        weigh: Callable[[Any, MicroBatch], Tensor],
         backward: Callable[[Tensor], Any],
         put: Callable[[Any], Any],
         plain: Callable[..., Tensor],
@@ -127,11 +130,9 @@ class GraphedTraining:
         tell: Callable[[str], None],
         recorder: Recorder | None = None,
     ) -> None:
-        self._model, self._given_loss_of, self._weigh = model, loss_of, weigh
+        self._model, self._given_loss_of, self._weigh, self._micro_batch = model, loss_of, weigh, micro_batch
         self._backward, self._put, self._given_plain, self._give_up = backward, put, plain, give_up
         self._prepare: Callable[[Any], Any] = lambda inputs: inputs
-        self.share: float | None = None
-        """Set before each micro-batch: its part of the update's targets; None where it has to run as it is."""
         self._is_proved = False
         self._drops_mask = True
         self._told = False
@@ -139,14 +140,16 @@ class GraphedTraining:
 
     def __call__(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the update's loss."""
-        if self.share is None or not self._is_possible():
+        micro = self._micro_batch()
+        share = micro.share  # None where it has to run as it is
+        if share is None or not self._is_possible():
             return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
         given = self._put(inputs)
         if not self._is_proved:
-            self._prove(given, inputs, num_items_in_batch)
+            self._prove(given, inputs, micro, share)
             if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
-        loss = self.step.step(self._without_mask(given, inputs), self.share)
+        loss = self.step.step(self._without_mask(given, inputs), share)
         self._is_possible()  # a checkpoint of this update is to say so
         return loss
 
@@ -196,32 +199,26 @@ class GraphedTraining:
             return given
         return {name: value for name, value in given.items() if name != MASK}
 
-    def _prove(self, given: dict[str, Any], inputs: Any, items: Any) -> None:
+    def _prove(self, given: dict[str, Any], inputs: Any, micro: MicroBatch, share: float) -> None:
         """See on one micro-batch that the loss that would be recorded is the loss of training."""
-        expected = self._looked_at(lambda: self._weigh(self._loss_of(dict(given), items)))
+        expected = self._looked_at(lambda: self._weigh(self._loss_of(dict(given), micro.items), micro))
         if not math.isfinite(expected):
             return  # the next micro-batch is asked
         self._is_proved = True
         try:
-            if self._is_alike(self._without_mask(given, inputs), expected):
+            if self._is_alike(self._without_mask(given, inputs), expected, share):
                 return
         except TypeError:  # it cannot do without its mask
             pass
         self._drops_mask = False
-        if not self._is_alike(given, expected):
+        if not self._is_alike(given, expected, share):
             self.step.reason = "the loss changes when it is not given the number of items"
 
-    def _is_alike(self, inputs: dict[str, Any], expected: float) -> bool:
-        found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * self.share)
+    def _is_alike(self, inputs: dict[str, Any], expected: float, share: float) -> bool:
+        found = self._looked_at(lambda: self._loss_of(dict(inputs), None) * share)
         return abs(found - expected) <= SAME_LOSS * max(abs(expected), 1e-6)
 
     def _looked_at(self, compute: Callable[[], Tensor]) -> float:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
-        with any_wait_is_fine(), undone(self._model, parameters, self.step.device):
+        with any_wait_is_fine(), restored(self._model, parameters):
             return float(compute().detach())
-
-
-def share_of(update: Any, index: int) -> float | None:
-    """The part of an update's targets that is in a micro-batch; None where there are none, or they were not counted."""
-    items = update.items[index] if update.items else None
-    return float(update.share(index)) if isinstance(items, int) and items > 0 else None

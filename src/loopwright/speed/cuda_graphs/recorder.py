@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..untouched import (
+from ...snapshot import restored
+from .contexts import (
     any_wait_is_fine,
     as_if_recording,
     autocast_without_cache,
@@ -25,7 +26,6 @@ from ..untouched import (
     host_streams,
     no_wait,
     side_stream,
-    undone,
 )
 
 MOST_SHAPES = 8
@@ -192,7 +192,7 @@ class GraphedStep:
             for name, value in inputs.items()
         }
         weight = torch.ones((), device=self.device)
-        with undone(self._model, self._parameters, self.device), autocast_without_cache(), any_wait_is_fine():
+        with restored(self._model, self._parameters), autocast_without_cache(), any_wait_is_fine():
             reached = self._warm_up(static, weight)
             gradients = [(p, self._place_of(p)) for p in reached]
             for parameter, place in gradients:
@@ -248,11 +248,11 @@ class GraphedStep:
     def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
         """The largest relative difference between replay and eager run: loss, gradients, buffers."""
         # Models that go another way while they are recorded (other kernels, so other dropout) must go it here too.
-        with undone(self._model, self._parameters, self.device), as_if_recording(self.device):
+        with restored(self._model, self._parameters), as_if_recording(self.device):
             loss = self._run_alone(dict(inputs), weight)
             eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
             buffers = [place[name].clone() for place, name in buffers_of(self._model)]
-        with undone(self._model, self._parameters, self.device):
+        with restored(self._model, self._parameters):
             graph.load(inputs, weight)
             for parameter, _ in graph.gradients:
                 parameter.grad = None

@@ -10,8 +10,8 @@ What was recomputed (activation checkpointing) and padding are not counted: this
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+
+from ...snapshot import restored
 
 LONGEST = 256
 """Tokens per row of the batch that is counted."""
@@ -46,11 +48,10 @@ def count_operations(
     main: str,
     *,
     causal: bool,
-    untouched: Callable[[], AbstractContextManager[Any]],
 ) -> Operations | None:
     """The operations of the model by tokens of the input `main`; None if a small batch cannot be cut from this one.
 
-    `untouched` keeps random streams where they are. Buffers are put back; gradients and modes are not touched.
+    RNG states and buffers are restored; gradients and modes are not touched.
     """
     rows, length = _shape(batch, main)
     if not length:
@@ -58,7 +59,7 @@ def count_operations(
     longest = min(length, LONGEST)
     separable = longest >= SHORTEST and _one_length(batch, length)
     lengths = (longest, longest // 2) if separable else (longest if _one_length(batch, length) else length,)
-    with untouched(), kept_buffers(model):
+    with restored(model):
         counts = [_watched(forward, cut(batch, rows=ROWS, old=length, new=each)) for each in lengths]
     per_length = [count / (min(rows, ROWS) * each) for count, each in zip(counts, lengths, strict=True)]
     linear, square = _separate(per_length, lengths)
@@ -87,23 +88,6 @@ def trainable_share(model: nn.Module) -> float:
     matrices = [each for each in model.parameters() if each.ndim > 1]
     everything = sum(each.numel() for each in matrices)
     return sum(each.numel() for each in matrices if each.requires_grad) / everything if everything else 1.0
-
-
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards what they were: counting does not move running means."""
-    kept = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for place, name, buffer, value in kept:
-                place[name] = buffer.copy_(value)
 
 
 def _watched(forward: Callable[[dict[str, Any]], Any], batch: dict[str, Any]) -> int:

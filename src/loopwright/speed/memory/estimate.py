@@ -95,13 +95,13 @@ def measure_twice(
     sizes: tuple[int, int],
     model: nn.Module,
     blocks: Sequence[nn.Module],
-    undisturbed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    sandbox: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[ActivationBytes, ActivationBytes]:
     """Measure a forward at two sizes; `forward(size)` returns how many tokens it computed.
 
-    `undisturbed` is entered around both: it has to put random states and buffers back.
+    `sandbox` is entered around both: it has to put random states and buffers back.
     """
-    with undisturbed():
+    with sandbox():
         small, large = (measure_activations(partial(forward, size), model=model, blocks=blocks) for size in sizes)
     return small, large
 

@@ -188,9 +188,9 @@ def _estimate(
             head.count = None
             head.install()
             stack.callback(head.remove)
-        one, two = measure_twice(forward, sizes=(1, 2), model=here.model, blocks=blocks, undisturbed=here.untouched)
+        one, two = measure_twice(forward, sizes=(1, 2), model=here.model, blocks=blocks, sandbox=here.sandbox)
         if one.tokens < whole:
-            with here.untouched():
+            with here.sandbox():
                 half = measure_activations(lambda: forward(1, MEASURED_TOKENS // 2), model=here.model, blocks=blocks)
             one, two = at_length(whole, one, two, half)
     chunk = 0 if head is None else GPU_CHUNK_BYTES if here.on_gpu else CPU_CHUNK_BYTES

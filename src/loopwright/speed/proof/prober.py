@@ -130,9 +130,9 @@ class Prober:
     """Runs paths side by side, leaving random states, buffers, modes, gradients and optimizer as they were."""
 
     def __init__(
-        self, model: nn.Module, loss_of: LossOf, *, untouched: Callable[[], AbstractContextManager[Any]]
+        self, model: nn.Module, loss_of: LossOf, *, sandbox: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        self._model, self._loss_of, self._untouched = model, loss_of, untouched
+        self._model, self._loss_of, self._sandbox = model, loss_of, sandbox
         self._parameters = _compared([p for p in model.parameters() if p.requires_grad])
 
     @contextmanager
@@ -140,7 +140,7 @@ class Prober:
         """Without dropout, nothing left behind, half-precision weights as single precision; yields dropout's shapes."""
         modes = [(module, module.training) for module in self._model.modules()]
         with ExitStack() as stack:
-            stack.enter_context(self._untouched())
+            stack.enter_context(self._sandbox())
             stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
             stack.enter_context(setting.around())
             shapes = stack.enter_context(without_dropout())

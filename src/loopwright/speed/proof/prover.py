@@ -41,7 +41,7 @@ class Prover:
 
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
-        self._prober = Prober(situation.model, situation.loss_of, untouched=situation.untouched)
+        self._prober = Prober(situation.model, situation.loss_of, sandbox=situation.sandbox)
         self._exact = tolerance_of(situation.model)
 
     # ---- references -------------------------------------------------------------------------------------------------

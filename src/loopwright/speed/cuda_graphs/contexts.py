@@ -1,4 +1,4 @@
-"""Running code and restoring random states, buffers, gradients and modes."""
+"""Contexts that recording a CUDA graph needs: streams, waits of the host, the autocast cache."""
 
 from __future__ import annotations
 
@@ -10,30 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-
-
-@contextmanager
-def undone(model: nn.Module, parameters: list[nn.Parameter], device: torch.device) -> Iterator[None]:
-    """Random states, buffers and gradients after the block are those from before it."""
-    gradients = [p.grad for p in parameters]
-    # Recorded gradient tensors are written to by replays, so their contents count, not only who they are.
-    kept = [None if gradient is None else gradient.clone() for gradient in gradients]
-    buffers = [(place, name, place[name], place[name].clone()) for place, name in buffers_of(model)]
-    host, on_device = (random.getstate(), np.random.get_state(), torch.get_rng_state()), _device_state(device)
-    try:
-        yield
-    finally:
-        random.setstate(host[0])
-        np.random.set_state(host[1])
-        torch.set_rng_state(host[2])
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-        with torch.no_grad():
-            for place, name, buffer, value in buffers:
-                place[name] = buffer.copy_(value)
-            for parameter, gradient, value in zip(parameters, gradients, kept, strict=True):
-                parameter.grad = gradient if gradient is None else gradient.copy_(value)
+from torch import nn
 
 
 def host_streams(device: torch.device) -> tuple[Any, ...]:
@@ -116,7 +93,3 @@ def autocast_without_cache() -> Iterator[None]:
 def buffers_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The place of every buffer: the dict that holds it and its name there."""
     return [(m._buffers, name) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None]
-
-
-def _device_state(device: torch.device) -> Tensor | None:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
