@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
@@ -26,6 +26,9 @@ from .spikes import SpikeWatch
 from .state import Progress, TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
 from .throughput import ThroughputMeter
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class LoopActions:
@@ -60,7 +63,7 @@ class LoopActions:
     # ---- what the user may replace ----------------------------------------------------------------------------------
 
     @property
-    def args(self) -> Any:
+    def args(self) -> BaseArguments:
         return self.trainer.args
 
     @property
