@@ -8,11 +8,13 @@ import torch
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .arguments import TrainingArguments
 
 
 class TorchHooks(Hooks, Protocol):
     """Of a trainer of PyTorch models."""
 
+    args: TrainingArguments
     train_dataset: Any
     data_collator: Any
     processing_class: Any
@@ -77,5 +79,6 @@ class TorchBase(Internals):
     """What the parts behind a trainer of PyTorch models share."""
 
     trainer: TorchHooks
+    args: TrainingArguments
     strategy: Any
     device: torch.device
