@@ -6,11 +6,13 @@ from typing import Any, Protocol
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .arguments import KerasTrainingArguments
 
 
 class KerasHooks(Hooks, Protocol):
     """Of a trainer of Keras models."""
 
+    args: KerasTrainingArguments
     train_dataset: Any
     model_init: Any
     compute_loss_func: Any
@@ -40,6 +42,7 @@ class KerasBase(Internals):
     """What the parts behind a trainer of Keras models share."""
 
     trainer: KerasHooks
+    args: KerasTrainingArguments
     strategy: Any
     trainer_name: str
     """What messages call the trainer."""
