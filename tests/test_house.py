@@ -390,6 +390,26 @@ def _annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return function.returns is not None and all(each.annotation is not None for each in named)
 
 
+LOOSE_ARGS = 30
+"""Places that may take arguments of any type; the others name the group they read, or all arguments."""
+
+
+@READS_ALL
+def test_arguments_have_types():
+    loose = [f"{relative(path)}:{line}" for path in FILES for line in loose_args(path)]
+    assert len(loose) <= LOOSE_ARGS, f"name the group of args/ that is read, as in args: OptimizerArgs: {loose}"
+
+
+def loose_args(path: Path) -> Iterator[int]:
+    """The lines of a file with a parameter, a variable or an attribute `args: Any`; `*args` is another matter."""
+    stars = {id(node.vararg) for node in nodes_of(path) if isinstance(node, ast.arguments)}
+    for node in nodes_of(path):
+        named = isinstance(node, ast.arg) and node.arg == "args" and id(node) not in stars
+        named = named or (isinstance(node, ast.AnnAssign) and ast.unparse(node.target) in ("args", "self.args"))
+        if named and node.annotation is not None and ast.unparse(node.annotation) in ("Any", "Any | None"):
+            yield node.lineno
+
+
 def test_a_long_file_has_a_reason():
     long = {relative(path) for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > LONG}
     assert long - {*LONGER} == set(), "two subjects, perhaps? If not, say in LONGER why one"
@@ -514,6 +534,12 @@ def test_the_walls_hold(tmp_path, monkeypatch):
         "    except (OSError, Exception):  # noqa\n        pass\n    except:\n        # told above\n        pass\n"
         "    with contextlib.suppress(BaseException):\n        pass\n"
     )
+    loose = tmp_path / "core" / "c.py"
+    loose.write_text(
+        "class A:\n    args: Any\n    other: Any\n"
+        "def f(args: Any = None): ...\ndef g(*args: Any, kwargs: Any): ...\ndef h(args: DataArgs): ...\n"
+    )
+    assert sorted(loose_args(loose)) == [2, 4]
     assert {name for _, _, name in private_uses(path)} == {"_one", "_two", "_four"}
     assert private_names(path) == {"_three"}
     assert list(broad_excepts(path)) == [6, 8, 11]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .problems import Problems, shown
 from .tracking import SERVED, TRACKERS
+
+if TYPE_CHECKING:
+    from .base import BaseArguments
 
 
 def _is_given(value: Any) -> Any:
@@ -43,7 +46,7 @@ MISSING: dict[str, Missing] = {
 """Each field that can ask for a part that is not there yet."""
 
 
-def apply_availability(args: Any, problems: Problems) -> None:
+def apply_availability(args: BaseArguments, problems: Problems) -> None:
     """Note everything these arguments ask for that is not available yet."""
     for name, missing in MISSING.items():
         if name in problems.broken:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
-from .distributed import read_accelerator_config
+from .distributed import DistributedArgs, read_accelerator_config
+from .duration import DurationArgs
+from .hub import HubArgs
+from .logging import LoggingArgs
+from .memory import MemoryArgs
 from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
 from .paths import plain_path
 from .problems import Problems
-from .tracking import named_trackers
+from .saving import SavingArgs
+from .script import ScriptArgs
+from .tracking import TrackingArgs, named_trackers
 
-Derivation = Callable[[Any], None]
+if TYPE_CHECKING:
+    from .base import BaseArguments
+
+Derivation = Callable[["BaseArguments"], None]
 
 DERIVATIONS: list[tuple[tuple[str, ...], Derivation]] = []
 """Each derivation with the fields it reads and writes."""
@@ -32,7 +41,7 @@ def derivation(*names: str) -> Callable[[Derivation], Derivation]:
     return keep
 
 
-def derive(args: Any, problems: Problems) -> None:
+def derive(args: BaseArguments, problems: Problems) -> None:
     """Apply all derivations whose fields are sound."""
     for names, function in DERIVATIONS:
         if problems.concern(names):
@@ -44,13 +53,13 @@ def derive(args: Any, problems: Problems) -> None:
 
 
 @derivation("output_dir")
-def output_folder(args: Any) -> None:
+def output_folder(args: DurationArgs) -> None:
     """A folder is always named, ~ is the home folder, and file:// is not needed."""
     args.output_dir = plain_path(os.path.expanduser(args.output_dir or "trainer_output"))
 
 
 @derivation("include_num_input_tokens_seen")
-def token_count(args: Any) -> None:
+def token_count(args: LoggingArgs) -> None:
     """True means all tokens, False none."""
     value = args.include_num_input_tokens_seen
     words = {"true": "all", "false": "no", "none": "no"}
@@ -58,26 +67,26 @@ def token_count(args: Any) -> None:
 
 
 @derivation("debug")
-def debug_options(args: Any) -> None:
+def debug_options(args: ScriptArgs) -> None:
     """A list of options, from words in a string."""
     words = args.debug.split() if isinstance(args.debug, str) else args.debug or []
     args.debug = [DebugOption(word) for word in words]
 
 
 @derivation("report_to")
-def trackers(args: Any) -> None:
+def trackers(args: TrackingArgs) -> None:
     """A list of names, from a name, 'all' or 'none'."""
     args.report_to = named_trackers(args.report_to)
 
 
 @derivation("accelerator_config")
-def accelerator(args: Any) -> None:
+def accelerator(args: DistributedArgs) -> None:
     """An AcceleratorConfig, from a dict or an object of that shape."""
     args.accelerator_config = read_accelerator_config(args.accelerator_config)
 
 
 @derivation("logging_steps", "eval_steps", "save_steps", "warmup_steps")
-def whole_steps(args: Any) -> None:
+def whole_steps(args: BaseArguments) -> None:
     """Step counts are int; only shares stay float."""
     for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
         value = getattr(args, name)
@@ -86,13 +95,13 @@ def whole_steps(args: Any) -> None:
 
 
 @derivation("eval_strategy", "do_eval")
-def script_evaluates(args: Any) -> None:
+def script_evaluates(args: BaseArguments) -> None:
     """A script evaluates when the trainer does."""
     args.do_eval = args.do_eval or args.eval_strategy != IntervalStrategy.NO
 
 
 @derivation("eval_strategy", "eval_steps", "logging_steps")
-def evaluation_interval(args: Any) -> None:
+def evaluation_interval(args: BaseArguments) -> None:
     """Evaluate as often as we log, unless set otherwise."""
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
@@ -101,7 +110,7 @@ def evaluation_interval(args: Any) -> None:
 @derivation(
     "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"
 )
-def best_metric(args: Any) -> None:
+def best_metric(args: BaseArguments) -> None:
     """Whatever needs a best evaluation takes the loss; a metric is better when larger unless it is a loss."""
     needed = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if args.metric_for_best_model is None and (needed or args.lr_scheduler_type in METRIC_SCHEDULES):
@@ -111,7 +120,7 @@ def best_metric(args: Any) -> None:
 
 
 @derivation("torch_compile", "torch_compile_backend", "torch_compile_mode")
-def compilation(args: Any) -> None:
+def compilation(args: MemoryArgs) -> None:
     """A backend or a mode switches compilation on; inductor compiles unless set otherwise."""
     args.torch_compile = args.torch_compile or bool(args.torch_compile_backend or args.torch_compile_mode)
     if args.torch_compile:
@@ -119,27 +128,27 @@ def compilation(args: Any) -> None:
 
 
 @derivation("use_cpu", "dataloader_pin_memory")
-def pinned_memory(args: Any) -> None:
+def pinned_memory(args: BaseArguments) -> None:
     """Nothing is copied to a device, so nothing is pinned for it."""
     args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
 
 
 @derivation("disable_tqdm")
-def progress_bar(args: Any) -> None:
+def progress_bar(args: LoggingArgs) -> None:
     """No bar where not even warnings are shown."""
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("loopwright").getEffectiveLevel() > logging.WARNING
 
 
 @derivation("save_total_limit")
-def kept_checkpoints(args: Any) -> None:
+def kept_checkpoints(args: SavingArgs) -> None:
     """Zero or less means no limit."""
     if args.save_total_limit is not None and args.save_total_limit <= 0:
         args.save_total_limit = None
 
 
 @derivation("hub_token")
-def token(args: Any) -> None:
+def token(args: HubArgs) -> None:
     """The mask that to_dict puts in a token's place is no token."""
     if args.hub_token == "<HUB_TOKEN>":
         args.hub_token = None

@@ -31,7 +31,7 @@ class DistributedArgs(Group):
     deepspeed: dict[str, Any] | str | None = arg(
         None, "DeepSpeed configuration, as a dict, JSON or the path of a JSON file."
     )
-    accelerator_config: dict[str, Any] | str | None = arg(
+    accelerator_config: dict[str, Any] | str | AcceleratorConfig | None = arg(
         None, "How batches are distributed and copied: a dict with the keys of AcceleratorConfig, JSON or a JSON file."
     )
     parallelism_config: dict[str, Any] | str | None = arg(None, "Sizes of the parallel dimensions.")

@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from .distributed import read_accelerator_config
 from .field import specs
 from .names import IntervalStrategy, SaveStrategy, SchedulerType
+from .process import ProcessInfo
+from .speed import SpeedArgs
+from .tracking import TrackingArgs
+
+if TYPE_CHECKING:
+    from .base import BaseArguments
 
 NO_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 NOT_ADAM = ("sgd", "adagrad", "adafactor", "rmsprop", "lomo", "adalomo", "schedule_free_sgd", "galore_adafactor")
@@ -19,23 +26,23 @@ class Idle:
     """Fields that change nothing when a condition holds."""
 
     names: tuple[str, ...]
-    when: Callable[[Any], bool]
+    when: Callable[[BaseArguments], bool]
 
 
-def _always(args: Any) -> bool:
+def _always(args: BaseArguments) -> bool:
     return True
 
 
-def _one_process(args: Any) -> bool:
+def _one_process(args: ProcessInfo) -> bool:
     return bool(args.world_size == 1)
 
 
-def _nothing_compiles(args: Any) -> bool:
+def _nothing_compiles(args: SpeedArgs) -> bool:
     return bool(args.speed == "off" and not os.environ.get("PJRT_DEVICE"))  # lazy XLA compiles every step
 
 
-def _no_tracker(*names: str) -> Callable[[Any], bool]:
-    return lambda args: not set(names) & set(args.report_to)
+def _no_tracker(*names: str) -> Callable[[TrackingArgs], bool]:
+    return lambda args: not set(names) & set(args.report_to or ())
 
 
 IDLE = (
@@ -96,13 +103,14 @@ IDLE = (
 """Which fields change nothing, and when."""
 
 
-def without_effect(args: Any) -> list[str]:
+def without_effect(args: BaseArguments) -> list[str]:
     """Names of the arguments that differ from their default and change nothing in this run."""
     known = specs(type(args))
     idle = [name for row in IDLE if row.when(args) for name in row.names]
     changed = [name for name in idle if name in known and getattr(args, name) != known[name].default]
-    if _one_process(args) and not args.accelerator_config.even_batches:
+    spread = read_accelerator_config(args.accelerator_config)
+    if _one_process(args) and not spread.even_batches:
         changed.append("accelerator_config.even_batches")
-    if args.accelerator_config.dispatch_batches is False:
+    if spread.dispatch_batches is False:
         changed.append("accelerator_config.dispatch_batches")
     return changed

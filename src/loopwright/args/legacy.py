@@ -12,16 +12,19 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .distributed import read_accelerator_config
 from .field import UNSET, Group, arg, default_of, specs
 from .problems import Problems, shown
 from .reading import read, read_dict
 
+if TYPE_CHECKING:
+    from .base import BaseArguments
+
 logger = logging.getLogger("loopwright")
 
-Translation = Callable[[Any, Any], dict[str, Any]]
+Translation = Callable[[Any, "BaseArguments"], dict[str, Any]]
 """From the old value and the arguments to the new names and their values."""
 
 SEE = "not available yet, see docs/availability.md"
@@ -82,14 +85,14 @@ def _ratio(value: float) -> float:
 
 
 def _with_key(name: str, key: str) -> Translation:
-    def translate(value: Any, args: Any) -> dict[str, Any]:
+    def translate(value: Any, args: BaseArguments) -> dict[str, Any]:
         return {name: {**(read_dict(getattr(args, name)) or {}), key: value}}
 
     return translate
 
 
 def _with_accelerator_key(key: str) -> Translation:
-    def translate(value: Any, args: Any) -> dict[str, Any]:
+    def translate(value: Any, args: BaseArguments) -> dict[str, Any]:
         config = read_accelerator_config(read_dict(args.accelerator_config))
         return {"accelerator_config": dataclasses.replace(config, **{key: value})}
 
@@ -97,7 +100,7 @@ def _with_accelerator_key(key: str) -> Translation:
 
 
 def _with_name(name: str, extra: str) -> Translation:
-    def translate(value: Any, args: Any) -> dict[str, Any]:
+    def translate(value: Any, args: BaseArguments) -> dict[str, Any]:
         current = getattr(args, name) or []
         names = current.split() if isinstance(current, str) else list(current)
         return {name: [*names, *([] if extra in names else [extra])]}
@@ -105,7 +108,7 @@ def _with_name(name: str, extra: str) -> Translation:
     return translate
 
 
-def _in_organization(organization: str, args: Any) -> dict[str, Any]:
+def _in_organization(organization: str, args: BaseArguments) -> dict[str, Any]:
     repository = args.hub_model_id or os.path.basename(os.fspath(args.output_dir or "trainer_output"))
     return {"hub_model_id": f"{organization}/{repository.rpartition('/')[2]}"}
 
@@ -193,7 +196,7 @@ OLD_VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
 """Values that were renamed, and why."""
 
 
-def apply_legacy(args: Any, problems: Problems) -> None:
+def apply_legacy(args: BaseArguments, problems: Problems) -> None:
     """Move everything given under an old name or with an old value to where it belongs now, and say so."""
     for spec in specs(type(args)).values():
         if spec.row is not None and getattr(args, spec.name) is not UNSET:
@@ -205,7 +208,7 @@ def apply_legacy(args: Any, problems: Problems) -> None:
             _tell(args, f"{shown(name, old)} is an old value: {why}. Use {new!r} instead.", problems)
 
 
-def _move(args: Any, name: str, problems: Problems) -> None:
+def _move(args: BaseArguments, name: str, problems: Problems) -> None:
     """Translate one old name; its field is UNSET afterwards."""
     spec, given = specs(type(args))[name], getattr(args, name)
     setattr(args, name, UNSET)
@@ -224,7 +227,7 @@ def _move(args: Any, name: str, problems: Problems) -> None:
         _set(args, (name, given), (new, translated), problems)
 
 
-def _set(args: Any, old: tuple[str, Any], new: tuple[str, Any], problems: Problems) -> None:
+def _set(args: BaseArguments, old: tuple[str, Any], new: tuple[str, Any], problems: Problems) -> None:
     """Give the new argument its value, unless it was given another one itself."""
     name, value = new
     fields = type(args).__dataclass_fields__
@@ -236,7 +239,7 @@ def _set(args: Any, old: tuple[str, Any], new: tuple[str, Any], problems: Proble
         problems.add(f"{text}; keep only {name}", name)
 
 
-def _tell(args: Any, text: str, problems: Problems) -> None:
+def _tell(args: BaseArguments, text: str, problems: Problems) -> None:
     if args.strict:
         problems.add(f"{text} (an error because strict=True)")
     elif args.process_index == 0:

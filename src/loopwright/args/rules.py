@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
+from .data import DataArgs
 from .derive import METRIC_SCHEDULES
-from .distributed import read_accelerator_config, unsuited
+from .distributed import DistributedArgs, read_accelerator_config, unsuited
+from .duration import DurationArgs
+from .evaluation import EvaluationArgs
 from .field import nearest
+from .logging import LoggingArgs
 from .names import IntervalStrategy, SaveStrategy
+from .optimizer import OptimizerArgs
+from .precision import PrecisionArgs
 from .problems import Problems, shown
+from .saving import SavingArgs
 from .sharding import read_fsdp, read_parallelism, wants_fsdp
-from .tracking import SERVED, TRACKERS, third_party
+from .tracking import SERVED, TRACKERS, TrackingArgs, third_party
 
-Rule = Callable[[Any], "str | None"]
+if TYPE_CHECKING:
+    from .base import BaseArguments
+
+Rule = Callable[["BaseArguments"], "str | None"]
 
 RULES: list[tuple[tuple[str, ...], Rule]] = []
 """Each rule with the fields it reads."""
@@ -29,7 +39,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return keep
 
 
-def apply_rules(args: Any, problems: Problems) -> None:
+def apply_rules(args: BaseArguments, problems: Problems) -> None:
     """Note what every rule complains about; rules about broken fields are not asked."""
     for names, function in RULES:
         complaint = None if problems.concern(names) else function(args)
@@ -38,19 +48,19 @@ def apply_rules(args: Any, problems: Problems) -> None:
 
 
 @rule("fp16", "bf16")
-def one_half_precision(args: Any) -> str | None:
+def one_half_precision(args: PrecisionArgs) -> str | None:
     """Mixed precision has one format."""
     return "fp16 and bf16 are both True; set only one of them" if args.fp16 and args.bf16 else None
 
 
 @rule("fp8", "fp16")
-def fp8_beside_bf16(args: Any) -> str | None:
+def fp8_beside_bf16(args: PrecisionArgs) -> str | None:
     """8-bit layers go with bfloat16 or float32 around them."""
     return "fp8 and fp16 are both True; use fp8 with bf16=True" if args.fp8 and args.fp16 else None
 
 
 @rule("per_device_train_batch_tokens", "speed")
-def token_budgets_need_layouts(args: Any) -> str | None:
+def token_budgets_need_layouts(args: BaseArguments) -> str | None:
     """Tokens per micro-batch are kept by laying samples out anew."""
     if args.per_device_train_batch_tokens and args.speed == "off":
         return "per_device_train_batch_tokens needs speed='auto' or 'max'; speed='off' keeps the collator's batches"
@@ -58,7 +68,7 @@ def token_budgets_need_layouts(args: Any) -> str | None:
 
 
 @rule("packing", "per_device_train_batch_tokens")
-def packing_needs_a_token_budget(args: Any) -> str | None:
+def packing_needs_a_token_budget(args: DataArgs) -> str | None:
     """Samples are packed into a number of tokens."""
     if args.packing and not args.per_device_train_batch_tokens:
         name = shown("packing", args.packing)
@@ -67,14 +77,14 @@ def packing_needs_a_token_budget(args: Any) -> str | None:
 
 
 @rule("fp16_full_eval", "bf16_full_eval")
-def one_evaluation_precision(args: Any) -> str | None:
+def one_evaluation_precision(args: PrecisionArgs) -> str | None:
     """Evaluation has one format."""
     both = args.fp16_full_eval and args.bf16_full_eval
     return "fp16_full_eval and bf16_full_eval are both True; set only one of them" if both else None
 
 
 @rule("half_precision_backend", "fp16")
-def apex_needs_fp16(args: Any) -> str | None:
+def apex_needs_fp16(args: PrecisionArgs) -> str | None:
     """Apex does float16 only."""
     if args.half_precision_backend == "apex" and not args.fp16:
         return "half_precision_backend='apex' needs fp16=True; Apex supports no other mixed precision"
@@ -82,7 +92,7 @@ def apex_needs_fp16(args: Any) -> str | None:
 
 
 @rule("max_steps", "num_train_epochs")
-def some_duration(args: Any) -> str | None:
+def some_duration(args: DurationArgs) -> str | None:
     """A run has a length."""
     if args.max_steps > 0 or args.num_train_epochs > 0:
         return None
@@ -91,7 +101,7 @@ def some_duration(args: Any) -> str | None:
 
 
 @rule("logging_strategy", "logging_steps")
-def logging_interval(args: Any) -> str | None:
+def logging_interval(args: LoggingArgs) -> str | None:
     """Logging by steps needs an interval."""
     if args.logging_strategy == IntervalStrategy.STEPS and args.logging_steps == 0:
         return "logging_steps=0 with logging_strategy='steps'; set an interval, or logging_strategy='no'"
@@ -99,7 +109,7 @@ def logging_interval(args: Any) -> str | None:
 
 
 @rule("save_strategy", "save_steps")
-def saving_interval(args: Any) -> str | None:
+def saving_interval(args: SavingArgs) -> str | None:
     """Saving by steps needs an interval."""
     if args.save_strategy == SaveStrategy.STEPS and args.save_steps == 0:
         return "save_steps=0 with save_strategy='steps'; set an interval, or save_strategy='no'"
@@ -107,7 +117,7 @@ def saving_interval(args: Any) -> str | None:
 
 
 @rule("eval_strategy", "eval_steps", "logging_steps")
-def evaluation_interval(args: Any) -> str | None:
+def evaluation_interval(args: EvaluationArgs) -> str | None:
     """Evaluating by steps needs an interval."""
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         return "eval_strategy='steps' needs an interval; set eval_steps or logging_steps above 0"
@@ -115,7 +125,7 @@ def evaluation_interval(args: Any) -> str | None:
 
 
 @rule("load_best_model_at_end", "eval_strategy")
-def best_model_needs_evaluation(args: Any) -> str | None:
+def best_model_needs_evaluation(args: BaseArguments) -> str | None:
     """Only evaluations can be compared."""
     if args.load_best_model_at_end and args.eval_strategy == IntervalStrategy.NO:
         return "load_best_model_at_end=True needs evaluations; set eval_strategy='steps' or 'epoch'"
@@ -123,7 +133,7 @@ def best_model_needs_evaluation(args: Any) -> str | None:
 
 
 @rule("save_strategy", "eval_strategy")
-def saving_best_needs_evaluation(args: Any) -> str | None:
+def saving_best_needs_evaluation(args: BaseArguments) -> str | None:
     """Only evaluations can be compared."""
     if args.save_strategy == SaveStrategy.BEST and args.eval_strategy == IntervalStrategy.NO:
         return "save_strategy='best' needs evaluations; set eval_strategy='steps' or 'epoch'"
@@ -131,7 +141,7 @@ def saving_best_needs_evaluation(args: Any) -> str | None:
 
 
 @rule("lr_scheduler_type", "eval_strategy")
-def metric_schedule_needs_evaluation(args: Any) -> str | None:
+def metric_schedule_needs_evaluation(args: BaseArguments) -> str | None:
     """A schedule that follows a metric needs one."""
     if args.lr_scheduler_type in METRIC_SCHEDULES and args.eval_strategy == IntervalStrategy.NO:
         name = shown("lr_scheduler_type", args.lr_scheduler_type)
@@ -140,7 +150,7 @@ def metric_schedule_needs_evaluation(args: Any) -> str | None:
 
 
 @rule("dataloader_prefetch_factor", "dataloader_num_workers")
-def prefetching_needs_workers(args: Any) -> str | None:
+def prefetching_needs_workers(args: DataArgs) -> str | None:
     """Only loading processes prefetch."""
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
         name = shown("dataloader_prefetch_factor", args.dataloader_prefetch_factor)
@@ -149,7 +159,7 @@ def prefetching_needs_workers(args: Any) -> str | None:
 
 
 @rule("dataloader_persistent_workers", "dataloader_num_workers")
-def persistence_needs_workers(args: Any) -> str | None:
+def persistence_needs_workers(args: DataArgs) -> str | None:
     """Only loading processes can be kept."""
     if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
         return "dataloader_persistent_workers=True needs dataloader_num_workers above 0"
@@ -157,7 +167,7 @@ def persistence_needs_workers(args: Any) -> str | None:
 
 
 @rule("optim", "gradient_accumulation_steps")
-def layerwise_optimizers_do_not_accumulate(args: Any) -> str | None:
+def layerwise_optimizers_do_not_accumulate(args: BaseArguments) -> str | None:
     """A layer-wise optimizer steps in the backward pass of every micro-batch."""
     if args.optim.endswith("_layerwise") and args.gradient_accumulation_steps > 1:
         steps = shown("gradient_accumulation_steps", args.gradient_accumulation_steps)
@@ -169,7 +179,7 @@ def layerwise_optimizers_do_not_accumulate(args: Any) -> str | None:
 
 
 @rule("optim", "optim_target_modules")
-def low_rank_optimizers_need_targets(args: Any) -> str | None:
+def low_rank_optimizers_need_targets(args: OptimizerArgs) -> str | None:
     """GaLore and APOLLO have to know which modules to project."""
     if args.optim.startswith(("galore_", "apollo_")) and not args.optim_target_modules:
         return f"{shown('optim', args.optim)} needs optim_target_modules, for example 'all-linear'"
@@ -177,10 +187,10 @@ def low_rank_optimizers_need_targets(args: Any) -> str | None:
 
 
 @rule("report_to")
-def trackers_exist(args: Any) -> str | None:
+def trackers_exist(args: TrackingArgs) -> str | None:
     """Trackers go by known names."""
     known = {*SERVED, *TRACKERS}
-    unknown = [name for name in args.report_to if name not in known]
+    unknown = [name for name in args.report_to or () if name not in known]
     unknown = [name for name in unknown if name not in third_party()] if unknown else []
     if unknown:
         names = ", ".join(sorted(known))
@@ -189,7 +199,7 @@ def trackers_exist(args: Any) -> str | None:
 
 
 @rule("fsdp", "fsdp_config")
-def sharding_makes_sense(args: Any) -> str | None:
+def sharding_makes_sense(args: DistributedArgs) -> str | None:
     """FSDP's options are known ones."""
     if args.fsdp_config is None and not wants_fsdp(args):
         return None
@@ -201,7 +211,7 @@ def sharding_makes_sense(args: Any) -> str | None:
 
 
 @rule("parallelism_config")
-def parallel_sizes_make_sense(args: Any) -> str | None:
+def parallel_sizes_make_sense(args: DistributedArgs) -> str | None:
     """Parallel dimensions are known ones, with whole sizes."""
     try:
         read_parallelism(args.parallelism_config)
@@ -211,7 +221,7 @@ def parallel_sizes_make_sense(args: Any) -> str | None:
 
 
 @rule("accelerator_config")
-def batches_are_spread_one_way(args: Any) -> str | None:
+def batches_are_spread_one_way(args: DistributedArgs) -> str | None:
     """Some ways of spreading batches have no counterpart here."""
     found = unsuited(read_accelerator_config(args.accelerator_config))
     return f"accelerator_config: {'; '.join(found)}" if found else None

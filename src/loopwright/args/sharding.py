@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .distributed import DistributedArgs
 from .field import nearest
 
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -71,7 +72,7 @@ class ParallelSizes:
         return self.tp_size * self.cp_size * self.sp_size * self.pp_size * self.ep_size
 
 
-def wants_fsdp(args: Any) -> bool:
+def wants_fsdp(args: DistributedArgs) -> bool:
     """Whether these arguments ask for FSDP."""
     return bool(args.fsdp) and str(args.fsdp).lower() not in ("false", "none", "")
 

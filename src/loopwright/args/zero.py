@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base import BaseArguments
 
 AUTO = "auto"
 
-Value = Callable[[Any, int], Any]
+Value = Callable[["BaseArguments", int], Any]
 """A value that follows from the arguments and the number of processes."""
 
 FILLED: dict[str, tuple[str, Value]] = {
@@ -66,7 +69,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
     config[last] = value
 
 
-def filled_config(given: Mapping[str, Any], args: Any, world: int, hidden_size: int | None) -> dict[str, Any]:
+def filled_config(given: Mapping[str, Any], args: BaseArguments, world: int, hidden_size: int | None) -> dict[str, Any]:
     """The configuration without any `auto`; raises ValueError with all contradictions together."""
     problems = contradictions(given, args, world)
     config = copy.deepcopy(dict(given))
@@ -90,7 +93,7 @@ def filled_config(given: Mapping[str, Any], args: Any, world: int, hidden_size: 
     return {**config, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
-def contradictions(given: Mapping[str, Any], args: Any, world: int) -> list[str]:
+def contradictions(given: Mapping[str, Any], args: BaseArguments, world: int) -> list[str]:
     """Every value of a configuration that says something else than the arguments do."""
     problems = []
     for path, (argument, value) in FILLED.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from ..args.logging import LoggingArgs
 from ..core.events import TrainerCallback
 from ..reporters.registry import reporter_callbacks
 from .flow import DefaultFlowCallback
@@ -12,8 +13,11 @@ from .notebook import NotebookProgressCallback, in_notebook
 from .printer import PrinterCallback
 from .progress import ProgressCallback
 
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
-def default_callbacks(args: Any) -> list[TrainerCallback]:
+
+def default_callbacks(args: BaseArguments) -> list[TrainerCallback]:
     """Flow, something on the screen, metrics.jsonl and the reporters named in `report_to`."""
     return [
         DefaultFlowCallback(),
@@ -23,7 +27,7 @@ def default_callbacks(args: Any) -> list[TrainerCallback]:
     ]
 
 
-def progress_class(args: Any) -> type[TrainerCallback]:
+def progress_class(args: LoggingArgs) -> type[TrainerCallback]:
     """What shows progress here: a printer when bars are not wanted, a table in a notebook, else the live line."""
     if getattr(args, "disable_tqdm", False):
         return PrinterCallback

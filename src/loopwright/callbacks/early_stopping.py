@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..args.saving import SavingArgs
 from ..core.evaluation.metrics import full_name
 from ..core.events import TrainerCallback
 from ..core.state import ExportableState
 from ..errors import ArgumentsError, MetricError
 from ..notices import logger
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
@@ -31,7 +35,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self._missed_at: int | None = None
         self._names_seen: set[str] = set()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         _check_arguments(args)
         self._is_training, self._missed_at, self._names_seen = True, None, set()
         if state.global_step == 0:
@@ -44,10 +48,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if not self._is_training:
             return
+        assert args.metric_for_best_model is not None  # checked when training began
         name = full_name(args.metric_for_best_model)
         metrics = metrics or {}
         if name not in metrics:
@@ -58,7 +63,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if self._is_exhausted():
             control.should_training_stop = True
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
 
     def left(self) -> None:
@@ -97,7 +102,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self._missed_at = step
 
 
-def _check_arguments(args: Any) -> None:
+def _check_arguments(args: BaseArguments) -> None:
     problems = []
     if args.metric_for_best_model is None:
         problems.append("EarlyStoppingCallback needs metric_for_best_model, for example metric_for_best_model='loss'.")
@@ -107,9 +112,9 @@ def _check_arguments(args: Any) -> None:
         raise ArgumentsError(problems)
 
 
-def _greater_is_better(args: Any) -> bool:
+def _greater_is_better(args: SavingArgs) -> bool:
     chosen = getattr(args, "greater_is_better", None)
-    return not args.metric_for_best_model.endswith("loss") if chosen is None else bool(chosen)
+    return not str(args.metric_for_best_model).endswith("loss") if chosen is None else bool(chosen)
 
 
 def _gain(value: float, best: float | None, greater_is_better: bool) -> float:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from .triggers import Trigger, watches_for
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class DefaultFlowCallback(TrainerCallback):
@@ -21,10 +24,10 @@ class DefaultFlowCallback(TrainerCallback):
         self._clock = clock
         self._watches: tuple[Trigger, ...] = ()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._watches = watches_for(args, state, self._clock)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         # Runs at every update: plain comparisons, no calls unless a watch was asked for.
         step = state.global_step
         is_last = step >= state.max_steps
@@ -41,7 +44,7 @@ class DefaultFlowCallback(TrainerCallback):
         for watch in self._watches:
             watch.step_ended(state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if args.logging_strategy == "epoch":
             control.should_log = True
         if args.eval_strategy == "epoch" and args.eval_delay <= state.epoch:
@@ -49,13 +52,13 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == "epoch":
             control.should_save = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.evaluated()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         for watch in self._watches:
             watch.saved(state)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._watches = ()

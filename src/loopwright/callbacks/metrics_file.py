@@ -10,12 +10,16 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..args.duration import DurationArgs
 from ..args.paths import working_folder
 from ..core.events import TrainerCallback
 from ..errors import OutputError
 from ..notices import logger
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 FILE_NAME = "metrics.jsonl"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -41,7 +45,7 @@ class MetricsFileCallback(TrainerCallback):
         self._own_from = 0
         self._inherited: set[tuple[int, str]] = set()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._is_training, self._is_off = True, False
@@ -57,7 +61,7 @@ class MetricsFileCallback(TrainerCallback):
 
     def on_log(
         self,
-        args: Any,
+        args: BaseArguments,
         state: Any,
         control: Any,
         logs: dict[str, Any] | None = None,
@@ -68,12 +72,12 @@ class MetricsFileCallback(TrainerCallback):
             self._keep(_path(args), state, {**logs, "pace": pace} if pace and "loss" in logs else logs)
 
     def on_predict(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         # Predictions are not logged, so their numbers come only with this event.
         self.on_log(args, state, control, logs=metrics)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         # The rows before a checkpoint are never logged again, so they must survive what the checkpoint survives.
         path = _path(args)
         if state.is_world_process_zero and path.exists():
@@ -84,12 +88,12 @@ class MetricsFileCallback(TrainerCallback):
         """Training is over, with or without its last event."""
         self._is_training = False
 
-    def rewind(self, args: Any, state: Any) -> None:
+    def rewind(self, args: BaseArguments, state: Any) -> None:
         """Drop the rows of steps that were undone."""
         if state.is_world_process_zero:
             self._resume(_path(args), state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
 
     def _keep(self, path: Path, state: Any, logs: dict[str, Any]) -> None:
@@ -230,7 +234,7 @@ def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     os.replace(temporary, path)
 
 
-def _path(args: Any) -> Path:
+def _path(args: DurationArgs) -> Path:
     return Path(working_folder(args.output_dir)) / FILE_NAME
 
 

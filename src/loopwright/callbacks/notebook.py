@@ -7,11 +7,14 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from .progress import Pace, evaluation_pace
 from .text import NOT_SHOWN, short
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 REFRESH_SECONDS = 0.5
 _NOT_A_COLUMN = ("_runtime", "_per_second", "_model_preparation_time")
@@ -42,7 +45,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._loss: Any = None
         self._is_active = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_active = state.is_world_process_zero
         if not self._is_active:
             return
@@ -51,7 +54,7 @@ class NotebookProgressCallback(TrainerCallback):
         self._show = self._given_show or _display()
         self._draw()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._is_active or self.training is None:
             return
         now = self._clock()
@@ -62,7 +65,7 @@ class NotebookProgressCallback(TrainerCallback):
             self._draw()
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -76,7 +79,9 @@ class NotebookProgressCallback(TrainerCallback):
             self.evaluation.advance(self.evaluation.done, now)
             self._draw()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: BaseArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if not self._is_active or not logs or "loss" not in logs:
             return
         self._loss = logs["loss"]
@@ -85,7 +90,7 @@ class NotebookProgressCallback(TrainerCallback):
             self._draw()
 
     def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self.evaluation = None
         if not state.is_world_process_zero:
@@ -96,12 +101,12 @@ class NotebookProgressCallback(TrainerCallback):
         self._draw()
         self._forget_display_outside_training()
 
-    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_predict(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.evaluation = None
         self._draw()
         self._forget_display_outside_training()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training is not None:
             self.training.advance(state.global_step, self._clock())
         self._draw()

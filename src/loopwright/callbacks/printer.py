@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from .text import shown
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class PrinterCallback(TrainerCallback):
     """Prints every log; floats with four significant digits."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: BaseArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if state.is_local_process_zero and logs is not None:
             print(shown(logs), flush=True)

@@ -6,7 +6,7 @@ import atexit
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.errors import LiveError
@@ -15,6 +15,9 @@ from rich.text import Text
 
 from ..core.events import TrainerCallback
 from .text import clock_time, log_line, rate, short, work_line
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 REFRESH_SECONDS = 0.1
 RATE_WINDOW_SECONDS = 30.0
@@ -48,7 +51,7 @@ class ProgressCallback(TrainerCallback):
         self._loss: Any = None
         self._work = ""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._close()
@@ -56,7 +59,7 @@ class ProgressCallback(TrainerCallback):
         self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
         self._open()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         training = self.training
         if training is None:
             return
@@ -70,7 +73,7 @@ class ProgressCallback(TrainerCallback):
             self._draw(now)
 
     def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -86,15 +89,15 @@ class ProgressCallback(TrainerCallback):
             self.evaluation.advance(self.evaluation.done, now)
             self._draw(now)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_evaluation()
 
-    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_predict(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_evaluation()
 
     def on_log(
         self,
-        args: Any,
+        args: BaseArguments,
         state: Any,
         control: Any,
         logs: dict[str, Any] | None = None,
@@ -107,7 +110,7 @@ class ProgressCallback(TrainerCallback):
         self._work = work_line(pace) if pace else self._work
         self._print(self._log_line(state, logs))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training is not None:
             self.training.advance(state.global_step, self._clock())
             self._draw(self._clock())

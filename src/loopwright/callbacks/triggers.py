@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentsError
 from ..notices import logger
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 Clock = Callable[[], float]
 
@@ -123,7 +126,7 @@ BUILDERS: dict[str, Callable[[Any, Any, Clock], Trigger]] = {
 """Each argument that needs a watch, and how to build it. The time limit is last: it sees what the others asked for."""
 
 
-def watches_for(args: Any, state: Any, clock: Clock) -> tuple[Trigger, ...]:
+def watches_for(args: BaseArguments, state: Any, clock: Clock) -> tuple[Trigger, ...]:
     """The watches these arguments ask for; their clocks start now."""
     asked = ((build, getattr(args, name, None)) for name, build in BUILDERS.items())
     return tuple(build(value, state, clock) for build, value in asked if value is not None)

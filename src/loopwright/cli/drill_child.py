@@ -14,13 +14,16 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from .faults import FAULTS, Fault, Moment
 from .processes import NURSERY, nurse
 from .replay import INERT
 from .script import adjusted_trainers, script_in, split_at_dashes, without_reporters
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 OUTPUT = "run"
 KEPT = 3
@@ -50,17 +53,17 @@ class Witness(TrainerCallback):
         self._trainer, self._journal, self._fault = trainer, journal, fault
         self._began, self._first = 0.0, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first = time.monotonic(), state.global_step
         facts = {name: getattr(args, name, None) for name in FACTS}
         self._journal.note("begin", step=state.global_step, facts=facts)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         done = state.global_step - self._first
         seconds = (time.monotonic() - self._began) / done if done else 0.0
         self._fault.step_begins(self._trainer, state.global_step + 1, seconds)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._journal.note("step", step=state.global_step)
 
 
@@ -82,7 +85,7 @@ def main(words: list[str]) -> int:
     fault.install()
     _end_after_training(journal)
 
-    def adjust(trainer: Any, args: Any, callbacks: list[Any]) -> list[Any]:
+    def adjust(trainer: Any, args: BaseArguments, callbacks: list[Any]) -> list[Any]:
         _shorten(args, options, folder / OUTPUT)
         trainer._loopwright.resume_request = lambda *request: "auto"
         return [*without_reporters(callbacks), Witness(trainer, journal, fault)]
@@ -102,7 +105,7 @@ def _options(words: list[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _shorten(args: Any, options: argparse.Namespace, output: Path) -> None:
+def _shorten(args: BaseArguments, options: argparse.Namespace, output: Path) -> None:
     """A short run that saves often, in a folder of its own."""
     asked = args.max_steps if args.max_steps > 0 else options.steps
     changes = {

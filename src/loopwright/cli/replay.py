@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..callbacks.metrics_file import FILE_NAME, read_metrics
 from ..core.events import TrainerCallback
@@ -22,6 +22,9 @@ from ..core.run_record import read_record
 from ..errors import ArgumentsError, CheckpointError
 from ..notices import Notices
 from .script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 COMPARED = ("loss", "grad_norm", "learning_rate")
 INERT = {"save_trigger_file": None, "max_runtime": None, "push_to_hub": False, "logging_dir": None}
@@ -48,7 +51,7 @@ class Replay:
     samples: list[int] | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
-    def adjust(self, trainer: Any, args: Any, callbacks: list[Any]) -> list[Any]:
+    def adjust(self, trainer: Any, args: BaseArguments, callbacks: list[Any]) -> list[Any]:
         """Send everything a trainer writes to the temporary folder; the first one of this run is the one to replay."""
         from ..callbacks.notebook import NotebookProgressCallback
         from ..callbacks.printer import PrinterCallback
@@ -136,11 +139,11 @@ class ReplayCallback(TrainerCallback):
         self.replay = replay
         self._place: tuple[int, int] = (0, 0)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         progress = self.replay.trainer._loopwright.progress
         self._place = (progress.epoch, progress.samples_in_epoch)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = state.global_step in self.replay.rows
         control.should_save = False
         control.should_training_stop = state.global_step >= self.replay.step
@@ -148,7 +151,7 @@ class ReplayCallback(TrainerCallback):
             control.should_evaluate = False
             self.replay.samples = self._samples()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_save = control.should_log = False
         if state.global_step >= self.replay.step:
             control.should_evaluate = False

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentsError
 
-Adjust = Callable[[Any, Any, list[Any]], list[Any]]
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
+
+Adjust = Callable[[Any, "BaseArguments", list[Any]], list[Any]]
 """Gets a trainer, its arguments and its callbacks before the trainer is set up; returns the callbacks to use."""
 
 FLAGS = frozenset({"-u", "-B", "-E", "-I", "-O", "-OO", "-s", "-S", "-P", "-v", "-q"})
@@ -93,7 +96,7 @@ def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
 
     original = Internals.set_up
 
-    def set_up(self: Any, args: Any, callbacks: list[Any], **context: Any) -> None:
+    def set_up(self: Any, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
         original(self, args, adjust(self.trainer, args, callbacks), **context)
 
     Internals.set_up = set_up  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
@@ -24,6 +24,9 @@ from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted
 from .state import TrainerControl, TrainerState, callback_states, restore_callback_states
 from .strategy import Strategy
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class LoopActions:
@@ -43,7 +46,7 @@ class LoopActions:
     # ---- what the user may replace ----------------------------------------------------------------------------------
 
     @property
-    def args(self) -> Any:
+    def args(self) -> BaseArguments:
         return self.trainer.args
 
     @property

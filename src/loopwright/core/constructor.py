@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..args.field import nearest
 from ..errors import ArgumentsError, ModelError, UnknownArgument
 from ..notices import logger
 from .evaluation.loop import needs_compute_result
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: Any, others: dict[str, Any]) -> Any:
@@ -26,7 +29,7 @@ def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: A
 
 
 def problems_of_arguments(
-    args: Any, *, train_length: bool, has_eval_dataset: bool, compute_metrics: Any
+    args: BaseArguments, *, train_length: bool, has_eval_dataset: bool, compute_metrics: Any
 ) -> list[str]:
     """What is wrong between the arguments, the datasets and the metrics."""
     problems = []

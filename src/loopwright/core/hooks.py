@@ -5,16 +5,18 @@ Attributes may be assigned and methods overridden at any time: they are always t
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .events import CallbackHandler
 from .state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class Hooks(Protocol):
     """Of every trainer."""
 
-    args: Any
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -28,6 +30,10 @@ class Hooks(Protocol):
     processing_class: Any
     is_in_train: bool
 
+    @property
+    def args(self) -> BaseArguments: ...
+    @args.setter
+    def args(self, args: Any) -> None: ...  # each trainer takes the arguments of its own framework
     def log(self, *args: Any, **kwargs: Any) -> Any: ...
     def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -7,7 +7,10 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class ExportableState:
@@ -73,7 +76,7 @@ class TrainerState:
         known = {f.name for f in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
-    def compute_steps(self, args: Any, max_steps: int) -> None:
+    def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
         """Turn the intervals of `args` into updates; a value below 1 is a share of all updates."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(args, name)

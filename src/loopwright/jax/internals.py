@@ -8,6 +8,7 @@ import jax
 import keras
 
 from ..errors import ModelError, OverrideError
+from ..keras.arguments import KerasTrainingArguments
 from ..keras.internals import KerasInternals
 from ..keras.sources import Source
 from .arguments import JAXTrainingArguments
@@ -20,7 +21,7 @@ class JaxInternals(KerasInternals):
     trainer_name = "JAXTrainer"
     arguments_class = JAXTrainingArguments
 
-    def _make_strategy(self, args: Any) -> JaxStrategy:
+    def _make_strategy(self, args: KerasTrainingArguments) -> JaxStrategy:
         if keras.backend.backend() != "jax":
             raise ModelError(
                 f"JAXTrainer needs Keras on JAX, but keras.backend() is {keras.backend.backend()!r}; set "

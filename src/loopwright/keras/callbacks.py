@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from ..errors import ArgumentsError
 from ..reporters.callback import reported_names
 from ..reporters.registry import reporter_callbacks
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 def _is_keras_callback(thing: Any) -> bool:
@@ -36,7 +39,7 @@ class KerasCallbackAdapter(TrainerCallback):
         self._logs: dict[str, float] = {}
         self._update = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         callback = self.callback
         steps = getattr(kwargs.get("train_dataloader"), "batches", None)
         callback.set_params({"epochs": state.num_train_epochs, "steps": steps, "verbose": 0})
@@ -46,23 +49,23 @@ class KerasCallbackAdapter(TrainerCallback):
         model.stop_training = False
         callback.on_train_begin({})
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._update = 0
         self.callback.on_epoch_begin(int(state.epoch or 0), {})
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.callback.on_train_batch_begin(self._update, {})
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.callback.on_train_batch_end(self._update, dict(self._logs))
         self._update += 1
         self._maybe_stop(control, kwargs.get("model"))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: BaseArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         kept = ("loss", "learning_rate", "grad_norm")
         self._logs.update({name: value for name, value in (logs or {}).items() if name in kept})
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         plain = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
         self.callback.on_test_begin({})
         self.callback.on_test_end(dict(plain))
@@ -72,7 +75,7 @@ class KerasCallbackAdapter(TrainerCallback):
 
     _ended: int | None = None
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended = max(round(state.epoch or 0) - 1, 0)
         if not control.should_evaluate:
             self._end_epoch(control, kwargs.get("model"))
@@ -82,11 +85,11 @@ class KerasCallbackAdapter(TrainerCallback):
         self.callback.on_epoch_end(epoch, {**self._logs, **self._validation})
         self._maybe_stop(control, model)
 
-    def on_predict(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_predict(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.callback.on_predict_begin({})
         self.callback.on_predict_end({})
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.callback.on_train_end(dict(self._logs))
 
     def _maybe_stop(self, control: Any, model: Any) -> None:
@@ -94,7 +97,7 @@ class KerasCallbackAdapter(TrainerCallback):
             control.should_training_stop = True
 
 
-def fit_reporters(report_to: Any, *, args: Any = None, every: int = 1) -> list[Any]:
+def fit_reporters(report_to: Any, *, args: BaseArguments | None = None, every: int = 1) -> list[Any]:
     """Keras callbacks that send what `fit` logs to the trackers `report_to` names: `fit(callbacks=fit_reporters(...))`.
 
     Every so many batches, and at the end of each epoch, under the names the trainer uses (train/loss, eval/loss).
@@ -103,7 +106,7 @@ def fit_reporters(report_to: Any, *, args: Any = None, every: int = 1) -> list[A
     return [reporter_in_fit(callback.reporter, args=args, every=every) for callback in found]
 
 
-def reporter_in_fit(reporter: Any, *, args: Any = None, every: int = 1) -> Any:
+def reporter_in_fit(reporter: Any, *, args: BaseArguments | None = None, every: int = 1) -> Any:
     """A Keras callback that feeds one reporter from `fit`; its step counts batches over all epochs."""
     import keras
 

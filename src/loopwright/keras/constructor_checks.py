@@ -31,7 +31,7 @@ def check_constructor(
     model: Any,
     model_init: Callable[..., Any] | None,
     optimizers: Any,
-    args: Any,
+    args: object,
     datasets: tuple[Any, Any],
     compute_metrics: Any,
     *,

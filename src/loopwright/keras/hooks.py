@@ -6,12 +6,14 @@ from typing import Any, Protocol
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .arguments import KerasTrainingArguments
 from .run import KerasRun
 
 
 class KerasHooks(Hooks, Protocol):
     """Of a trainer of Keras models."""
 
+    args: KerasTrainingArguments
     train_dataset: Any
     model_init: Any
     compute_loss_func: Any
@@ -43,6 +45,7 @@ class KerasBase(Internals):
     trainer: KerasHooks
     run: KerasRun
     run_class = KerasRun
+    args: KerasTrainingArguments
     strategy: Any
     trainer_name: str
     """What messages call the trainer."""

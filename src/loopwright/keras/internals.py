@@ -90,7 +90,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.trainer.setup_comet()
         self.callback_handler.fire("on_init_end")
 
-    def _make_strategy(self, args: Any) -> Any:
+    def _make_strategy(self, args: KerasTrainingArguments) -> Any:
         raise NotImplementedError
 
     def _writer_callback(self, writer: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..args.field import nearest
+from ..args.optimizer import OptimizerArgs
 from ..errors import ArgumentsError
 from .models import variable_name
 
@@ -16,19 +17,19 @@ UNDECAYED = re.compile(r"bias|layer_?norm|rms_?norm|normalization|(?:^|[/_.])nor
 """Variables weight decay leaves alone: biases and whatever belongs to a norm."""
 
 
-def _adam(args: Any) -> dict[str, Any]:
+def _adam(args: OptimizerArgs) -> dict[str, Any]:
     return {"beta_1": args.adam_beta1, "beta_2": args.adam_beta2, "epsilon": args.adam_epsilon}
 
 
-def _betas(args: Any) -> dict[str, Any]:
+def _betas(args: OptimizerArgs) -> dict[str, Any]:
     return {"beta_1": args.adam_beta1, "beta_2": args.adam_beta2}
 
 
-def _nothing(args: Any) -> dict[str, Any]:
+def _nothing(args: OptimizerArgs) -> dict[str, Any]:
     return {}
 
 
-OPTIMIZERS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+OPTIMIZERS: dict[str, tuple[str, Callable[[OptimizerArgs], dict[str, Any]]]] = {
     "adamw_torch": ("AdamW", _adam),
     "adamw_torch_fused": ("AdamW", _adam),
     "adamw_torch_xla": ("AdamW", _adam),
@@ -41,7 +42,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 """The value of `optim`: the Keras class, and what of the arguments it takes besides learning rate and weight decay."""
 
 
-def build_optimizer(args: Any, variables: list[Any], family: Any) -> Any:
+def build_optimizer(args: OptimizerArgs, variables: list[Any], family: Any) -> Any:
     """The Keras optimizer that `optim` names; `family` is the Keras its variables belong to."""
     name, options = optimizer_name_and_options(args, family)
     optimizer = getattr(family.optimizers, name)(learning_rate=args.learning_rate, **options)
@@ -51,7 +52,7 @@ def build_optimizer(args: Any, variables: list[Any], family: Any) -> Any:
     return optimizer
 
 
-def optimizer_name_and_options(args: Any, family: Any) -> tuple[str, dict[str, Any]]:
+def optimizer_name_and_options(args: OptimizerArgs, family: Any) -> tuple[str, dict[str, Any]]:
     """The class's name and keyword arguments; what it does not take is an error."""
     asked = str(getattr(args.optim, "value", args.optim))
     if asked not in OPTIMIZERS:

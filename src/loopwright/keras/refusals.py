@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..args.distributed import AcceleratorConfig
 from ..args.problems import Problems, shown
+
+if TYPE_CHECKING:
+    from .arguments import KerasTrainingArguments
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ def refusals_table() -> str:
     return f"## Refused\n\nValues of these that ask for something.\n\n| argument | why |\n|---|---|\n{rows}"
 
 
-def apply_refusals(args: Any, problems: Problems, *, trainer: str, more: Mapping[str, Refusal]) -> None:
+def apply_refusals(
+    args: KerasTrainingArguments, problems: Problems, *, trainer: str, more: Mapping[str, Refusal]
+) -> None:
     """Note everything these arguments ask of a trainer that it cannot do; `more` is what its backend adds."""
     for name, refusal in {**REFUSED, **more}.items():
         if name not in problems.broken and refusal.asked(getattr(args, name)):

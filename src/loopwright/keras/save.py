@@ -38,7 +38,9 @@ class SavingMethods(KerasBase, ResumingMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
         if self.args.should_save:
-            with folder_for(output_dir or self.args.output_dir) as folder:
+            place = output_dir or self.args.output_dir
+            assert place is not None  # settled arguments name a folder
+            with folder_for(place) as folder:
                 self.trainer._save(folder)
 
     def _save(self, output_dir: str | None = None) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from ..args.reading import read_dict
 from ..core.evaluation.metrics import better
 from ..core.schedules import build_schedule
 from ..errors import ArgumentsError
+from .arguments import KerasTrainingArguments
 from .strategy import KerasStrategy
 
 
@@ -109,10 +111,10 @@ class KerasRate:
         self.last_epoch = state["last_epoch"]
 
 
-def build_rate(args: Any, strategy: KerasStrategy, base: float, total_updates: int) -> ScheduledRate:
+def build_rate(args: KerasTrainingArguments, strategy: KerasStrategy, base: float, total_updates: int) -> ScheduledRate:
     """What `lr_scheduler_type` names."""
     name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    options = args.lr_scheduler_kwargs or {}
+    options = read_dict(args.lr_scheduler_kwargs) or {}
     if name == "reduce_lr_on_plateau":
         known = [each for each in inspect.signature(PlateauRate).parameters if each not in ("strategy", "base")]
         unknown = [key for key in options if key not in known]

@@ -93,38 +93,44 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 """Arguments that ask for what is not here: when they do, and what to do instead."""
 
 
-class NeuronRules:
+if TYPE_CHECKING:
+
+    class _Mixed(NeuronArgs, TrainingArguments):
+        """What NeuronRules is mixed into, for type checkers; at run time its fields would come a second time."""
+
+else:
+    _Mixed = object
+
+
+class NeuronRules(_Mixed):
     """What follows from the arguments of NeuronArgs."""
 
     def __post_init__(self) -> None:
-        args: Any = self
-        self._spread(args)
-        super().__post_init__()  # type: ignore[misc]
+        self._spread()
+        super().__post_init__()
         problems = [
-            f"{name}={getattr(args, name)!r}: {reason}"
+            f"{name}={getattr(self, name)!r}: {reason}"
             for name, (asks, reason) in REFUSED.items()
-            if asks(getattr(args, name))
+            if asks(getattr(self, name))
         ]
-        problems += [text for text in (_rounding_problem(args), _master_problem(args)) if text]
+        problems += [text for text in (_rounding_problem(self), _master_problem(self)) if text]
         if problems:
             raise ArgumentsError(problems)
 
-    @staticmethod
-    def _spread(args: Any) -> None:
+    def _spread(self) -> None:
         """Several processes: ZeRO-1 is FSDP2 that keeps whole weights, and tensor parallelism torch's own."""
-        several = args.world_size > 1
-        if several and args.tensor_parallel_size > 1 and args.parallelism_config is None:
-            sizes = {"tp_size": args.tensor_parallel_size}
-            plan = args.tensor_parallel_plan
-            args.parallelism_config = {**sizes, **({"tp_plan": plan} if plan else {})}
-        if several and args.zero_1 and args.fsdp is None and not args.is_on_lazy_xla:
-            args.fsdp = "shard_grad_op"
+        several = self.world_size > 1
+        if several and self.tensor_parallel_size > 1 and self.parallelism_config is None:
+            sizes = {"tp_size": self.tensor_parallel_size}
+            plan = self.tensor_parallel_plan
+            self.parallelism_config = {**sizes, **({"tp_plan": plan} if plan else {})}
+        if several and self.zero_1 and self.fsdp is None and not self.is_on_lazy_xla:
+            self.fsdp = "shard_grad_op"
 
     @property
     def bf16_weights(self) -> bool:
         """Whether the weights themselves are bf16."""
-        args: Any = self
-        return bool(args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights)
+        return bool(self.bf16 and not self.use_autocast and not self.optimizer_use_master_weights)
 
     def own_precision(self, device: torch.device) -> Any:
         """How weights that are bf16 themselves are rounded on a device."""
@@ -135,15 +141,13 @@ class NeuronRules:
     @property
     def spreads(self) -> bool:
         """Whether one process is to drive all devices of lazy XLA as one."""
-        args: Any = self
-        lazy = bool(os.environ.get("PJRT_DEVICE")) and args.world_size == 1
-        return lazy and (args.xla_spmd is not None or args.tensor_parallel_size > 1)
+        lazy = bool(os.environ.get("PJRT_DEVICE")) and self.world_size == 1
+        return lazy and (self.xla_spmd is not None or self.tensor_parallel_size > 1)
 
     @property
     def is_on_lazy_xla(self) -> bool:
         """Whether torch_xla's device will be used; asked without starting it."""
-        args: Any = self
-        if args.use_cpu or not os.environ.get("PJRT_DEVICE"):
+        if self.use_cpu or not os.environ.get("PJRT_DEVICE"):
             return False
         import torch
 
@@ -152,17 +156,16 @@ class NeuronRules:
     @property
     def device(self) -> torch.device:
         """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
-        args: Any = self
         from ..pt.devices import choose_device
 
-        if args.spreads and not args.use_cpu:
+        if self.spreads and not self.use_cpu:
             from ..xla.runtime import use_spmd
 
             use_spmd()  # before the first operation, or not at all
-        return choose_device(args.use_cpu, args.local_process_index, native_first=True)
+        return choose_device(self.use_cpu, self.local_process_index, native_first=True)
 
 
-def _rounding_problem(args: Any) -> str | None:
+def _rounding_problem(args: NeuronRules) -> str | None:
     if not (args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights):
         return None
     if args.optimizer_use_fp32_grad_acc and args.gradient_accumulation_steps > 1:
@@ -173,7 +176,7 @@ def _rounding_problem(args: Any) -> str | None:
     return None
 
 
-def _master_problem(args: Any) -> str | None:
+def _master_problem(args: NeuronRules) -> str | None:
     wanted = args.optimizer_save_master_weights_in_ckpt
     if wanted is None or not args.bf16:
         return None

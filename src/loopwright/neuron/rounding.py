@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..pt.precision import Precision
+
+if TYPE_CHECKING:
+    from .arguments import NeuronArgs
 
 ENVIRONMENT = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 LOWER_HALF = 0xFFFF
@@ -67,7 +70,7 @@ def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def bf16_weights(args: Any, device: torch.device) -> Bf16Weights:
+def bf16_weights(args: NeuronArgs, device: torch.device) -> Bf16Weights:
     """How bf16 weights are rounded here: by the hardware where it does that, in software elsewhere."""
     wanted = bool(args.stochastic_rounding_enabled)
     on_neuron = device.type == "neuron" or (device.type == "xla" and os.environ.get("PJRT_DEVICE") == "NEURON")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..notices import logger
+from ..pt.arguments import TrainingArguments
 from ..pt.checkpoint.tensors import copy_into, host_copy, plain_module
 from ..pt.data.static_shapes import Static, StaticShapes
 from ..pt.device_traits import known_kinds
@@ -27,7 +28,10 @@ CACHE = "NEURON_COMPILE_CACHE_URL"
 class NeuronInternals(TorchInternals):
     """Few shapes everywhere, a kept compile cache, bf16 weights, and a run of every graph beforehand."""
 
-    def construct(self, model: Any = None, args: Any = None, **given: Any) -> None:  # type: ignore[override]
+    def construct(  # type: ignore[override]
+        self, model: Any = None, args: TrainingArguments | None = None, **given: Any
+    ) -> None:
+        assert args is not None  # the trainer has made some where none were given
         use_cache(args)
         super().construct(model, args, **given)
         tell_device(self.device, args.use_cpu)
@@ -117,7 +121,9 @@ class NeuronTrainer(Trainer):
     _loopwright: NeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = NeuronInternals
 
-    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
+    ) -> None:
         args = NeuronTrainingArguments("tmp_trainer") if args is None else args
         super().__init__(model, args, *positional, **keywords)
 
@@ -135,7 +141,9 @@ class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
     _loopwright: Seq2SeqNeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqNeuronInternals
 
-    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
+    ) -> None:
         args = Seq2SeqNeuronTrainingArguments("tmp_trainer") if args is None else args
         super().__init__(model, args, *positional, **keywords)
 
@@ -163,7 +171,7 @@ def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterat
         yield longest.pad(cut, batch.full)
 
 
-def use_cache(args: Any) -> None:
+def use_cache(args: TrainingArguments) -> None:
     """Keep compiled graphs where the arguments say."""
     folder = getattr(args, "compile_cache_dir", None)
     if folder is None:

@@ -55,7 +55,7 @@ def check_constructor(
         raise ArgumentsError(problems)
 
 
-def _check_kinds(args: Any, optimizers: Any) -> None:
+def _check_kinds(args: object, optimizers: Any) -> None:
     """Refuse what the other checks could not even read."""
     problems = []
     if not isinstance(args, BaseArguments):

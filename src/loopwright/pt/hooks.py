@@ -8,12 +8,14 @@ import torch
 
 from ..core.hooks import Hooks
 from ..core.internals import Internals
+from .arguments import TrainingArguments
 from .run import TorchRun
 
 
 class TorchHooks(Hooks, Protocol):
     """Of a trainer of PyTorch models."""
 
+    args: TrainingArguments
     train_dataset: Any
     data_collator: Any
     processing_class: Any
@@ -79,5 +81,6 @@ class TorchBase(Internals):
 
     trainer: TorchHooks
     run: TorchRun
+    args: TrainingArguments
     strategy: Any
     device: torch.device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.overrides import accepts, is_overridden
@@ -222,7 +223,7 @@ class TorchInternals(
     def _switch_on_model_options(self) -> None:
         args = self.args
         if args.gradient_checkpointing:
-            checkpoint_activations(self.model, args.gradient_checkpointing_kwargs)
+            checkpoint_activations(self.model, read_dict(args.gradient_checkpointing_kwargs))
         if self.trainer.neftune_noise_alpha is not None:
             self._noise = add_embedding_noise(self.model, self.trainer.neftune_noise_alpha)
         if args.fp8:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..args.precision import PrecisionArgs
 from ..errors import ArgumentsError, MissingPackage
 from ..speed.device.fp8 import refuse_without_fp8
 from .devices import supports_bf16
@@ -131,13 +132,13 @@ class Apex(Precision):
         self._amp.load_state_dict(state)
 
 
-def choose_precision(args: Any, device: torch.device) -> Precision:
+def choose_precision(args: PrecisionArgs, device: torch.device) -> Precision:
     """The precision the arguments ask for, checked against the device."""
     if args.fp8:
         refuse_without_fp8(device)
-    if getattr(args, "bf16_weights", False):  # arguments that have such weights know how to round them
-        own: Precision = args.own_precision(device)
-        return own
+    own: Callable[[torch.device], Precision] | None = getattr(args, "own_precision", None)
+    if own is not None and getattr(args, "bf16_weights", False):  # such arguments know how to round such weights
+        return own(device)
     if args.bf16:
         if not supports_bf16(device):
             raise ArgumentsError(
@@ -171,7 +172,7 @@ def check_fp16_weights(model: nn.Module, precision: Precision) -> None:
 
 
 @contextmanager
-def full_eval_dtype(model: nn.Module, args: Any) -> Iterator[None]:
+def full_eval_dtype(model: nn.Module, args: PrecisionArgs) -> Iterator[None]:
     """The whole model in half precision while it is evaluated, then back."""
     dtype = torch.bfloat16 if args.bf16_full_eval else torch.float16 if args.fp16_full_eval else None
     if dtype is None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.evaluation.loop import EvalPlan
 from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
-from .arguments import Seq2SeqTrainingArguments
+from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .checkpoint.tensors import plain_module
 from .devices import is_lazy
 from .evaluation.prompts import answers_of, prompts_of
@@ -211,7 +211,9 @@ class Seq2SeqTrainer(Trainer):
     _loopwright: Seq2SeqInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqInternals
 
-    def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
+    ) -> None:
         args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else args
         self._gen_kwargs: dict[str, Any] = {}
         super().__init__(model, args, *positional, **keywords)

@@ -259,7 +259,7 @@ class Trainer(BaseTrainer):
         return self._loopwright._get_collator_with_removed_columns(data_collator, description)
 
     def set_initial_training_values(
-        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+        self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates.
 
@@ -267,7 +267,7 @@ class Trainer(BaseTrainer):
         """
         return self._loopwright.set_initial_training_values(args, dataloader, total_train_batch_size)
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one update over all processes: the effective batch size."""
         return self._loopwright.get_total_train_batch_size(args)
 
@@ -318,7 +318,9 @@ class Trainer(BaseTrainer):
         return self._loopwright.create_scheduler(num_training_steps, optimizer)
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[Any, dict[str, Any]]:
         """The class and keyword arguments of the optimizer the arguments name. Called by `create_optimizer`."""
         return TorchOptimizerMethods.get_optimizer_cls_and_kwargs(args, model)
 

@@ -7,10 +7,13 @@ import json
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from .base import Reporter, RunInfo
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 logger = logging.getLogger("loopwright")
 
@@ -32,7 +35,7 @@ class ReporterCallback(TrainerCallback):
         self._is_training = False
         self._has_trained = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         if state.global_step == 0 and self._has_trained:
@@ -42,14 +45,16 @@ class ReporterCallback(TrainerCallback):
         self._is_training = self._has_trained = True
         self._start(args, state, kwargs.get("model"), resumed_from=state.global_step or None)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: BaseArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         if not state.is_world_process_zero or not logs:
             return
         if not self._is_running:
             self._start(args, state, kwargs.get("model"))
         self.reporter.log(reported_names(logs), state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
         self._finish("finished")
 
@@ -74,7 +79,7 @@ class ReporterCallback(TrainerCallback):
         if state["state"]:
             self.reporter.load_state_dict(state["state"])
 
-    def _start(self, args: Any, state: Any, model: Any, resumed_from: int | None = None) -> None:
+    def _start(self, args: BaseArguments, state: Any, model: Any, resumed_from: int | None = None) -> None:
         if self._is_running and resumed_from is None:
             return
         if self._is_running:
@@ -111,7 +116,7 @@ def _reported_name(name: str) -> str:
     return f"train/{name}"
 
 
-def run_info(args: Any, state: Any, model: Any, *, run_id: str, resumed_from: int | None = None) -> RunInfo:
+def run_info(args: BaseArguments, state: Any, model: Any, *, run_id: str, resumed_from: int | None = None) -> RunInfo:
     """What there is to tell about this run."""
     trial_name = getattr(state, "trial_name", None)
     output_dir, logging_dir = getattr(args, "output_dir", None), getattr(args, "logging_dir", None)
@@ -126,7 +131,7 @@ def run_info(args: Any, state: Any, model: Any, *, run_id: str, resumed_from: in
     )
 
 
-def _config_of(args: Any) -> dict[str, Any]:
+def _config_of(args: BaseArguments) -> dict[str, Any]:
     for name in ("to_sanitized_dict", "to_dict"):
         convert = getattr(args, name, None)
         if convert is not None:

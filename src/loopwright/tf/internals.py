@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ..args.paths import working_folder
 from ..core.incident import write_incident
+from ..keras.arguments import KerasTrainingArguments
 from ..keras.host_batch import HostBatch
 from ..keras.models import ModelInfo, is_built
 from ..keras.sources import Source
@@ -27,7 +28,7 @@ class TFInternals(GradientMethods, OldCheckpointMethods):
     trainer_name = "TFTrainer"
     arguments_class = TFTrainingArguments
 
-    def _make_strategy(self, args: Any) -> TFStrategy:
+    def _make_strategy(self, args: KerasTrainingArguments) -> TFStrategy:
         return TFStrategy(
             args.strategy, apply=self._apply, rank=args.process_index, world_size=args.world_size, xla=args.xla
         )

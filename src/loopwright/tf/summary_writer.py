@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from ..core.events import TrainerCallback
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
 
 
 class SummaryWriterCallback(TrainerCallback):
@@ -15,7 +18,7 @@ class SummaryWriterCallback(TrainerCallback):
     def __init__(self, writer: Any) -> None:
         self.writer = writer
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: BaseArguments, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
         with self.writer.as_default():
@@ -23,5 +26,5 @@ class SummaryWriterCallback(TrainerCallback):
                 if isinstance(value, (int, float)):
                     tf.summary.scalar(name, value, step=state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.writer.flush()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..errors import ArgumentsError, LoopwrightError, NotAvailable
+from ..pt.arguments import TrainingArguments
 from ..pt.loss.targets import check_loss
 from ..pt.optim.optimizers.decay import check_trainable
 from .topologies import CHIPS, PACKAGES, Topology
@@ -136,7 +137,7 @@ def first_batch(trainer: Any) -> dict[str, Any]:
     return dict(batch)
 
 
-def left_out(args: Any) -> list[str]:
+def left_out(args: TrainingArguments) -> list[str]:
     """What of the arguments is no part of the dry run; raises where nothing sensible can be compiled."""
     if args.fp16:
         raise ArgumentsError("fp16=True: loss scaling is not compiled for TPUs; use bf16=True")
@@ -220,7 +221,7 @@ def _is_per_row(value: Tensor, rows: int) -> bool:
     return value.dim() > 0 and value.shape[0] == rows
 
 
-def _loss_function(loss: _Loss, others: dict[str, Any], args: Any) -> Callable[..., Any]:
+def _loss_function(loss: _Loss, others: dict[str, Any], args: TrainingArguments) -> Callable[..., Any]:
     """The loss for JAX: from weights, frozen tensors, inputs and a random key to the number and changed buffers."""
     import torchax
     from torchax.interop import torch_view
@@ -292,7 +293,7 @@ def dry_run(trainer: Any, topologies: Sequence[Topology]) -> dict[str, Any]:
     }
 
 
-def _bf16_weights(args: Any) -> bool:
+def _bf16_weights(args: TrainingArguments) -> bool:
     return bool(getattr(args, "bf16_weights", False))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..args.base import BaseArguments
 from ..errors import ArgumentsError, ModelError
 from . import runtime
 
@@ -35,7 +36,7 @@ class MeshLayout:
         self._specs: dict[int, tuple[str | None, ...]] = {}
 
     @classmethod
-    def of(cls, args: Any) -> Self | None:
+    def of(cls, args: BaseArguments) -> Self | None:
         """The layout these arguments ask for; None when one device computes alone."""
         spread = getattr(args, "xla_spmd", None)
         tensor = getattr(args, "tensor_parallel_size", 1)

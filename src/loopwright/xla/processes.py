@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..args.base import BaseArguments
 from ..core.update import MicroBatch
 from ..errors import ArgumentsError, ModelError, NotAvailable
 from ..pt.distributed.gather import gather_nested
@@ -56,7 +57,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         """Which parameters have a gradient on any process, found out in the first update."""
 
     @classmethod
-    def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
+    def of(cls, args: BaseArguments, device: torch.device, precision: Precision) -> Self:
         """The strategy these arguments ask for."""
         asked = args.ddp_backend
         if asked not in (None, BACKEND):

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..args.base import BaseArguments
 from ..core.update import MicroBatch
 from ..pt.precision import Precision
 from ..pt.strategies.single import SingleDevice
@@ -45,7 +46,7 @@ class XlaDevice(SingleDevice):
         self.forward_context = lambda: noting(context())  # type: ignore[method-assign]
 
     @classmethod
-    def of(cls, args: Any, device: torch.device, precision: Precision) -> Self:
+    def of(cls, args: BaseArguments, device: torch.device, precision: Precision) -> Self:
         """The strategy these arguments ask for."""
         return cls(
             device,

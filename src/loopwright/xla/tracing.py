@@ -37,10 +37,10 @@ def stepwise(model: nn.Module, device: torch.device, boundary: Callable[[], None
     Otherwise the caches of all tokens before would be part of the graph of the next one.
     """
 
-    def move(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def move(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in kwargs.items()}
 
-    def compute(module: Any, args: Any, output: Any) -> None:
+    def compute(module: Any, args: tuple[Any, ...], output: Any) -> None:
         boundary()
 
     find = getattr(model, "get_encoder", None)

@@ -49,10 +49,12 @@ class TorchSavingMethods(TorchResumingMethods):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights."""
+        place = output_dir or self.args.output_dir
+        assert place is not None  # settled arguments name a folder
         if self.strategy.is_sharded:
-            self._save_gathered(output_dir or self.args.output_dir)
+            self._save_gathered(place)
         elif self.args.should_save:
-            with folder_for(output_dir or self.args.output_dir) as folder:
+            with folder_for(place) as folder:
                 self.trainer._save(folder)
 
     def _save_gathered(self, place: str) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
+from ..arguments import TrainingArguments
 
 OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
 ARGUMENTS = "training_args.bin"
@@ -37,7 +38,9 @@ def is_foreign(folder: Path) -> bool:
     return (folder / OPTIMIZER).is_file() and not (folder / f"{NATIVE}.json").is_file()
 
 
-def write_foreign(folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: Any) -> None:
+def write_foreign(
+    folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: TrainingArguments
+) -> None:
     """Write everything but weights and trainer_state.json under transformers' names."""
     parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
     for name, values in {**parts, ARGUMENTS: args}.items():

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
+from ...args.base import BaseArguments
+from ...args.data import DataArgs
+from ...args.hardware import HardwareArgs
 from ...core.order import Order
 from ...core.packing import Packing
 from ...core.signals import outlive_signals
@@ -178,7 +181,7 @@ def _each(dataset: Any) -> Iterator[Any]:
     return (dataset[i] for i in range(len(dataset)))
 
 
-def check_stream_order(args: Any) -> None:
+def check_stream_order(args: DataArgs) -> None:
     """Refuse an order that a stream cannot have: its samples come as they come."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
@@ -192,18 +195,18 @@ def check_stream_order(args: Any) -> None:
         )
 
 
-def data_seed(args: Any) -> int:
+def data_seed(args: HardwareArgs) -> int:
     """The seed of everything random about the data."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def _sampling_strategy(args: Any) -> str:
+def _sampling_strategy(args: DataArgs) -> str:
     if getattr(args, "sortish_sampler", False):  # what Seq2SeqTrainingArguments calls it
         return "group_by_length"
     return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
 
 
-def training_sampler(dataset: Any, args: Any, *, group_size: int, input_name: str) -> OrderedSampler | None:
+def training_sampler(dataset: Any, args: BaseArguments, *, group_size: int, input_name: str) -> OrderedSampler | None:
     """The sampler of the training data, or None for data that comes in its own order."""
     strategy = _sampling_strategy(args)
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
@@ -234,7 +237,7 @@ def begin_worker(worker: int) -> None:
 def build_loader(
     dataset: Any,
     *,
-    args: Any,
+    args: BaseArguments,
     batch_size: int,
     collate_fn: Callable[[Any], Any],
     sampler: Any = None,

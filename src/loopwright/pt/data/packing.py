@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
+from ...args.base import BaseArguments
+from ...args.data import DataArgs
 from ...core.packing import PackedPlan, Packing, make_packed_plan
 from ...errors import ArgumentsError, NotAvailable
 from ...notices import Notices
@@ -32,7 +34,7 @@ class PackedSampler(OrderedSampler):
         return iter([places[first - start : end - start] for first, end in pairwise(ends)])
 
 
-def packed_sampler(sampler: OrderedSampler, dataset: Any, args: Any, input_names: list[str]) -> PackedSampler:
+def packed_sampler(sampler: OrderedSampler, dataset: Any, args: BaseArguments, input_names: list[str]) -> PackedSampler:
     """The sampler's order in micro-batches of `per_device_train_batch_tokens`; lengths are measured once, here."""
     if args.world_size > 1:
         raise NotAvailable(
@@ -44,6 +46,7 @@ def packed_sampler(sampler: OrderedSampler, dataset: Any, args: Any, input_names
         seed_all(data_seed(args), 0, 0)
         lengths = sample_lengths(dataset, args.length_column_name, input_names, what="packing")
     budget = args.per_device_train_batch_tokens
+    assert budget is not None  # a rule of the arguments
     return PackedSampler(Packing(sampler.order, lengths, budget, drop_last=args.dataloader_drop_last))
 
 
@@ -53,7 +56,7 @@ def packed_samples(sampler: OrderedSampler, batches: int, position: int) -> int:
     return sampler.packing.samples_ahead(sampler.epoch, sampler.start, position=position, batches=batches)
 
 
-def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
+def packed_plan(loader: Any, args: BaseArguments, notices: Notices) -> PackedPlan:
     """The plan of a run over this loader; says which samples do not fit into a micro-batch."""
     packing = packing_of(loader, args)
     if packing.too_long:
@@ -70,7 +73,7 @@ def packed_plan(loader: Any, args: Any, notices: Notices) -> PackedPlan:
     )
 
 
-def packing_of(loader: Any, args: Any) -> Packing:
+def packing_of(loader: Any, args: DataArgs) -> Packing:
     """How a loader packs samples; refuses one whose order is not loopwright's own."""
     sampler = ordered_sampler(loader)
     if isinstance(sampler, PackedSampler):
@@ -83,7 +86,7 @@ def packing_of(loader: Any, args: Any) -> Packing:
     )
 
 
-def sizes_of_updates(args: Any) -> tuple[str, ...]:
+def sizes_of_updates(args: DataArgs) -> tuple[str, ...]:
     """The arguments that decide which samples share an update."""
     size = "per_device_train_batch_tokens" if args.packing else "per_device_train_batch_size"
     return ("packing", size, "gradient_accumulation_steps")

@@ -17,6 +17,7 @@ from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
 from ...snapshot import restore_rng, snapshot_rng, untouched_rng
+from ..arguments import TrainingArguments
 from ..devices import can_pin_memory
 from ..loss.targets import count_samples
 from ..rng import rng_from_json, rng_to_json
@@ -171,7 +172,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
     # ---- plan and position ------------------------------------------------------------------------------------------
 
     def set_initial_training_values(
-        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+        self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[int, int, int, int, int, int | None, int]:
         """Epochs, updates per epoch, examples, samples of the run, samples per update, batches per epoch, updates."""
         plan = self._plan_of_arguments(dataloader)
@@ -186,7 +187,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             plan.max_steps,
         )
 
-    def get_total_train_batch_size(self, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one update over all processes."""
         return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data_world
 

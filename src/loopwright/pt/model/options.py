@@ -16,6 +16,7 @@ from ...speed.compile.blocks import Compiled, compile_blocks, repeated_blocks
 from ...speed.compile.cache import load_compile_cache
 from ...speed.device.fp8 import Fp8Layers, measured_on, use_fp8
 from ...speed.memory.recompute import checkpoint_selectively
+from ..arguments import TrainingArguments
 from ..device_traits import kind_of
 
 TOKENS_PER_SAMPLE = 512
@@ -74,7 +75,12 @@ def _checkpoint_selectively(model: nn.Module, others: dict[str, Any]) -> Callabl
 
 
 def compile_as_asked(
-    model: nn.Module, args: Any, notices: Notices, *, dynamic: bool | None = None, short_rows: bool = False
+    model: nn.Module,
+    args: TrainingArguments,
+    notices: Notices,
+    *,
+    dynamic: bool | None = None,
+    short_rows: bool = False,
 ) -> Compiled:
     """Compile what the arguments ask for, with what an earlier start of this run compiled at hand."""
     load_compile_cache(args.output_dir, args.device)
@@ -90,13 +96,13 @@ def compile_as_asked(
     )
 
 
-def _compile_backend(args: Any) -> str | None:
+def _compile_backend(args: TrainingArguments) -> str | None:
     """The backend asked for; on a device with one of its own, that one unless another was asked for."""
     own = kind_of(args.device).compile_backend
     return own if own is not None and args.torch_compile_backend in (None, "inductor") else args.torch_compile_backend
 
 
-def convert_to_fp8(model: nn.Module, args: Any, notices: Notices) -> Fp8Layers:
+def convert_to_fp8(model: nn.Module, args: TrainingArguments, notices: Notices) -> Fp8Layers:
     """Let the linear layers compute in fp8 that are faster in it at about the tokens of a micro-batch."""
     tokens = args.per_device_train_batch_tokens or args.train_batch_size * TOKENS_PER_SAMPLE
     weights = Counter(p.dtype for module in model.modules() if isinstance(module, nn.Linear) for p in [module.weight])

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ...args.optimizer import OptimizerArgs
+from ...args.reading import read_dict
 from ...core.overrides import adapt, is_overridden
 from ...errors import ModelError
 from ..hooks import TorchBase
@@ -79,13 +81,13 @@ class TorchOptimizerMethods(TorchBase):
                 optimizer or self.trainer.optimizer,
                 num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
                 num_training_steps=num_training_steps,
-                kwargs=self.args.lr_scheduler_kwargs,
+                kwargs=read_dict(self.args.lr_scheduler_kwargs),
                 args=self.args,
             )
         return self.trainer.lr_scheduler
 
     @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+    def get_optimizer_cls_and_kwargs(args: OptimizerArgs, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
         """The class and keyword arguments of the optimizer the arguments name."""
         return optimizer_class_and_kwargs(args, model)
 

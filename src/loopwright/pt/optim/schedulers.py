@@ -15,6 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...args.saving import SavingArgs
 from ...core.schedules import SCHEDULES, Schedule, build_schedule
 from ...errors import ArgumentsError
 from .greedy_lr import GreedyLR
@@ -129,7 +130,7 @@ def build_scheduler(
     num_warmup_steps: int | None = None,
     num_training_steps: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    args: Any = None,
+    args: SavingArgs | None = None,
 ) -> LRScheduler:
     """The scheduler behind a name; `args.greater_is_better` gives plateau and greedy their mode unless kwargs do."""
     name, options = str(getattr(name, "value", name)), dict(kwargs or {})
@@ -143,7 +144,9 @@ def build_scheduler(
     return ScheduledLR(optimizer, schedule, last_epoch)
 
 
-def _build_metric_scheduler(name: str, optimizer: Optimizer, options: dict[str, Any], args: Any) -> LRScheduler:
+def _build_metric_scheduler(
+    name: str, optimizer: Optimizer, options: dict[str, Any], args: SavingArgs | None
+) -> LRScheduler:
     cls = METRIC_SCHEDULERS[name]
     accepted = [option for option in inspect.signature(cls).parameters if option != "optimizer"]
     problems = [

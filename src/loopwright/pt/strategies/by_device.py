@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from ...args.base import BaseArguments
 from ..device_traits import kind_of
 from ..precision import Precision
 from .single import SingleDevice
 
 
-def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
+def strategy_on(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     """Carries out updates on this device."""
     non_blocking = bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
     special = kind_of(device).strategy
@@ -20,7 +21,7 @@ def strategy_on(args: Any, device: torch.device, precision: Precision) -> Any:
     return special(args, device, precision)
 
 
-def processes_on(args: Any, device: torch.device, precision: Precision) -> Any:
+def processes_on(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     """Carries out updates on several processes with a device of a kind that has its own way to do that."""
     special = kind_of(device).processes
     assert special is not None

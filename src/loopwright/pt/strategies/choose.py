@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from ...args.base import BaseArguments
+from ...args.distributed import DistributedArgs
+from ...args.process import ProcessInfo
 from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
 from ...args.zero import contradictions, stage_of
 from ...errors import ArgumentsError
@@ -20,7 +23,7 @@ from ..distributed.process_group import open_processes
 from ..precision import Precision
 from .by_device import processes_on, strategy_on
 
-Build = Callable[[Any, torch.device, Precision], Any]
+Build = Callable[[BaseArguments, torch.device, Precision], Any]
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,11 @@ class Unsupported:
 # ---- builders: a strategy is imported only when it is chosen ---------------------------------------------------------
 
 
-def _single(args: Any, device: torch.device, precision: Precision) -> Any:
+def _single(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     return strategy_on(args, device, precision)
 
 
-def _ddp(args: Any, device: torch.device, precision: Precision) -> Any:
+def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     from .ddp import DataParallel
 
     names = {
@@ -50,7 +53,7 @@ def _ddp(args: Any, device: torch.device, precision: Precision) -> Any:
     return DataParallel(device, precision, _processes(args, device), options=given, non_blocking=_non_blocking(args))
 
 
-def _fsdp(args: Any, device: torch.device, precision: Precision) -> Any:
+def _fsdp(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     from .fsdp import FullySharded
 
     options, sizes = read_fsdp(args.fsdp or True, args.fsdp_config), read_parallelism(args.parallelism_config)
@@ -68,7 +71,7 @@ def _fsdp(args: Any, device: torch.device, precision: Precision) -> Any:
     )
 
 
-def _tensor(args: Any, device: torch.device, precision: Precision) -> Any:
+def _tensor(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     from .tensor import TensorParallel
 
     sizes = read_parallelism(args.parallelism_config)
@@ -85,22 +88,22 @@ def _tensor(args: Any, device: torch.device, precision: Precision) -> Any:
     )
 
 
-def _deepspeed(args: Any, device: torch.device, precision: Precision) -> Any:
+def _deepspeed(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     from .deepspeed import DeepSpeed
 
     return DeepSpeed(device, precision, _processes(args, device), args=args, non_blocking=_non_blocking(args))
 
 
-def _processes(args: Any, device: torch.device) -> Any:
+def _processes(args: BaseArguments, device: torch.device) -> Any:
     return open_processes(device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
 
 
-def _on_this_machine(args: Any) -> int:
+def _on_this_machine(args: ProcessInfo) -> int:
 
     return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
 
 
-def _non_blocking(args: Any) -> bool:
+def _non_blocking(args: BaseArguments) -> bool:
     return bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
 
 
@@ -149,7 +152,7 @@ ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", 
                "schedule_free_sgd", "schedule_free_radam", "lion_32bit")  # fmt: skip
 """Optimizers that treat every number of a parameter on its own, so that a part of a parameter is enough."""
 
-LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
+LIMITS: list[tuple[tuple[str, ...], Callable[[BaseArguments], bool], str]] = [
     (
         ("processes",),
         lambda args: bool(args.auto_find_batch_size),
@@ -209,7 +212,7 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
 """Arguments that some strategies cannot honour: for which, when, and why."""
 
 
-def asked_for(args: Any) -> frozenset[str]:
+def asked_for(args: BaseArguments) -> frozenset[str]:
     """What of the table these arguments ask for."""
     sizes = read_parallelism(args.parallelism_config)
     sharded = wants_fsdp(args) or sizes.dp_shard_size > 1
@@ -228,7 +231,7 @@ def asked_for(args: Any) -> frozenset[str]:
     return frozenset(name for name, asked in wanted.items() if asked)
 
 
-def choose_strategy(args: Any, device: torch.device, precision: Precision) -> Any:
+def choose_strategy(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
     """The strategy for these arguments, or an error that says why there is none."""
     if is_lazy(device) and asked_for(args):
         chosen_row(args)  # what no strategy can honour is no less wrong here
@@ -242,7 +245,7 @@ def choose_strategy(args: Any, device: torch.device, precision: Precision) -> An
     return chosen_row(args)(args, device, precision)
 
 
-def chosen_row(args: Any) -> Build:
+def chosen_row(args: BaseArguments) -> Build:
     """The builder in the table; raises with all reasons when the arguments cannot be honoured."""
     asked = asked_for(args)
     row = TABLE.get(
@@ -283,7 +286,7 @@ def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> lis
     return []
 
 
-def unused_options(args: Any) -> list[str]:
+def unused_options(args: DistributedArgs) -> list[str]:
     """What the user should hear about keys that have no effect."""
     keys = unneeded_keys(args.fsdp_config) if wants_fsdp(args) else {}
     return [f"fsdp_config[{key!r}] has no effect: {reason}" for key, reason in keys.items()]

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...args.base import BaseArguments
+from ...args.reading import read_dict
 from ...args.zero import filled_config
 from ...core.update import MicroBatch
 from ...errors import ArgumentsError, CheckpointError, MissingPackage, NotAvailable
@@ -31,7 +33,13 @@ class DeepSpeed(ManyProcesses):
     forward_is_collective = True
 
     def __init__(
-        self, device: torch.device, precision: Precision, processes: Processes, *, args: Any, non_blocking: bool = False
+        self,
+        device: torch.device,
+        precision: Precision,
+        processes: Processes,
+        *,
+        args: BaseArguments,
+        non_blocking: bool = False,
     ) -> None:
         # The engine turns the model to half precision and scales losses itself.
         super().__init__(device, Precision(), processes, non_blocking=non_blocking)
@@ -51,7 +59,7 @@ class DeepSpeed(ManyProcesses):
         """Make the engine; the optimizer's groups stay the ones a schedule has in its hands."""
         width = getattr(getattr(self.model, "config", None), "hidden_size", None)
         try:
-            config = filled_config(self._args.deepspeed, self._args, self.world_size, width)
+            config = filled_config(read_dict(self._args.deepspeed), self._args, self.world_size, width)
         except ValueError as error:
             raise ArgumentsError([f"deepspeed: {problem}" for problem in str(error).split("; ")]) from error
         self.engine, *_ = self._package.initialize(

@@ -121,7 +121,7 @@ class PendingLogits(Tensor):
         return PendingLogits.made(node, recipe_after, family, make, remake)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, PendingLogits)]
         if _is_for_the_wrapper(func, given):
@@ -139,7 +139,7 @@ class PendingLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Below autograd the numbers are all that matters: the gradient's way is the node made at creation."""
         args, kwargs = tree_map_only(PendingLogits, lambda each: each.real().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -42,11 +42,11 @@ class Recipe:
 Recorder = Callable[[Recipe, Any, tuple[Any, ...], dict[str, Any]], Recipe | None]
 
 
-def _same(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _same(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     return recipe
 
 
-def _cast(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _cast(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     """`.float()`, `.to(...)`, `.type_as(...)`: to another dtype on the same device."""
     empty = torch.empty(0, dtype=recipe.dtype, device=recipe.hidden.device)
     found = func(empty, *args, **kwargs)
@@ -55,7 +55,7 @@ def _cast(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
     return replace(recipe, dtype=found.dtype)
 
 
-def _reshape(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _reshape(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     """`.view(-1, classes)` and its like: whatever leaves the rows whole."""
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         return None
@@ -65,7 +65,7 @@ def _reshape(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None
     return replace(recipe, hidden=recipe.hidden.reshape(*shape[:-1], recipe.hidden.shape[-1]))
 
 
-def _cut(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _cut(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     """`logits[:, :-1]`, `logits[..., -n:, :]`, `logits[mask]`: the hidden states are cut alike."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not spares_last(index, recipe.hidden.dim()):
@@ -90,11 +90,11 @@ def _dimensions_used(index: Any) -> int:
     return index.dim() if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _multiply(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _multiply(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     return None if kwargs or len(args) != 1 else _scale(recipe, args[0], lambda number: number)
 
 
-def _divide(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _divide(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     return None if kwargs or len(args) != 1 else _scale(recipe, args[0], lambda number: 1 / number)
 
 
@@ -112,12 +112,12 @@ def _scale(recipe: Recipe, by: Any, factor: Callable[[Any], Any]) -> Recipe | No
     return replace(recipe, logit_map=recipe.logit_map.times(factor(by)))
 
 
-def _tanh(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _tanh(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     capped = recipe.logit_map.capped()
     return None if capped is None or kwargs else replace(recipe, logit_map=capped)
 
 
-def _add(recipe: Recipe, func: Any, args: Any, kwargs: Any) -> Recipe | None:
+def _add(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
     """Plus one number per class, as BART adds `final_logits_bias`: a bias of the head."""
     if kwargs or len(args) != 1 or type(args[0]) not in (Tensor, nn.Parameter) or recipe.logit_map != IDENTITY:
         return None

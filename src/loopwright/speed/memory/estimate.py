@@ -119,7 +119,7 @@ class _Watch(TorchDispatchMode):
         self._entered: set[int] = set()
         self._alive: list[Tensor] = []  # a place is only known by its address while the tensor is alive
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if self._block is not None and is_kept(function):
             self.matmuls += sum(_size(each) for each in _tensors(result))
@@ -153,7 +153,7 @@ class _Watch(TorchDispatchMode):
                 handle.remove()
             self._alive.clear()
 
-    def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         self._block = block
         for tensor in _tensors([args, kwargs]):
             if _place(tensor) not in self._entered:
@@ -161,7 +161,7 @@ class _Watch(TorchDispatchMode):
                 self._alive.append(tensor)
                 self.inputs += tensor.untyped_storage().nbytes()
 
-    def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._block = None
 
 

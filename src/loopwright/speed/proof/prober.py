@@ -345,7 +345,7 @@ class _Formats(TorchDispatchMode):
 
     coarse = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         self.coarse |= any(isinstance(each, Tensor) and each.dtype in _COARSE_FORMATS for each in outputs)

@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from ....args.optimizer import OptimizerArgs
 from ....errors import ModelError
+from .options import OptimizerSpec
 
 # What transformers leaves out by name, so that runs can be compared: a bias, or a path element that is a norm.
 UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:\.|$)")
@@ -30,7 +32,9 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
     return names
 
 
-def parameter_groups(model: nn.Module, args: Any, decay_names: Collection[str] | None = None) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, args: OptimizerArgs | OptimizerSpec, decay_names: Collection[str] | None = None
+) -> list[dict[str, Any]]:
     """Two groups of the trainable parameters, in the model's order: with weight decay, and without."""
     decayed = set(decay_parameter_names(model) if decay_names is None else decay_names)
     with_decay: list[nn.Parameter] = []

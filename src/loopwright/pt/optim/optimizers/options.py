@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....args.optimizer import OptimizerArgs
 from ....errors import ArgumentsError
 
 Converter = Callable[[Any], Any]
@@ -133,7 +134,7 @@ class OptimizerSpec:
     tell: Callable[[str], None] = _say
 
     @classmethod
-    def of(cls, args: Any, **more: Any) -> OptimizerSpec:
+    def of(cls, args: OptimizerArgs, **more: Any) -> OptimizerSpec:
         """From training arguments, or anything with their attributes; `more` are fields they do not have."""
         options = parse_optim_args(getattr(args, "optim_args", None))
         return cls(

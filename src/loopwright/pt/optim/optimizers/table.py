@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ....args.optimizer import OptimizerArgs
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups
@@ -55,7 +56,7 @@ PACKAGES: dict[str, Package] = {
 
 
 def optimizer_class_and_kwargs(
-    args: Any,
+    args: OptimizerArgs,
     model: nn.Module | None = None,
     *,
     total_updates: int | None = None,
@@ -74,7 +75,7 @@ def optimizer_class_and_kwargs(
 
 def build_optimizer(
     model: nn.Module,
-    args: Any,
+    args: OptimizerArgs,
     cls_and_kwargs: ClassAndKwargs | None = None,
     total_updates: int | None = None,
     *,
