@@ -26,7 +26,7 @@ from loopwright import NotAvailable, Trainer, TrainerCallback, TrainingArguments
 from loopwright.args.availability import MISSING
 from loopwright.args.effects import IDLE
 from loopwright.args.field import specs
-from tests.side_by_side.tasks import Regression, bert, llama, regression_data, token_data
+from tests.models import Regression, logged, regression_data, small_bert, small_llama, token_data
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = regression_data(12)
@@ -204,10 +204,6 @@ def run(*args: Any, **options: Any) -> Any:
     return trainer
 
 
-def logged(trainer: Any, key: str) -> list[Any]:
-    return [row[key] for row in trainer.state.log_history if key in row]
-
-
 def steps_of(trainer: Any, key: str) -> list[int]:
     return [row["step"] for row in trainer.state.log_history if key in row]
 
@@ -298,9 +294,11 @@ def test_the_schedule_decides_the_logged_learning_rates() -> None:
 @shows("label_smoothing_factor")
 def test_label_smoothing_changes_the_loss_as_torch_does() -> None:
     data = token_data(4, labels="class")
-    plain, smooth = (run(lambda: bert(0.0), data, max_steps=1, label_smoothing_factor=factor) for factor in (0.0, 0.25))
+    plain, smooth = (
+        run(lambda: small_bert(0.0), data, max_steps=1, label_smoothing_factor=factor) for factor in (0.0, 0.25)
+    )
     torch.manual_seed(0)
-    model = bert(0.0).train()
+    model = small_bert(0.0).train()
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -313,8 +311,8 @@ def test_label_smoothing_changes_the_loss_as_torch_does() -> None:
 @shows("neftune_noise_alpha")
 def test_neftune_adds_noise_in_training_only_and_goes_away() -> None:
     data = token_data(4, labels="class")
-    plain = run(lambda: bert(0.0), data, max_steps=1)
-    noisy = run(lambda: bert(0.0), data, max_steps=1, neftune_noise_alpha=50.0)
+    plain = run(lambda: small_bert(0.0), data, max_steps=1)
+    noisy = run(lambda: small_bert(0.0), data, max_steps=1, neftune_noise_alpha=50.0)
     assert logged(noisy, "loss")[0] != logged(plain, "loss")[0]
     embeddings = noisy.model.get_input_embeddings()
     ids = torch.tensor([[1, 2]])
@@ -397,7 +395,7 @@ def test_when_to_log(options: dict[str, Any], expected: list[int]) -> None:
 @pytest.mark.parametrize("kind", ["all", "non_padding", "no", True, False])
 def test_input_tokens_are_counted_as_asked(kind: Any) -> None:
     data = token_data(8, labels="token")
-    trainer = run(lambda: llama(0.0), data, max_steps=2, include_num_input_tokens_seen=kind)
+    trainer = run(lambda: small_llama(0.0), data, max_steps=2, include_num_input_tokens_seen=kind)
     everything = 8 * 12
     real = sum(int(row["attention_mask"].sum()) for row in data)
     expected = {"all": everything, True: everything, "non_padding": real, "no": 0, False: 0}[kind]
@@ -541,7 +539,9 @@ def test_the_evaluation_loss_is_the_mean_over_items_or_over_batches() -> None:
     losses = {}
     for size in (1, 6):
         for reduction in ("item_mean", "batch_mean"):
-            trainer = make(lambda: llama(0.0), data, per_device_eval_batch_size=size, eval_loss_reduction=reduction)
+            trainer = make(
+                lambda: small_llama(0.0), data, per_device_eval_batch_size=size, eval_loss_reduction=reduction
+            )
             losses[reduction, size] = trainer.evaluate(data)["eval_loss"]
     assert losses["item_mean", 1] == pytest.approx(losses["item_mean", 6], rel=1e-5)
     assert losses["batch_mean", 1] != pytest.approx(losses["batch_mean", 6], rel=1e-4)
@@ -556,11 +556,10 @@ def test_metrics_receive_what_was_asked_for() -> None:
         seen.update(inputs=prediction.inputs, losses=prediction.losses)
         return {}
 
-    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}).evaluate(data)
+    make(lambda: small_bert(0.0), data, given={"compute_metrics": metrics}).evaluate(data)
     assert seen == {"inputs": None, "losses": None}
-    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}, include_for_metrics=["inputs", "loss"]).evaluate(
-        data
-    )
+    given = {"compute_metrics": metrics}
+    make(lambda: small_bert(0.0), data, given=given, include_for_metrics=["inputs", "loss"]).evaluate(data)
     np.testing.assert_array_equal(seen["inputs"], np.stack([row["input_ids"].numpy() for row in data]))
     assert len(seen["losses"]) == 6
 
@@ -687,9 +686,9 @@ def test_the_best_model_is_the_one_the_metric_names(greater: bool, best: int) ->
 @shows("gradient_checkpointing", "gradient_checkpointing_kwargs")
 def test_activations_are_recomputed_with_the_options_given(monkeypatch: Any) -> None:
     data = token_data(4, labels="token")
-    plain = run(lambda: llama(0.0), data, max_steps=1)
+    plain = run(lambda: small_llama(0.0), data, max_steps=1)
     asked: list[Any] = []
-    model = llama(0.0)
+    model = small_llama(0.0)
     enable = model.gradient_checkpointing_enable
     model.gradient_checkpointing_enable = lambda **kwargs: (asked.append(kwargs), enable(**kwargs))
     trainer = run(
@@ -724,10 +723,10 @@ def test_the_model_is_compiled_as_asked(monkeypatch: Any) -> None:
     ]
     asked.clear()
     data = token_data(4, labels="token")
-    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True)
+    run(lambda: small_llama(0.0), data, max_steps=1, torch_compile=True)
     assert {each["of"] for each in asked} == {"LlamaDecoderLayer"}
     asked.clear()
-    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True, torch_compile_scope="model")
+    run(lambda: small_llama(0.0), data, max_steps=1, torch_compile=True, torch_compile_scope="model")
     assert [each["of"] for each in asked] == ["LlamaForCausalLM"]
 
 
