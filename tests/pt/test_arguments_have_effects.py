@@ -74,13 +74,13 @@ ELSEWHERE = {
     "length_column_name": "tests/pt/test_data.py::test_grouping_by_length_reads_the_length_column",
     "label_names": "tests/pt/test_overrides.py::test_label_names_say_what_labels_are",
     "strict": "tests/pt/test_bad_input.py::test_strict_turns_notices_into_errors",
-    "ignore_data_skip": "tests/pt/test_resume_basic.py::test_ignore_data_skip_starts_the_epoch_anew",
-    "resume_from_checkpoint": "tests/pt/test_resume_basic.py::test_resume_from_checkpoint_may_be_an_argument",
+    "ignore_data_skip": "tests/pt/test_resume.py::test_ignore_data_skip_starts_the_epoch_anew",
+    "resume_from_checkpoint": "tests/pt/test_resume.py::test_resume_from_checkpoint_may_be_an_argument",
     "restore_callback_states_from_checkpoint": (
-        "tests/pt/test_resume_basic.py::test_callbacks_do_not_get_their_state_back_when_told_so"
+        "tests/pt/test_resume.py::test_callbacks_do_not_get_their_state_back_when_told_so"
     ),
-    "save_total_limit": "tests/pt/test_resume_basic.py::test_save_total_limit_keeps_the_newest",
-    "save_only_model": "tests/pt/test_resume_basic.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
+    "save_total_limit": "tests/pt/test_resume.py::test_save_total_limit_keeps_the_newest",
+    "save_only_model": "tests/pt/test_resume.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
     "use_cache": "tests/pt/test_constructor.py::test_the_cache_of_a_model_is_switched_as_asked",
     "fsdp": "tests/distributed/test_contract.py::test_fsdp_ends_with_the_weights_of_one_process",
     "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
