@@ -23,6 +23,7 @@ os.environ.update(
 )
 
 import random
+import uuid
 from collections.abc import Iterator
 
 import hypothesis
@@ -79,6 +80,26 @@ def needs_torch(item: pytest.Item) -> bool:
 def output_dir(tmp_path: Path) -> str:
     """A folder for a run, not made yet."""
     return str(tmp_path / "run")
+
+
+@pytest.fixture
+def doubles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes its losses on `logits.float()`, which would take half the digits of a double."""
+    from torch import Tensor, float64
+
+    single = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype is float64 else single(self))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A place for a run in a store, which is in memory."""
+    fsspec = pytest.importorskip("fsspec")
+    name = uuid.uuid4().hex
+    yield f"memory://{name}/run"
+    store = fsspec.filesystem("memory")
+    if store.isdir(f"/{name}"):
+        store.rm(f"/{name}", recursive=True)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

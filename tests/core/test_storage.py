@@ -7,8 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,6 @@ from loopwright.errors import CheckpointError, MissingPackage, OutputError
 from loopwright.notices import Notices
 
 fsspec = pytest.importorskip("fsspec")
-
-
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: Any) -> Iterator[str]:
-    monkeypatch.chdir(tmp_path)
-    name = uuid.uuid4().hex
-    yield f"memory://{name}/run"
-    fs = fsspec.filesystem("memory")
-    if fs.isdir(f"/{name}"):
-        fs.rm(f"/{name}", recursive=True)
 
 
 @pytest.fixture

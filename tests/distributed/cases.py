@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pt.tiny import CPU, VOCAB, Tokens, llama, made, pad, samples, trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import loopwright
+from tests.models import CPU, VOCAB, Tokens, llama, made, pad, samples, trainer_of
 
 LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
 TIMES = ("runtime", "per_second")
@@ -475,7 +475,7 @@ def streamed(folder: str, *, stop_at: int, **options: Any) -> Any:
 
 def generated(folder: str, **options: Any) -> Any:
     """What a sequence-to-sequence model generates for data that does not share out evenly."""
-    from pt.tiny import t5
+    from tests.models import t5
 
     args = loopwright.Seq2SeqTrainingArguments(
         folder, predict_with_generate=True, generation_max_length=6, per_device_eval_batch_size=2, **{**CPU, **options}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright import ArgumentsError, DataError, EarlyStoppingCallback, EvalPrediction, TrainerCallback
-from tests.pt import tiny
+from tests import models
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
 
@@ -51,8 +51,8 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def make(folder: Any, *, model: nn.Module | None = None, data: Any = None, **options: Any) -> Any:
     options = {"per_device_eval_batch_size": 4, "per_device_train_batch_size": 4, "report_to": [], **options}
-    model = tiny.made(Point) if model is None else model
-    return tiny.trainer_of(model, data, folder, collator=None, **options)
+    model = models.made(Point) if model is None else model
+    return models.trainer_of(model, data, folder, collator=None, **options)
 
 
 class Seen:
@@ -129,7 +129,7 @@ def test_metrics_are_given_what_they_ask_for(include: list[str], per_batch: bool
 
 
 def test_the_main_input_is_the_one_the_model_names(tmp_path: Any) -> None:
-    model, seen = tiny.made(Point), Seen()
+    model, seen = models.made(Point), Seen()
     model.main_input_name = "x"
     make(tmp_path, model=model, compute_metrics=seen, include_for_metrics=["inputs"]).evaluate(points())
     np.testing.assert_array_equal(seen.calls[0].inputs, stacked(points(), "x"))
@@ -205,7 +205,7 @@ def test_several_label_tensors(tmp_path: Any) -> None:
         {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in
          (("x", (3,)), ("start_labels", ()), ("end_labels", ()))} for _ in range(10)
     ]  # fmt: skip
-    trainer = make(tmp_path, model=tiny.made(TwoLabels))
+    trainer = make(tmp_path, model=models.made(TwoLabels))
     output = trainer.predict(rows)
     whole = trainer.model(*(stacked(rows, name) for name in ("x", "start_labels", "end_labels")))
     assert output.metrics["test_loss"] == pytest.approx(float(whole[0].detach()), rel=1e-12)
@@ -239,7 +239,7 @@ class Objects(nn.Module):
 
 def test_an_output_object_and_ragged_truth_values(tmp_path: Any) -> None:
     """-100 is neither True nor False, so padded truth values become numbers."""
-    rows, trainer = points(10), make(tmp_path, model=tiny.made(Objects))
+    rows, trainer = points(10), make(tmp_path, model=models.made(Objects))
     logits, masked = trainer.predict(rows).predictions
     expected = trainer.model.head(stacked(rows, "x")).detach().numpy()
     np.testing.assert_allclose(logits, expected, atol=1e-12)
@@ -259,8 +259,8 @@ class PerSample(Point):
 
 def test_outputs_that_cannot_be_joined_say_what_to_do(tmp_path: Any) -> None:
     with pytest.raises(DataError, match="eval_do_concat_batches=False"):
-        make(tmp_path, model=tiny.made(PerSample)).predict(points(10))
-    apart = make(tmp_path, model=tiny.made(PerSample), eval_do_concat_batches=False).predict(points(10)).predictions
+        make(tmp_path, model=models.made(PerSample)).predict(points(10))
+    apart = make(tmp_path, model=models.made(PerSample), eval_do_concat_batches=False).predict(points(10)).predictions
     assert [len(boxes) for boxes in apart] == [4, 4, 2]
 
 
@@ -415,7 +415,7 @@ def streams() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("call", ["evaluate", "predict"])
 def test_random_streams_are_left_as_found(call: str, tmp_path: Any) -> None:
-    trainer = make(tmp_path, model=tiny.made(Point, 0.5))
+    trainer = make(tmp_path, model=models.made(Point, 0.5))
     trainer.compute_metrics = lambda p: {"noise": random.random() + np.random.rand() + float(torch.rand(()))}
     before = streams()
     getattr(trainer, call)(Draws(points()))
@@ -429,7 +429,7 @@ def test_random_streams_are_left_as_found(call: str, tmp_path: Any) -> None:
 ])  # fmt: skip
 def test_training_is_the_same_with_and_without_evaluation(options: dict[str, Any], tmp_path: Any) -> None:
     def losses(**options: Any) -> list[float]:
-        trainer = make(tmp_path, model=tiny.made(Point, 0.3), data=Draws(points(20)), eval_dataset=Draws(points()),
+        trainer = make(tmp_path, model=models.made(Point, 0.3), data=Draws(points(20)), eval_dataset=Draws(points()),
                        num_train_epochs=2, train_sampling_strategy="random", **options)  # fmt: skip
         trainer.train()
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -449,7 +449,7 @@ def test_the_model_goes_back_to_the_mode_it_was_in(mode: bool, fails: bool, tmp_
                 raise RuntimeError("no")
             return super().forward(x, labels)
 
-    trainer = make(tmp_path, model=tiny.made(Watched))
+    trainer = make(tmp_path, model=models.made(Watched))
     trainer.model.train(mode)
     try:
         trainer.evaluate(points())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright import MetricError, TrainerCallback
-from tests.pt import tiny
+from tests import models
 
 STEPS = 12
 SHAPES = {
@@ -51,10 +51,10 @@ class Snapshots(TrainerCallback):
         self.saved: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        self.weights[state.global_step] = tiny.weights(model)
+        self.weights[state.global_step] = models.weights(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        self.weights[state.global_step] = tiny.weights(model)
+        self.weights[state.global_step] = models.weights(model)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.saved.append(state.global_step)
@@ -76,8 +76,8 @@ def make(folder: Any, script: Any = None, **options: Any) -> tuple[Any, Snapshot
     options = {"max_steps": STEPS, "per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2,
                "save_strategy": "steps", "save_steps": 2, "eval_dataset": line(3), **options}  # fmt: skip
     callbacks = [snapshots, *options.pop("callbacks", [])]
-    made = tiny.trainer_of(
-        tiny.made(Line).float(), line(), folder, cls=Scripted, collator=None, callbacks=callbacks, **options
+    made = models.trainer_of(
+        models.made(Line).float(), line(), folder, cls=Scripted, collator=None, callbacks=callbacks, **options
     )
     made.script = script
     return made, snapshots
@@ -92,7 +92,7 @@ def scripted(shape: str, every: int) -> tuple[Any, int, float]:
 
 
 def assert_same_weights(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    for name, value in tiny.weights(model).items():
+    for name, value in models.weights(model).items():
         assert torch.equal(value, expected[name]), name
 
 
@@ -228,7 +228,7 @@ def scores(prediction: Any) -> dict[str, float]:
 
 
 def assert_fails_at_once(trainer: Any, snapshots: Snapshots, *names: str) -> None:
-    before, started = tiny.weights(trainer.model), time.monotonic()
+    before, started = models.weights(trainer.model), time.monotonic()
     with pytest.raises(MetricError) as error:
         trainer.train()
     assert time.monotonic() - started < 2
@@ -324,8 +324,8 @@ class Evaluates(Scripted):
 
 @pytest.mark.parametrize("cls, callbacks", [(AddsInLog, []), (Scripted, [Adds()]), (Evaluates, [])])
 def test_a_metric_added_by_code_of_the_users_can_decide(cls: Any, callbacks: Any, tmp_path: Path) -> None:
-    trainer = tiny.trainer_of(
-        tiny.made(Line).float(), line(), tmp_path, cls=cls, collator=None, callbacks=callbacks, eval_dataset=line(3),
+    trainer = models.trainer_of(
+        models.made(Line).float(), line(), tmp_path, cls=cls, collator=None, callbacks=callbacks, eval_dataset=line(3),
         max_steps=4, eval_strategy="steps", eval_steps=2, metric_for_best_model="perplexity", greater_is_better=False,
         save_strategy="best", load_best_model_at_end=True,
     )  # fmt: skip

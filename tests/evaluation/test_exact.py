@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 import loopwright
-from tests.pt import tiny
+from tests import models
 
 TOLERANCE = 1e-12
 LENGTHS = [2 + (7 * i) % 8 for i in range(33)]
@@ -22,7 +22,7 @@ EVERY = range(1, 34)
 
 def ragged(lengths: Any = LENGTHS, ignored: Any = None) -> list[dict[str, Tensor]]:
     """Sequences of these lengths whose first targets are -100: none of the first, one of the second, and so on."""
-    rows = tiny.samples(lengths)
+    rows = models.samples(lengths)
     for i, row in enumerate(rows):
         hidden = i % 4 if ignored is None else ignored[i]
         row["labels"][: min(hidden, len(row["labels"]) if ignored is not None else len(row["labels"]) - 1)] = -100
@@ -57,7 +57,7 @@ class Case:
             return self.model(input_ids=row["input_ids"][None])["logits"][0]
 
     def loss(self, rows: list[dict[str, Tensor]]) -> float | None:
-        parts = [tiny.summed(self.logits(row)[None], row["labels"][None], shift=self.shift) for row in rows]
+        parts = [models.summed(self.logits(row)[None], row["labels"][None], shift=self.shift) for row in rows]
         targets = sum(int(count) for _, count in parts)
         return sum(float(total) for total, _ in parts) / targets if targets else None
 
@@ -66,15 +66,15 @@ class Case:
         return float(right.double().mean()) if len(right) else 0.0
 
     def trainer(self, folder: Any, **options: Any) -> Any:
-        return tiny.trainer_of(self.model, None, folder, compute_metrics=accuracy, **options)
+        return models.trainer_of(self.model, None, folder, compute_metrics=accuracy, **options)
 
 
 def double_llama() -> nn.Module:
     """A Llama whose loss stays in double precision; its own one computes in single."""
-    model = tiny.llama()
+    model = models.llama()
 
     def loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-        total, count = tiny.summed(logits, labels, shift=True)
+        total, count = models.summed(logits, labels, shift=True)
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
     model.loss_function = loss
@@ -82,9 +82,9 @@ def double_llama() -> nn.Module:
 
 
 CASES = {
-    "plain": lambda: Case(tiny.made(tiny.Tokens)),
-    "plain shifted": lambda: Case(tiny.made(tiny.ShiftedTokens), shift=True),
-    "bert": lambda: Case(tiny.bert_tokens()),
+    "plain": lambda: Case(models.made(models.Tokens)),
+    "plain shifted": lambda: Case(models.made(models.ShiftedTokens), shift=True),
+    "bert": lambda: Case(models.bert_tokens()),
     "llama": lambda: Case(double_llama(), shift=True),
 }
 BATCHES = {"plain": range(1, 9), "plain shifted": range(1, 9), "bert": (1, 3, 5, 8), "llama": (1, 2, 4, 7)}
@@ -147,7 +147,7 @@ def test_any_lengths_and_any_ignored_targets(name: str, lengths: Any, hidden: An
 def assert_in_order(output: Any, case: Case, rows: list[dict[str, Tensor]]) -> None:
     """Row i holds what the model says about sample i, and -100 beyond the widest sample of its batch."""
     width = max(len(row["input_ids"]) for row in rows)
-    assert output.predictions.shape == (len(rows), width, tiny.VOCAB) and output.predictions.dtype == np.float64
+    assert output.predictions.shape == (len(rows), width, models.VOCAB) and output.predictions.dtype == np.float64
     assert output.label_ids.shape == (len(rows), width)
     for i, row in enumerate(rows):
         length = len(row["input_ids"])
@@ -209,10 +209,10 @@ class Regression(nn.Module):
 
 @pytest.mark.parametrize("batch", range(1, 9))
 def test_a_regression_is_exact(batch: int, tmp_path: Any) -> None:
-    model = tiny.made(Regression)
+    model = models.made(Regression)
     x, y = torch.randn(33, 3, dtype=torch.float64), torch.randn(33, 2, dtype=torch.float64)
     rows = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
-    trainer = tiny.trainer_of(model, None, tmp_path, collator=None, per_device_eval_batch_size=batch)
+    trainer = models.trainer_of(model, None, tmp_path, collator=None, per_device_eval_batch_size=batch)
     for n in EVERY:
         whole = float(nn.functional.mse_loss(model.head(x[:n]), y[:n]).detach())
         assert trainer.evaluate(rows[:n])["eval_loss"] == pytest.approx(whole, rel=TOLERANCE)
@@ -221,7 +221,7 @@ def test_a_regression_is_exact(batch: int, tmp_path: Any) -> None:
 class Weighted(loopwright.Trainer):
     """Classes have weights, so the loss is a weighted mean: neither samples nor targets are its denominator."""
 
-    weights = torch.linspace(0.1, 3.0, tiny.VOCAB, dtype=torch.float64)
+    weights = torch.linspace(0.1, 3.0, models.VOCAB, dtype=torch.float64)
 
     def compute_loss(self, model: Any, inputs: Any) -> Any:
         logits = model(inputs["input_ids"])["logits"].flatten(0, 1)
@@ -265,7 +265,7 @@ class AnyArguments(nn.Module):
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_wrapper_that_hides_its_arguments_has_a_loss_all_the_same(batch: int, tmp_path: Any) -> None:
     case, rows = CASES["plain"](), ragged()[:9]
-    trainer = tiny.trainer_of(
+    trainer = models.trainer_of(
         AnyArguments(case.model), None, tmp_path, compute_metrics=accuracy, per_device_eval_batch_size=batch
     )
     assert_exact(trainer.evaluate(rows), case, rows)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.core.evaluation import predictions
-from tests.pt import tiny
+from tests import models
 
 CLASSES, BATCH = 4096, 8
 ONE_BATCH = BATCH * CLASSES * 8
@@ -112,7 +112,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def trainer_of(folder: Any, classes: int = CLASSES, **options: Any) -> tuple[Any, Watch]:
     watch = Watch()
-    made = tiny.trainer_of(
+    made = models.trainer_of(
         Wide(classes), None, folder, collator=collate, callbacks=[watch], per_device_eval_batch_size=BATCH, **options
     )
     return made, watch

@@ -11,8 +11,8 @@ import torch
 import loopwright
 from loopwright import ArgumentsError, DataError
 from loopwright.pt.evaluation.metric_inputs import choices, scores
+from tests import models
 from tests.evaluation.test_arguments import Point, points
-from tests.pt import tiny
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -75,12 +75,14 @@ OBJECTS = {
     "hand made": lambda classes: HandMade(),
 }
 TASKS: dict[str, tuple[Any, Any, Any, int]] = {
-    "classes": (lambda: tiny.made(Point), lambda: points(22), flat_accuracy, 4),
-    "tokens": (lambda: tiny.made(tiny.Tokens), lambda: tiny.samples([5, 9, 2, 7] * 5, ignored=1), flat_accuracy, 13),
-    "next tokens": (
-        lambda: tiny.made(tiny.ShiftedTokens), lambda: tiny.samples([5, 9, 2, 7] * 5), next_token_accuracy, 13,
+    "classes": (lambda: models.made(Point), lambda: points(22), flat_accuracy, 4),
+    "tokens": (
+        lambda: models.made(models.Tokens), lambda: models.samples([5, 9, 2, 7] * 5, ignored=1), flat_accuracy, 13,
     ),
-    "llama": (tiny.llama, lambda: tiny.samples([5, 9, 2, 7] * 5, ignored=1), next_token_accuracy, 13),
+    "next tokens": (
+        lambda: models.made(models.ShiftedTokens), lambda: models.samples([5, 9, 2, 7] * 5), next_token_accuracy, 13,
+    ),
+    "llama": (models.llama, lambda: models.samples([5, 9, 2, 7] * 5, ignored=1), next_token_accuracy, 13),
 }  # fmt: skip
 
 
@@ -88,9 +90,9 @@ def make(task: str, folder: Any, metrics: Any, **options: Any) -> tuple[Any, Any
     if task == "llama":
         pytest.importorskip("transformers")
     model, data, _, _ = TASKS[task]
-    collator = None if task == "classes" else tiny.pad
+    collator = None if task == "classes" else models.pad
     rows = data()
-    return tiny.trainer_of(model(), rows, folder, collator=collator, compute_metrics=metrics, **options), rows
+    return models.trainer_of(model(), rows, folder, collator=collator, compute_metrics=metrics, **options), rows
 
 
 @pytest.mark.parametrize("batch", [1, 4, 30])
@@ -147,7 +149,7 @@ def test_a_regression(shape: tuple[int, ...], tmp_path: Any) -> None:
             return {"loss": ((y.reshape(-1) - labels) ** 2).mean(), "y": y}
 
     rows = [{"x": float(i), "labels": float(i % 3)} for i in range(11)]
-    trainer = tiny.trainer_of(Slope(), None, tmp_path, collator=None, per_device_eval_batch_size=4,
+    trainer = models.trainer_of(Slope(), None, tmp_path, collator=None, per_device_eval_batch_size=4,
                               compute_metrics={"mse": torchmetrics.MeanSquaredError()})  # fmt: skip
     found = trainer.evaluate(rows)
     assert found["eval_mse"] == pytest.approx(found["eval_loss"], rel=1e-6)

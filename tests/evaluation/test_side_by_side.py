@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import loopwright
-from tests.side_by_side.tasks import TASKS, token_data
+from tests.models import TASKS, token_data
 
 transformers = pytest.importorskip("transformers")
 

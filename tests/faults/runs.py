@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
+from tests.models import StopAt
 
 from .boundaries import At, Boundaries, Cut, FullDisk, Listed
 
@@ -185,17 +186,6 @@ class SaveTwice(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_save = True
-
-
-class Until(TrainerCallback):
-    """Saves and stops after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 class Pause(TrainerCallback):
@@ -403,7 +393,7 @@ def signalled(
 def stop(folder: str, *, step: int, resume: Any = "auto", **options: Any) -> None:
     """A run that saves and stops after a step."""
     trainer = make(folder, **options)
-    trainer.add_callback(Until(step))
+    trainer.add_callback(StopAt(step))
     trainer.train(resume_from_checkpoint=resume)
     os.unlink(f"{folder}.trace")
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.checkpoint.folder import PROGRESS, SCHEDULER, STATE, folder_name
 from loopwright.core.checkpoint.manifest import describe
-from tests.side_by_side.tasks import Regression
+from tests.models import Regression
 
 SAMPLES, BATCH, STEP = 8_400_000, 8, 1_000_000
 

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.errors import NonFiniteError
 from tests.gpu.script import needs_gpu, run_tests
-from tests.side_by_side.tasks import TASKS, Regression, regression_data
+from tests.models import TASKS, Regression, losses, regression_data
 
 pytestmark = needs_gpu()
 
@@ -34,10 +34,6 @@ def train(
     trainer = cls(model, args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:

@@ -522,7 +522,7 @@ def test_fp8_inside_compiled_blocks() -> None:
 def test_the_trainer_folds_prefetches_and_does_not_wait() -> None:
     from loopwright import Trainer, TrainerCallback
     from tests.gpu.test_one_gpu import NextToken, NoWaiting, losses, train
-    from tests.side_by_side.tasks import TASKS
+    from tests.models import TASKS
 
     class Look(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from loopwright.launch.on_ray import settings, workers
 
 from .jobs import LAUNCH, SCRIPTS, job, launched
 from .runs import TRAIN, assert_same_run, checkpoints, lines, undisturbed
-from .test_words import asked
+from .test_command_line import asked
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
 

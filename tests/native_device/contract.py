@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import loopwright
+from tests.models import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 from tests.native_device import device
 from tests.neuron.weighted import WeightedLossTrainer
-from tests.pt.tiny import CPU, Tokens, bert_classes, bert_tokens, gpt2, llama, made, pad, samples, t5
 
 RAGGED = (11, 3, 29, 8, 17, 5, 20)
 CASES: dict[str, Callable[[Path], None]] = {}

@@ -8,7 +8,7 @@ import sys
 import torch
 
 import loopwright
-from tests.pt.tiny import CPU, llama, pad, samples
+from tests.models import CPU, llama, pad, samples
 
 
 def main(folder: str) -> None:

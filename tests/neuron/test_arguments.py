@@ -16,7 +16,7 @@ from loopwright.args.field import specs
 from loopwright.neuron.arguments import REFUSED, NeuronArgs
 from loopwright.neuron.rounding import ENVIRONMENT, Bf16Weights, bf16_weights
 from loopwright.pt.precision import Autocast, Precision, choose_precision
-from tests.pt.tiny import CPU, Tokens, made, pad, samples
+from tests.models import CPU, Tokens, made, pad, samples
 
 ASKING = {
     "pipeline_parallel_size": 2, "pipeline_parallel_num_microbatches": 4,

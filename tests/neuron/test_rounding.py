@@ -13,7 +13,7 @@ from torch import nn
 import loopwright
 from loopwright import NeuronTrainer, NeuronTrainingArguments
 from loopwright.neuron.rounding import Bf16Weights, round_stochastically
-from tests.pt.tiny import CPU, Tokens, made, pad, samples
+from tests.models import CPU, Tokens, made, pad, samples
 
 MANY = 40_000
 

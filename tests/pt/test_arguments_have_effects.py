@@ -26,7 +26,7 @@ from loopwright import NotAvailable, Trainer, TrainerCallback, TrainingArguments
 from loopwright.args.availability import MISSING
 from loopwright.args.effects import IDLE
 from loopwright.args.field import specs
-from tests.side_by_side.tasks import Regression, bert, llama, regression_data, token_data
+from tests.models import Regression, logged, regression_data, small_bert, small_llama, token_data
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = regression_data(12)
@@ -74,13 +74,13 @@ ELSEWHERE = {
     "length_column_name": "tests/pt/test_data.py::test_grouping_by_length_reads_the_length_column",
     "label_names": "tests/pt/test_overrides.py::test_label_names_say_what_labels_are",
     "strict": "tests/pt/test_bad_input.py::test_strict_turns_notices_into_errors",
-    "ignore_data_skip": "tests/pt/test_resume_basic.py::test_ignore_data_skip_starts_the_epoch_anew",
-    "resume_from_checkpoint": "tests/pt/test_resume_basic.py::test_resume_from_checkpoint_may_be_an_argument",
+    "ignore_data_skip": "tests/pt/test_resume.py::test_ignore_data_skip_starts_the_epoch_anew",
+    "resume_from_checkpoint": "tests/pt/test_resume.py::test_resume_from_checkpoint_may_be_an_argument",
     "restore_callback_states_from_checkpoint": (
-        "tests/pt/test_resume_basic.py::test_callbacks_do_not_get_their_state_back_when_told_so"
+        "tests/pt/test_resume.py::test_callbacks_do_not_get_their_state_back_when_told_so"
     ),
-    "save_total_limit": "tests/pt/test_resume_basic.py::test_save_total_limit_keeps_the_newest",
-    "save_only_model": "tests/pt/test_resume_basic.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
+    "save_total_limit": "tests/pt/test_resume.py::test_save_total_limit_keeps_the_newest",
+    "save_only_model": "tests/pt/test_resume.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
     "use_cache": "tests/pt/test_constructor.py::test_the_cache_of_a_model_is_switched_as_asked",
     "fsdp": "tests/distributed/test_contract.py::test_fsdp_ends_with_the_weights_of_one_process",
     "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
@@ -204,10 +204,6 @@ def run(*args: Any, **options: Any) -> Any:
     return trainer
 
 
-def logged(trainer: Any, key: str) -> list[Any]:
-    return [row[key] for row in trainer.state.log_history if key in row]
-
-
 def steps_of(trainer: Any, key: str) -> list[int]:
     return [row["step"] for row in trainer.state.log_history if key in row]
 
@@ -299,9 +295,11 @@ def test_the_schedule_decides_the_logged_learning_rates() -> None:
 @shows("label_smoothing_factor")
 def test_label_smoothing_changes_the_loss_as_torch_does() -> None:
     data = token_data(4, labels="class")
-    plain, smooth = (run(lambda: bert(0.0), data, max_steps=1, label_smoothing_factor=factor) for factor in (0.0, 0.25))
+    plain, smooth = (
+        run(lambda: small_bert(0.0), data, max_steps=1, label_smoothing_factor=factor) for factor in (0.0, 0.25)
+    )
     torch.manual_seed(0)
-    model = bert(0.0).train()
+    model = small_bert(0.0).train()
     batch = {name: torch.stack([row[name] for row in data]) for name in data[0]}
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -314,8 +312,8 @@ def test_label_smoothing_changes_the_loss_as_torch_does() -> None:
 @shows("neftune_noise_alpha")
 def test_neftune_adds_noise_in_training_only_and_goes_away() -> None:
     data = token_data(4, labels="class")
-    plain = run(lambda: bert(0.0), data, max_steps=1)
-    noisy = run(lambda: bert(0.0), data, max_steps=1, neftune_noise_alpha=50.0)
+    plain = run(lambda: small_bert(0.0), data, max_steps=1)
+    noisy = run(lambda: small_bert(0.0), data, max_steps=1, neftune_noise_alpha=50.0)
     assert logged(noisy, "loss")[0] != logged(plain, "loss")[0]
     embeddings = noisy.model.get_input_embeddings()
     ids = torch.tensor([[1, 2]])
@@ -398,7 +396,7 @@ def test_when_to_log(options: dict[str, Any], expected: list[int]) -> None:
 @pytest.mark.parametrize("kind", ["all", "non_padding", "no", True, False])
 def test_input_tokens_are_counted_as_asked(kind: Any) -> None:
     data = token_data(8, labels="token")
-    trainer = run(lambda: llama(0.0), data, max_steps=2, include_num_input_tokens_seen=kind)
+    trainer = run(lambda: small_llama(0.0), data, max_steps=2, include_num_input_tokens_seen=kind)
     everything = 8 * 12
     real = sum(int(row["attention_mask"].sum()) for row in data)
     expected = {"all": everything, True: everything, "non_padding": real, "no": 0, False: 0}[kind]
@@ -542,7 +540,9 @@ def test_the_evaluation_loss_is_the_mean_over_items_or_over_batches() -> None:
     losses = {}
     for size in (1, 6):
         for reduction in ("item_mean", "batch_mean"):
-            trainer = make(lambda: llama(0.0), data, per_device_eval_batch_size=size, eval_loss_reduction=reduction)
+            trainer = make(
+                lambda: small_llama(0.0), data, per_device_eval_batch_size=size, eval_loss_reduction=reduction
+            )
             losses[reduction, size] = trainer.evaluate(data)["eval_loss"]
     assert losses["item_mean", 1] == pytest.approx(losses["item_mean", 6], rel=1e-5)
     assert losses["batch_mean", 1] != pytest.approx(losses["batch_mean", 6], rel=1e-4)
@@ -557,11 +557,10 @@ def test_metrics_receive_what_was_asked_for() -> None:
         seen.update(inputs=prediction.inputs, losses=prediction.losses)
         return {}
 
-    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}).evaluate(data)
+    make(lambda: small_bert(0.0), data, given={"compute_metrics": metrics}).evaluate(data)
     assert seen == {"inputs": None, "losses": None}
-    make(lambda: bert(0.0), data, given={"compute_metrics": metrics}, include_for_metrics=["inputs", "loss"]).evaluate(
-        data
-    )
+    given = {"compute_metrics": metrics}
+    make(lambda: small_bert(0.0), data, given=given, include_for_metrics=["inputs", "loss"]).evaluate(data)
     np.testing.assert_array_equal(seen["inputs"], np.stack([row["input_ids"].numpy() for row in data]))
     assert len(seen["losses"]) == 6
 
@@ -688,9 +687,9 @@ def test_the_best_model_is_the_one_the_metric_names(greater: bool, best: int) ->
 @shows("gradient_checkpointing", "gradient_checkpointing_kwargs")
 def test_activations_are_recomputed_with_the_options_given(monkeypatch: Any) -> None:
     data = token_data(4, labels="token")
-    plain = run(lambda: llama(0.0), data, max_steps=1)
+    plain = run(lambda: small_llama(0.0), data, max_steps=1)
     asked: list[Any] = []
-    model = llama(0.0)
+    model = small_llama(0.0)
     enable = model.gradient_checkpointing_enable
     model.gradient_checkpointing_enable = lambda **kwargs: (asked.append(kwargs), enable(**kwargs))
     trainer = run(
@@ -725,10 +724,10 @@ def test_the_model_is_compiled_as_asked(monkeypatch: Any) -> None:
     ]
     asked.clear()
     data = token_data(4, labels="token")
-    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True)
+    run(lambda: small_llama(0.0), data, max_steps=1, torch_compile=True)
     assert {each["of"] for each in asked} == {"LlamaDecoderLayer"}
     asked.clear()
-    run(lambda: llama(0.0), data, max_steps=1, torch_compile=True, torch_compile_scope="model")
+    run(lambda: small_llama(0.0), data, max_steps=1, torch_compile=True, torch_compile_scope="model")
     assert [each["of"] for each in asked] == ["LlamaForCausalLM"]
 
 

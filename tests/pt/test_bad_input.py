@@ -25,7 +25,7 @@ from loopwright import (
     TrainingArguments,
     UnknownArgument,
 )
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, regression_data
 
 DATA = regression_data(8)
 
@@ -321,3 +321,10 @@ def test_every_error_has_a_place_in_the_tree() -> None:
 def test_a_script_that_ends_with_a_model_card_ends(caplog: pytest.LogCaptureFixture) -> None:
     Trainer(Regression(), arguments()).create_model_card(tags="mine")
     assert "no README.md was written" in caplog.text
+
+
+@pytest.mark.parametrize("thing", [{"x": [1], "labels": [2]}, (each for each in range(3))], ids=["dict", "generator"])
+def test_what_is_no_dataset_is_named(thing: Any, tmp_path: Path) -> None:
+    trainer = Trainer(Regression(), TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True), train_dataset=thing)
+    with pytest.raises(DataError, match="the training dataset is a"):
+        trainer.train()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright import ArgumentsError, ModelError, NotAvailable
-from tests.pt.tiny import CPU, VOCAB, Tokens, pad, samples, summed
+from tests.models import CPU, VOCAB, Tokens, pad, samples, summed
 
 UPDATES = 6
 LENGTHS = (11, 5, 17, 3, 9, 8, 6, 14, 4, 7, 12, 10)

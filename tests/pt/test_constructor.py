@@ -17,7 +17,7 @@ from loopwright import ArgumentsError, Trainer, TrainerCallback, TrainingArgumen
 from loopwright.core.overrides import NEVER_CALLED
 from loopwright.pt.constructor_checks import PARAMETERS
 from loopwright.pt.data.collators import DataCollatorWithPadding, default_data_collator
-from tests.side_by_side.tasks import Regression, bert, regression_data
+from tests.models import Regression, regression_data, small_bert
 
 transformers = pytest.importorskip("transformers")
 
@@ -156,7 +156,7 @@ def test_labels_are_found_from_the_forward() -> None:
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_the_cache_of_a_model_is_switched_as_asked(use_cache: bool) -> None:
-    model = bert(0.0)
+    model = small_bert(0.0)
     model.config.use_cache = not use_cache
     Trainer(model, arguments(use_cache=use_cache))
     assert model.config.use_cache is use_cache
@@ -188,10 +188,11 @@ def test_model_init_makes_the_model_anew_for_every_training(factory: Any) -> Non
 def test_a_peft_model_trains_only_its_adapter_and_saves_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    from tests.side_by_side.tasks import token_data
+    from tests.models import token_data
 
     model = peft.get_peft_model(
-        bert(0.0), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"])
+        small_bert(0.0),
+        peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"]),
     )
     before = {name: p.clone() for name, p in model.named_parameters()}
     data = token_data(8, labels="class")
@@ -207,7 +208,8 @@ def test_a_peft_model_trains_only_its_adapter_and_saves_it(tmp_path: Path) -> No
 
     torch.manual_seed(0)
     fresh = peft.get_peft_model(
-        bert(0.0), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"])
+        small_bert(0.0),
+        peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], modules_to_save=["classifier"]),
     )
     again = Trainer(fresh, arguments(max_steps=3, learning_rate=1e-2, logging_steps=1), train_dataset=data)
     again.train(str(tmp_path / "run/checkpoint-2"))
@@ -336,3 +338,9 @@ def test_one_of_several_processes_that_cannot_find_the_others_is_told(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(loopwright.ArgumentsError, match="MASTER_ADDR, MASTER_PORT is not set"):
         loopwright.Trainer(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_tokenizer_is_still_a_name_for_the_processor(tmp_path: Path) -> None:
+    processor = object()
+    trainer = Trainer(Regression(), TrainingArguments(str(tmp_path), use_cpu=True), processing_class=processor)
+    assert trainer.tokenizer is processor

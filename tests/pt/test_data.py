@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 import loopwright
 from loopwright import ArgumentsError, DataError, Trainer, TrainingArguments
 from loopwright.pt.data.loaders import build_loader
+from tests.models import Regression, regression_data
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -553,3 +555,12 @@ def test_batches_that_are_no_dicts_reach_an_override_as_they_are() -> None:
     trainer = Theirs(nn.Linear(2, 1), args, train_dataset=data, data_collator=torch.utils.data.default_collate)
     trainer.train()
     assert len([row for row in trainer.state.log_history if "loss" in row]) == 2
+
+
+def test_a_collator_of_the_users_own_that_chokes_on_extra_columns_is_spared_them(tmp_path: Path) -> None:
+    def strict(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([torch.as_tensor(sample[name]) for sample in samples]) for name in samples[0]}
+
+    data = [{**sample, "text": "words"} for sample in regression_data(8)]
+    args = TrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, save_strategy="no", disable_tqdm=True)
+    assert Trainer(Regression(), args, strict, train_dataset=data).train().global_step == 2

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from tests.pt import tiny
-from tests.pt.tiny import Tokens, samples, trainer_of
+from tests import models
+from tests.models import Tokens, samples, trainer_of
 
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "nonzero")
 """What makes the host wait for a device."""
@@ -73,7 +73,7 @@ def floats(n: int) -> list[dict[str, Any]]:
 MODELS = {
     "floats": (lambda: Line(), floats),
     "tokens": (lambda: Tokens(), lambda n: samples([6] * n)),
-    "llama": (lambda: tiny.llama().float(), lambda n: samples([6] * n)),
+    "llama": (lambda: models.llama().float(), lambda n: samples([6] * n)),
 }
 DEFAULTS = {"optim": "adamw_torch_fused", "lr_scheduler_type": "linear", "max_grad_norm": 1.0}
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from loopwright.pt.loss import comparison as looking
 from loopwright.pt.loss.targets import LossKind
-from tests.pt.tiny import ShiftedTokens, Tokens, assert_close, made, pad, samples, trained_gradients, trainer_of
+from tests.models import ShiftedTokens, Tokens, assert_close, made, pad, samples, trained_gradients, trainer_of
 
 ENOUGH = 8
 

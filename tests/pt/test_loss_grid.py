@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.pt.loss.targets import LossKind, count_targets
-from tests.pt import tiny
-from tests.pt.tiny import (
+from tests import models
+from tests.models import (
     ShiftedTokens,
     SilentTokens,
     Tokens,
@@ -29,14 +29,7 @@ from tests.pt.tiny import (
     trainer_of,
 )
 
-pytestmark = pytest.mark.usefixtures("_doubles_stay")
-
-
-@pytest.fixture
-def _doubles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes its losses on `logits.float()`, which would take half the digits of a double."""
-    single = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype is torch.float64 else single(self))
+pytestmark = pytest.mark.usefixtures("doubles_stay")
 
 
 SPLITS = [(7, 1), (1, 7), (2, 4), (3, 3)]
@@ -59,11 +52,11 @@ def plain(shift: bool = False, smoothing: float = 0.0) -> Callable[[nn.Module, d
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "plain": (lambda: made(Tokens), False),
     "plain with its own shift": (lambda: made(ShiftedTokens), True),
-    "llama": (tiny.llama, True),
-    "gpt2": (tiny.gpt2, True),
-    "bert tokens": (tiny.bert_tokens, False),
-    "bert classes": (tiny.bert_classes, False),
-    "t5": (tiny.t5, False),
+    "llama": (models.llama, True),
+    "gpt2": (models.gpt2, True),
+    "bert tokens": (models.bert_tokens, False),
+    "bert classes": (models.bert_classes, False),
+    "t5": (models.t5, False),
 }
 
 
@@ -248,7 +241,7 @@ def test_padded_and_flattened_batches_are_one(tmp_path: Any) -> None:
 
 
 def test_a_row_of_a_flattened_batch_does_not_see_its_neighbour() -> None:
-    model = tiny.llama().eval()
+    model = models.llama().eval()
     first, second = samples((6, 9))
     position = torch.cat([torch.arange(6), torch.arange(9)])[None]
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import loopwright
 from loopwright.pt.loss.targets import LossKind
-from tests.pt import tiny
-from tests.pt.tiny import (
+from tests import models
+from tests.models import (
     Tokens,
     assert_close,
     gradients_from,
@@ -31,14 +31,7 @@ SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8), (3, 3)]
 """Micro-batch size and accumulation; the last one leaves a micro-batch of two."""
 ALIKE = (6,) * 8
 
-pytestmark = pytest.mark.usefixtures("_doubles_stay")
-
-
-@pytest.fixture
-def _doubles_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes its losses on `logits.float()`, which would take half the digits of a double."""
-    single = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype is torch.float64 else single(self))
+pytestmark = pytest.mark.usefixtures("doubles_stay")
 
 
 def each_token(logits: Tensor, labels: Tensor, ignored: int = -100) -> tuple[Tensor, Tensor]:
@@ -163,7 +156,7 @@ def test_what_comes_later_is_looked_at_too(name: str, tmp_path: Any) -> None:
 
 
 def class_weights(outputs: Any, labels: Tensor) -> Tensor:
-    weight = torch.linspace(0.2, 3.0, tiny.VOCAB, dtype=torch.float64)
+    weight = torch.linspace(0.2, 3.0, models.VOCAB, dtype=torch.float64)
     return F.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), weight=weight)
 
 
@@ -495,7 +488,7 @@ def test_a_sum_of_two_means_is_said(tmp_path: Any) -> None:
         labels = torch.stack([each["next_sentence_label"] for each in features])
         return {**pad(features), "next_sentence_label": labels}
 
-    trainer = trainer_of(made(BertForPreTraining, tiny.bert_config(2)), data, tmp_path, collator=collate, max_steps=1,
+    trainer = trainer_of(made(BertForPreTraining, models.bert_config(2)), data, tmp_path, collator=collate, max_steps=1,
                          per_device_train_batch_size=4, gradient_accumulation_steps=2)  # fmt: skip
     trainer.train()
     assert trainer._loopwright.run.accounting.kind is LossKind.OTHER

@@ -16,8 +16,8 @@ from loopwright.notices import Notices
 from loopwright.pt.data.columns import ColumnFilter, find_labels, forward_parameters, innermost
 from loopwright.pt.model.neftune import add_embedding_noise
 from loopwright.speed.compile.blocks import repeated_blocks
-from tests.pt import tiny
-from tests.pt.tiny import SilentTokens, Tokens, made, pad, samples, summed, trainer_of, weights
+from tests import models
+from tests.models import SilentTokens, Tokens, made, pad, samples, summed, trainer_of, weights
 
 DATA = samples((5, 8, 3, 9))
 BRIEF = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
@@ -67,7 +67,7 @@ def test_a_loss_is_found_in_any_output(name: str, tmp_path: Any) -> None:
     mine, theirs = trainer.predict(DATA), plain.predict(DATA)
     np.testing.assert_array_equal(mine.predictions, theirs.predictions)
     np.testing.assert_array_equal(mine.label_ids, theirs.label_ids)
-    assert mine.predictions.shape == (4, 9, tiny.VOCAB)
+    assert mine.predictions.shape == (4, 9, models.VOCAB)
 
 
 def test_a_bare_loss_is_a_loss(tmp_path: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_model_without_a_loss_trains_with_a_function(name: str, tmp_path: Any)
     for mine, theirs in zip(trainer.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-12)
-    assert trainer.predict(rows).predictions.shape == (4, 3, tiny.VOCAB)
+    assert trainer.predict(rows).predictions.shape == (4, 3, models.VOCAB)
 
 
 # ---- evaluation of overrides ----------------------------------------------------------------------------------------
@@ -233,7 +233,9 @@ class Tied(Tokens):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.parametrize("make", [lambda: made(Tied), lambda: tiny.llama(tie_word_embeddings=True), tiny.gpt2, tiny.t5])
+@pytest.mark.parametrize(
+    "make", [lambda: made(Tied), lambda: models.llama(tie_word_embeddings=True), models.gpt2, models.t5]
+)
 def test_ties_survive_saving_and_loading(make: Any, tmp_path: Any) -> None:
     trainer = trainer_of(make(), DATA, tmp_path, **BRIEF)
     trainer.train()
@@ -261,7 +263,7 @@ def lora() -> nn.Module:
     peft = pytest.importorskip("peft")
     torch.manual_seed(9)
     options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(tiny.llama(), peft.LoraConfig(**options)).double()
+    return peft.get_peft_model(models.llama(), peft.LoraConfig(**options)).double()
 
 
 def test_an_adapter_trains_evaluates_saves_and_resumes(tmp_path: Any) -> None:
@@ -406,8 +408,8 @@ def test_a_column_filter_travels_to_a_worker() -> None:
 
 @pytest.mark.parametrize("options", [None, {"use_reentrant": True}], ids=str)
 def test_checkpointed_activations_change_nothing(options: Any, tmp_path: Any) -> None:
-    plain = trainer_of(tiny.llama(), DATA, tmp_path, **BRIEF)
-    saving = trainer_of(tiny.llama(), DATA, tmp_path, gradient_checkpointing=True,
+    plain = trainer_of(models.llama(), DATA, tmp_path, **BRIEF)
+    saving = trainer_of(models.llama(), DATA, tmp_path, gradient_checkpointing=True,
                         gradient_checkpointing_kwargs=options, **BRIEF)  # fmt: skip
     plain.train(), saving.train()
     assert saving.model.is_gradient_checkpointing
@@ -420,7 +422,7 @@ def test_checkpointing_a_model_that_cannot_says_so(tmp_path: Any) -> None:
         trainer_of(made(Tokens), DATA, tmp_path, gradient_checkpointing=True).train()
 
 
-@pytest.mark.parametrize("make", [tiny.llama, lambda: made(Tokens)], ids=["blocks", "whole"])
+@pytest.mark.parametrize("make", [models.llama, lambda: made(Tokens)], ids=["blocks", "whole"])
 def test_compiling_keeps_names_and_numbers(make: Any, tmp_path: Any) -> None:
     keys = list(make().state_dict())
     rows = samples((6, 6, 6, 6))

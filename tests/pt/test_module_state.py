@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.pt.checkpoint.module_state import LARGEST, ModuleState
-from tests.pt import tiny
-from tests.pt.tiny import Tokens, made, samples, trainer_of, weights
+from tests import models
+from tests.models import Tokens, made, samples, trainer_of, weights
 
 DATA = samples((40, 9, 60, 12, 7, 30, 8, 5))
 RUN = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "per_device_train_batch_size": 1,
@@ -22,7 +22,7 @@ RUN = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "per_de
 
 def rope(kind: str, **options: Any) -> nn.Module:
     parameters = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0, **options}
-    return tiny.llama(max_position_embeddings=16, rope_parameters=parameters)
+    return models.llama(max_position_embeddings=16, rope_parameters=parameters)
 
 
 def longrope() -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from tests.pt.tiny import CPU, trainer_of
+from tests.models import CPU, regression_run, trainer_of
 
 STEPS = 8
 OPTIMIZERS = [
@@ -194,3 +195,13 @@ def test_a_resumed_run_names_the_right_step(tmp_path: Any) -> None:
 def test_the_default_is_to_continue() -> None:
     assert "on_nonfinite" not in CPU
     assert loopwright.TrainingArguments("x", use_cpu=True).on_nonfinite == "continue"
+
+
+def test_a_run_of_nothing_but_nan_has_no_loss_of_zero(tmp_path: Path) -> None:
+    class Nan(loopwright.Trainer):
+        def compute_loss(self, model: Any, inputs: Any) -> Any:
+            return model(**inputs)["loss"] * float("nan")
+
+    trainer = regression_run(tmp_path, cls=Nan, max_steps=3)
+    final = trainer.state.log_history[-1]["train_loss"]
+    assert final != final

@@ -17,8 +17,8 @@ from loopwright.pt.loss.out_of_memory import is_out_of_memory
 from loopwright.pt.loss.splitter import BatchSplitter, CannotSplit, split_all
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
-from tests.pt import tiny
-from tests.pt.tiny import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
+from tests import models
+from tests.models import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
 
 
 def limited(model: nn.Module, most: int, error: type[BaseException] = torch.OutOfMemoryError) -> nn.Module:
@@ -80,10 +80,8 @@ def test_weights_and_logs_are_those_of_the_run_that_fits(
 
 
 @pytest.mark.parametrize("name", ["llama", "bert_classes"])
-def test_transformers_models(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    single = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda self: self if self.dtype is torch.float64 else single(self))
-    model = getattr(tiny, name)()
+def test_transformers_models(name: str, doubles_stay: None, tmp_path: Any) -> None:
+    model = getattr(models, name)()
     assert_same_run(*both(model, 2, tmp_path, samples(classes=name == "bert_classes")))
 
 
@@ -300,7 +298,7 @@ def test_a_batch_that_cannot_be_cut_is_the_original_error_with_a_word(tmp_path: 
             return super().forward(input_ids, None, labels)
 
     def collate(features: Any) -> Any:
-        batch = tiny.pad(features)
+        batch = models.pad(features)
         patches = sum(len(each["input_ids"]) for each in features)
         return {"input_ids": batch["input_ids"], "labels": batch["labels"], "pixel_values": torch.zeros(patches, 2)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from loopwright import OverrideError, Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.overrides import NEVER_CALLED
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, losses, regression_data, regression_run
 
 DATA = regression_data(12)
 
@@ -27,10 +28,6 @@ def arguments(**options: Any) -> TrainingArguments:
 def make(cls: type, *, model: Any = None, train: Any = DATA, **options: Any) -> Any:
     torch.manual_seed(0)
     return cls(model or Regression(), arguments(**options), train_dataset=train, eval_dataset=DATA[:5])
-
-
-def losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -715,3 +712,14 @@ def test_an_old_callback_may_name_the_tokenizer_and_a_strict_one_gets_no_more_th
         callbacks=[Old],
     ).train()  # fmt: skip
     assert seen == [tokenizer, 1, 2]
+
+
+def test_what_compute_loss_logs_is_logged_once_per_micro_batch(tmp_path: Path) -> None:
+    class Logs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs)["loss"]
+            self.log({"part": float(loss)})
+            return loss
+
+    trainer = regression_run(tmp_path, cls=Logs, max_steps=2, gradient_accumulation_steps=2)
+    assert sum("part" in row for row in trainer.state.log_history) == 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import loopwright
-from tests.pt.tiny import Tokens, made, samples, trainer_of, weights
+from tests.models import Tokens, made, samples, trainer_of, weights
 
 
 class Line(nn.Module):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.pt.sandbox import Sandbox, first_iterator, sandbox
-from tests.pt import tiny
-from tests.pt.tiny import Tokens, made, samples, trainer_of
+from tests import models
+from tests.models import Tokens, made, samples, trainer_of
 
 
 class Note:
@@ -170,7 +170,7 @@ def test_counters_of_a_loss_function_are_those_of_the_training(tmp_path: Any) ->
         calls += 1
         seen.append(1)
         loss.calls = getattr(loss, "calls", 0) + 1
-        total, count = tiny.summed(outputs["logits"], labels)
+        total, count = models.summed(outputs["logits"], labels)
         return total / count
 
     trainer = trainer_of(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import loopwright
-from tests.side_by_side.tasks import bert, token_data
+from tests.models import small_bert, token_data
 
 transformers = pytest.importorskip("transformers")
 
@@ -108,7 +108,7 @@ def make(library: Any, snippet: Any, folder: Any, **options: Any) -> Any:
                "per_device_eval_batch_size": 10, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
                **options}  # fmt: skip
     args = library.TrainingArguments(output_dir=str(folder), **options)
-    return snippet(library.Trainer)(model=bert(0.0), args=args, train_dataset=data, eval_dataset=data[:10])
+    return snippet(library.Trainer)(model=small_bert(0.0), args=args, train_dataset=data, eval_dataset=data[:10])
 
 
 @pytest.mark.parametrize("name", SNIPPETS)

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from loopwright import Trainer, TrainingArguments
 from loopwright.core.spikes import SpikeWatch
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, regression_data
 
 
 class Jumpy(Trainer):

@@ -13,8 +13,19 @@ from torch.nn import functional as F
 
 import loopwright
 from loopwright.pt.data.static_shapes import IGNORED, SHORTEST, Static, StaticShapes
-
-from .tiny import Tokens, assert_close, bert_classes, bert_tokens, llama, made, pad, samples, t5, trainer_of, weights
+from tests.models import (
+    Tokens,
+    assert_close,
+    bert_classes,
+    bert_tokens,
+    llama,
+    made,
+    pad,
+    samples,
+    t5,
+    trainer_of,
+    weights,
+)
 
 RAGGED = (11, 3, 29, 8, 17, 5, 20)
 

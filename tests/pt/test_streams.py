@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from loopwright import Trainer, TrainingArguments
 from loopwright.pt.data.streams import StreamLoader
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, losses, regression_data
 
 
 class Shards(IterableDataset):
@@ -52,10 +52,6 @@ def run(folder: Path, *, resume: str | None = None, **options: Any) -> Trainer:
     trainer = Trainer(Regression(0.1), args, train_dataset=Shards(23, folder / "read.txt"))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("persistent", [False, True])

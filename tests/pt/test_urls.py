@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +10,10 @@ import pytest
 import torch
 
 import loopwright
-from loopwright import CheckpointError, OutputError, Trainer, TrainerCallback, TrainingArguments
-from tests.side_by_side.tasks import Regression, regression_data
+from loopwright import CheckpointError, OutputError, Trainer, TrainingArguments
+from tests.models import Regression, StopAt, regression_data
 
 fsspec = pytest.importorskip("fsspec")
-
-
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: Any) -> Iterator[str]:
-    monkeypatch.chdir(tmp_path)
-    name = uuid.uuid4().hex
-    yield f"memory://{name}/run"
-    fs = fsspec.filesystem("memory")
-    if fs.isdir(f"/{name}"):
-        fs.rm(f"/{name}", recursive=True)
-
-
-class StopAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
 
 
 def make(place: Any, callbacks: Any = None, **options: Any) -> Trainer:

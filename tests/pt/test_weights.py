@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import loopwright
 from loopwright.errors import CheckpointError
-from tests.pt import tiny
+from tests import models
+from tests.models import Tokens, made, samples, trainer_of
 from tests.pt.families import model_of
-from tests.pt.tiny import Tokens, made, samples, trainer_of
 
 transformers = pytest.importorskip("transformers")
 DATA = samples((5, 9, 6, 12))
@@ -100,16 +100,16 @@ def transposing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("transposing")
 def test_a_square_matrix_that_the_table_transposes_is_never_read_as_it_is(tmp_path: Path) -> None:
     """Names and shapes are those of the module, so nothing but the conversion tells that the values are others."""
-    whole = saved(tiny.llama(), tmp_path, max_steps=3)
+    whole = saved(models.llama(), tmp_path, max_steps=3)
     whole.save_model(str(tmp_path / "exported"))
     raw, own = load_file(tmp_path / "exported/model.safetensors"), state(whole.model)
     name = "model.layers.0.self_attn.o_proj.weight"
     assert raw.keys() == own.keys() and raw[name].shape == own[name].shape, "by names and shapes it would fit"
     assert not torch.equal(raw[name], own[name])
-    assert_equal(state(loopwright.load_model(blank(tiny.llama()), tmp_path / "exported")), own)
+    assert_equal(state(loopwright.load_model(blank(models.llama()), tmp_path / "exported")), own)
     assert not (tmp_path / "checkpoint-3/model.safetensors").exists(), "transformers would transpose it"
-    assert_equal(state(loopwright.load_model(blank(tiny.llama()), tmp_path / "checkpoint-3")), own)
-    again = trainer_of(tiny.llama(), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
+    assert_equal(state(loopwright.load_model(blank(models.llama()), tmp_path / "checkpoint-3")), own)
+    again = trainer_of(models.llama(), DATA, tmp_path / "again", **{**RUN, "max_steps": 3})
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_equal(state(again.model), own)
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_transformers_would_misread_is_in_a_file_it_does_not_look_f
 
 def legacy_bert(folder: Path) -> Any:
     """BERT as its early files have it: gamma and beta instead of weight and bias."""
-    model = tiny.bert_tokens()
+    model = models.bert_tokens()
     model.save_pretrained(folder)
     renamed = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
@@ -144,11 +144,11 @@ def test_a_model_from_files_with_gamma_and_beta_resumes(tmp_path: Path) -> None:
     assert_equal(state(again.model), state(whole.model))
     whole.save_model(str(tmp_path / "exported"))
     assert any(name.endswith("LayerNorm.gamma") for name in load_file(tmp_path / "exported/model.safetensors"))
-    assert_equal(state(loopwright.load_model(blank(tiny.bert_tokens()), tmp_path / "exported")), state(whole.model))
+    assert_equal(state(loopwright.load_model(blank(models.bert_tokens()), tmp_path / "exported")), state(whole.model))
 
 
 def test_names_a_user_has_mapped_come_back(tmp_path: Path) -> None:
-    model = tiny.llama()
+    model = models.llama()
     model.save_pretrained(tmp_path / "hub")
     renamed = {f"old_{name}": value for name, value in load_file(tmp_path / "hub/model.safetensors").items()}
     save_file(renamed, tmp_path / "hub/model.safetensors", metadata={"format": "pt"})
@@ -167,7 +167,7 @@ class Wrapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.extra = tiny.llama(), nn.Linear(2, 2).double()
+        self.inner, self.extra = models.llama(), nn.Linear(2, 2).double()
 
     def forward(self, **inputs: Any) -> Any:
         outputs = self.inner(**inputs)
@@ -189,7 +189,7 @@ def test_a_save_pretrained_that_leaves_things_out_is_completed_and_told(tmp_path
 
 
 def tied_by_hand() -> Any:
-    model = tiny.llama()
+    model = models.llama()
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
     return model
 
@@ -205,7 +205,7 @@ def test_weights_a_user_has_tied_are_saved_and_the_export_is_warned_of(tmp_path:
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def adapters(names: tuple[str, ...] = ("default",), base: Callable[[], Any] = tiny.llama, **options: Any) -> Any:
+def adapters(names: tuple[str, ...] = ("default",), base: Callable[[], Any] = models.llama, **options: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(9)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
@@ -223,7 +223,7 @@ def unfrozen() -> Any:
 
 def of_transformers() -> Any:
     peft = pytest.importorskip("peft")
-    model = tiny.llama()
+    model = models.llama()
     torch.manual_seed(9)
     model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     return model.double()
@@ -318,7 +318,7 @@ def test_values_that_do_not_come_back_are_named(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_configuration_that_cannot_be_saved_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    model = tiny.llama()
+    model = models.llama()
     model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
     trainer = trainer_of(model, DATA, tmp_path, **RUN)
     with pytest.raises(CheckpointError, match="temperature"):

@@ -9,7 +9,7 @@ import torch
 
 import loopwright
 from loopwright.core.events import EVENTS
-from tests.side_by_side.tasks import TASKS
+from tests.models import TASKS
 
 transformers = pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import loopwright
-from tests.side_by_side.tasks import TASKS
+from tests.models import TASKS
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
@@ -35,15 +34,8 @@ IN_SINGLE_PRECISION = {"gemma2", "cohere", "gptj", "bloom"}
 """Compute a part in single precision whatever the weights are."""
 
 
-@pytest.fixture
-def whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of transformers cast logits down to single precision; here they stay double."""
-    float_ = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype is torch.float64 else float_(t))
-
-
 @pytest.mark.parametrize(("kind", "task"), sorted(EXPECTED))
-def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, whole_loss: None, tmp_path: Any) -> None:
+def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, doubles_stay: None, tmp_path: Any) -> None:
     model = build(kind, task)
     tolerance = 1e-5 if kind in IN_SINGLE_PRECISION else 1e-10
     data = samples(12, task)

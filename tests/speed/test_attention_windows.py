@@ -30,15 +30,8 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 IN_SINGLE_PRECISION = {"gemma2", "cohere2"}
 
 
-@pytest.fixture
-def whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of transformers cast logits down to single precision; here they stay double."""
-    float_ = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda t: t if t.dtype is torch.float64 else float_(t))
-
-
 @pytest.mark.parametrize("name", MODELS)
-def test_what_a_mask_holds_besides_padding_is_kept(name: str, whole_loss: None, tmp_path: Any) -> None:
+def test_what_a_mask_holds_besides_padding_is_kept(name: str, doubles_stay: None, tmp_path: Any) -> None:
     task = {"modernbert": "masked", "modernbert by class": "class"}.get(name, "causal")
     model, data = MODELS[name](), samples(12, task, longest=40)
     plain = gradients_of(model, data, tmp_path, speed="off")
@@ -56,7 +49,7 @@ def test_what_a_mask_holds_besides_padding_is_kept(name: str, whole_loss: None, 
 @pytest.mark.parametrize("fill", [False, True], ids=["", "filled"])
 @pytest.mark.parametrize("name", AS_THEY_ARE)
 def test_rows_are_the_padded_batch_without_being_proved(
-    name: str, fill: bool, implementation: str, whole_loss: None
+    name: str, fill: bool, implementation: str, doubles_stay: None
 ) -> None:
     model = AS_THEY_ARE[name]().eval()
     if name == "gemma2" and implementation == "sdpa":
@@ -76,7 +69,7 @@ def test_rows_are_the_padded_batch_without_being_proved(
 
 
 @pytest.mark.parametrize("name", AS_THEY_ARE)
-def test_a_change_in_one_document_moves_no_other(name: str, whole_loss: None) -> None:
+def test_a_change_in_one_document_moves_no_other(name: str, doubles_stay: None) -> None:
     model, data = AS_THEY_ARE[name]().eval(), samples(4, "causal", longest=30)
     data[0]["labels"] = data[0]["input_ids"].clone()
     for each in data[1:]:
@@ -186,7 +179,7 @@ class OddMask(transformers.LlamaForCausalLM):  # type: ignore[misc]
         )
 
 
-def test_a_model_that_adds_to_its_mask_is_not_laid_out_in_rows(whole_loss: None, tmp_path: Any) -> None:
+def test_a_model_that_adds_to_its_mask_is_not_laid_out_in_rows(doubles_stay: None, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model = OddMask(made("llama").config).double()
     data = samples(12, "causal", longest=20)
@@ -233,7 +226,7 @@ def test_how_long_a_batch_may_be_for_its_positions_to_stay(name: str, limit: int
 @pytest.mark.parametrize("name", ["LongRoPE", "dynamic NTK"])
 @pytest.mark.parametrize("order", [(12, 40, 12, 16, 15), (40, 12, 12, 40, 17), (12, 12, 12, 12, 12)])
 def test_updates_of_long_samples_among_short_ones_are_those_of_padded_batches(
-    name: str, order: tuple[int, ...], whole_loss: None, tmp_path: Any
+    name: str, order: tuple[int, ...], doubles_stay: None, tmp_path: Any
 ) -> None:
     data = [each for seed, longest in enumerate(order) for each in at_most(longest, seed)]
     runs, states = [], []
@@ -270,7 +263,7 @@ DTYPES = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kind", "task"), [("llama", "causal"), ("bert", "class")])
 def test_a_padding_mask_may_have_any_dtype(
-    kind: str, task: str, dtype: torch.dtype, whole_loss: None, tmp_path: Any
+    kind: str, task: str, dtype: torch.dtype, doubles_stay: None, tmp_path: Any
 ) -> None:
     def with_mask(rows: list[dict[str, Any]], dtype: torch.dtype = dtype) -> dict[str, Tensor]:
         batch = collate(rows)
@@ -296,7 +289,7 @@ def test_a_mask_of_other_numbers_is_no_padding(values: list[float], dtype: torch
         real_tokens(torch.tensor([values], dtype=dtype))
 
 
-def test_batches_with_weights_for_a_mask_stay_as_they_were_made(whole_loss: None, tmp_path: Any) -> None:
+def test_batches_with_weights_for_a_mask_stay_as_they_were_made(doubles_stay: None, tmp_path: Any) -> None:
     """Any number but 0 is a token for transformers, so the model runs; what it means is not ours to know."""
 
     def weighted(rows: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.precision import Autocast, Precision, ScaledAutocast
 from loopwright.pt.strategies.single import SingleDevice
 from loopwright.speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, regression_data
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ from loopwright.speed.compile import cache as compile_cache
 from loopwright.speed.compile.blocks import as_written, compile_blocks, have_equal_numbers, repeated_blocks
 from loopwright.speed.compile.cache import cache_file, key_file, load_compile_cache, save_compile_cache
 from loopwright.speed.compile.recompiles import plain_reason
-from tests.pt import tiny
-from tests.pt.tiny import samples, trainer_of
+from tests import models
+from tests.models import samples, trainer_of
 
 CPU = torch.device("cpu")
 
@@ -233,7 +233,7 @@ def test_a_compiled_run_saves_plain_names_and_resumes_compiled_or_not(tmp_path: 
     def trainer(folder: str, **options: Any) -> Any:
         options = {"max_steps": 4, "save_steps": 2, "save_strategy": "steps", **options}
         return trainer_of(
-            tiny.llama(), samples((6, 7, 8, 9)), tmp_path / folder, per_device_train_batch_size=1, **options
+            models.llama(), samples((6, 7, 8, 9)), tmp_path / folder, per_device_train_batch_size=1, **options
         )
 
     whole = trainer("a", torch_compile_backend="eager")
@@ -437,13 +437,13 @@ def test_a_cache_that_cannot_be_kept_or_read_costs_nothing(
 
 def test_a_run_keeps_the_cache_beside_its_checkpoints(artifacts: Any, tmp_path: Any) -> None:
     options = {"per_device_train_batch_size": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    trainer_of(tiny.llama(), samples((6, 6, 6, 6)), tmp_path / "plain", **options).train()
+    trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "plain", **options).train()
     assert not (tmp_path / "plain" / "compile_cache").exists()
     options["torch_compile_backend"] = "eager"
-    trainer_of(tiny.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train()
+    trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train()
     assert cache_file(tmp_path / "run", CPU).is_file() and artifacts["loaded"] == []
     assert not list((tmp_path / "run").glob("checkpoint-*/**/*.bin"))
-    trainer_of(tiny.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train(resume_from_checkpoint=True)
+    trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train(resume_from_checkpoint=True)
     assert artifacts["loaded"] == [b"machine code"]
     assert os.path.basename(cache_file(tmp_path / "run", CPU)) in os.listdir(tmp_path / "run" / "compile_cache")
 

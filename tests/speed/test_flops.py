@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import loopwright.pt.throughput as pacing
 from loopwright.speed.measure.flops import LONGEST, Operations, count_operations, cut, trainable_share
-from tests.pt.tiny import Tokens, samples, trainer_of
+from tests.models import Tokens, samples, trainer_of
 
 WIDTH, HEADS, VOCAB = 16, 2, 32
 

@@ -13,7 +13,7 @@ from loopwright import Trainer, TrainingArguments
 from loopwright.errors import ArgumentsError
 from loopwright.speed.device import fp8
 from loopwright.speed.device.fp8 import GRADIENTS, VALUES, Timing, dequantised_product, use_fp8
-from tests.side_by_side.tasks import Regression, llama
+from tests.models import Regression, small_llama
 
 FASTER, SLOWER = Timing(plain=2.0, fp8=1.0), Timing(plain=2.0, fp8=1.95)
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_the_head_and_layers_of_another_kind_are_left_alone() -> None:
     class Other(nn.Linear):
         pass
 
-    model = llama(0.0)
+    model = small_llama(0.0)
     model.model.extra = Other(16, 16)
     patched = nn.Linear(16, 16)
     patched.forward = lambda x: x

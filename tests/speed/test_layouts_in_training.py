@@ -387,3 +387,28 @@ def test_padding_on_either_side_is_left_out(side: str, tmp_path: Any) -> None:
     run = gradients_of(fresh(), DATA, tmp_path, speed="max", data_collator=chosen)
     assert run.plan.layout == FLAT, run.plan.lines()
     assert run.loss == pytest.approx(plain.loss, rel=1e-6)
+
+
+class NoDenseMask(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        assert "attention_mask" not in inputs or inputs["attention_mask"].dim() == 2, "a mask that is none of theirs"
+        return super().compute_loss(model, inputs, return_outputs, **kwargs)
+
+
+def test_a_plan_is_not_taken_up_by_a_trainer_with_another_loss(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    first = train(build("llama", "causal"), DATA[:36], tmp_path / "first", **options)
+    assert first.plan.layout == FLAT
+    resume = str(tmp_path / "first" / "checkpoint-2")
+    other = train(build("llama", "causal"), DATA[:36], tmp_path / "other", kind=NoDenseMask, resume=resume, **options)
+    assert other.plan.layout not in (FLAT, AS_MADE)
+    assert other.losses[-2:] == pytest.approx(first.losses[-2:], rel=1e-5)
+
+
+def test_a_run_that_goes_on_elsewhere_has_its_plan_there(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    train(build("llama", "causal"), DATA[:36], tmp_path / "first", **options)
+    resume = str(tmp_path / "first" / "checkpoint-2")
+    train(build("llama", "causal"), DATA[:36], tmp_path / "second", resume=resume, **options)
+    plans = [json.loads((tmp_path / name / "speed_plan.json").read_text()) for name in ("first", "second")]
+    assert plans[0] == plans[1]

@@ -28,8 +28,8 @@ from loopwright.speed.memory.estimate import (
     usable_bytes,
 )
 from loopwright.speed.memory.recompute import checkpoint_selectively, is_kept, is_recomputing, keep_matmuls
-from tests.pt import tiny
-from tests.pt.tiny import Tokens, made, samples, trainer_of
+from tests import models
+from tests.models import Tokens, made, samples, trainer_of
 
 WIDTH, HEADS = 8, 2
 
@@ -165,9 +165,9 @@ def test_compiled_blocks_recompute_too() -> None:
 def test_the_arguments_ask_for_it(tmp_path: Any) -> None:
     brief = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
     data = samples((5, 8, 3, 9))
-    plain = trainer_of(tiny.llama(), data, tmp_path / "a", **brief)
+    plain = trainer_of(models.llama(), data, tmp_path / "a", **brief)
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"policy": "selective"}, **brief}
-    saving = trainer_of(tiny.llama(), data, tmp_path / "b", **options)
+    saving = trainer_of(models.llama(), data, tmp_path / "b", **options)
     plain.train(), saving.train()
     assert not saving.model.is_gradient_checkpointing
     assert all(is_recomputing(block) for block in repeated_blocks(saving.model))

@@ -19,7 +19,7 @@ from loopwright.core.update import Update
 from loopwright.pt.internals import TorchInternals
 from loopwright.pt.token_counter import TorchWorkCounter
 from loopwright.speed.measure.step_timing import EVERY, FIRST, SECOND, Split, TimeSplit, next_sample
-from tests.pt.tiny import Tokens, samples, trainer_of
+from tests.models import Tokens, samples, trainer_of
 
 
 class Clock:

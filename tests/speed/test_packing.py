@@ -215,13 +215,6 @@ class OwnStep(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-@pytest.fixture
-def whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses of transformers cast logits down to single precision; here they stay double."""
-    float_ = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype is torch.float64 else float_(t))
-
-
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(
     ("name", "task", "layout", "kind"),
@@ -235,7 +228,7 @@ def whole_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_update_is_that_of_its_samples_in_one_padded_batch(
-    name: str, task: str, layout: str, kind: type[Trainer], accumulation: int, whole_loss: None, tmp_path: Any
+    name: str, task: str, layout: str, kind: type[Trainer], accumulation: int, doubles_stay: None, tmp_path: Any
 ) -> None:
     data = samples(30, task)
     run = packed(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loopwright.speed.report import Choice, SpeedReport, report_of
-from tests.pt.tiny import Tokens, samples, trainer_of
+from tests.models import Tokens, samples, trainer_of
 
 PLAN = {
     "choices": [

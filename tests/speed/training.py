@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.speed.planner.decision import SpeedPlan
+from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import collate
 
 
@@ -89,3 +91,12 @@ def train(
 def gradients_of(model: nn.Module, data: Any, folder: Path, **arguments: Any) -> Run:
     """One update that leaves the weights where they are."""
     return train(model, data, folder, learning_rate=0.0, **arguments)
+
+
+def off_and_max(make: Any, data: Any, folder: Path, **arguments: Any) -> Run:
+    """The run with all that is proved, whose losses and last gradient are those of a plain run."""
+    plain = train(make(), data, folder / "off", speed="off", learning_rate=0.05, max_steps=3, **arguments)
+    fast = train(make(), data, folder / "max", speed="max", learning_rate=0.05, max_steps=3, **arguments)
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert gradient_distance([*plain.gradients.values()], [*fast.gradients.values()]) < 1e-5
+    return fast

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import loopwright
-from tests.pt.tiny import Tokens, summed
+from tests.models import Tokens, summed
 from tests.xla.runs import MODELS, losses, trainer
 
 

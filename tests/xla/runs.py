@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import loopwright
-from tests.pt.tiny import CPU, Tokens, bert_classes, gpt2, llama, made, pad, samples
+from tests.models import CPU, Tokens, bert_classes, gpt2, llama, made, pad, samples
 
 RAGGED = (11, 3, 29, 8, 17, 5, 20, 9, 13, 4, 26)
 

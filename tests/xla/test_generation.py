@@ -8,7 +8,7 @@ import pytest
 
 import loopwright
 from loopwright.xla import runtime
-from tests.pt.tiny import CPU, gpt2, llama, pad, samples, t5
+from tests.models import CPU, gpt2, llama, pad, samples, t5
 
 RAGGED = (11, 3, 29, 8, 17, 5, 20)
 MODELS = {"t5": t5, "llama": llama, "gpt2": gpt2}

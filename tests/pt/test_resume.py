@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 import loopwright
 from loopwright import CheckpointError, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from loopwright.core.state import ExportableState
-from tests.side_by_side.tasks import Regression, regression_data
+from tests.models import Regression, StopAt, kept, regression_data
 
 TIMES = ("runtime", "per_second")
 
@@ -182,17 +182,6 @@ def test_resume_from_checkpoint_may_be_an_argument(tmp_path: Path) -> None:
     assert seen == [7, 8, 9, 10]
 
 
-class StopAt(TrainerCallback):
-    """Saves and stops at a step, as a signal would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
-
-
 class Steps(TrainerCallback):
     def __init__(self, seen: list[int]) -> None:
         self.seen = seen
@@ -308,10 +297,6 @@ def test_early_stopping_stops_a_resumed_run_where_it_would_have_stopped(tmp_path
 
 
 # ---- keeping, removing, choosing ------------------------------------------------------------------------------------
-
-
-def kept(folder: Path) -> list[int]:
-    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Uses that are odd and reasonable: what is trained must be what it is with speed="off"."""
+"""Batches unlike usual ones, or unlike those a plan was made from: what is trained is what it is with speed="off"."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,109 @@ from torch.nn import functional as F
 
 from loopwright import Trainer
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
-from loopwright.speed.proof.distance import gradient_distance
-from tests.speed.architectures import SIZES, WithFeatures, build, collate, on_the_left, samples
-from tests.speed.training import InOrder, Run, train
+from tests.speed.architectures import WithFeatures, build, collate, on_the_left, samples
+from tests.speed.training import InOrder, Run, off_and_max, train
 
 transformers = pytest.importorskip("transformers")
 DATA = samples(36, "causal")
 
 
-def off_and_max(make: Any, data: Any, folder: Path, **arguments: Any) -> Run:
-    """The run with all that is proved, whose losses and last gradient are those of a plain run."""
-    plain = train(make(), data, folder / "off", speed="off", learning_rate=0.05, max_steps=3, **arguments)
-    fast = train(make(), data, folder / "max", speed="max", learning_rate=0.05, max_steps=3, **arguments)
+class Counting:
+    """A collator that knows how many batches it has made."""
+
+    def __init__(self, change: Any) -> None:
+        self.change, self.made = change, 0
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self.change(collate(rows), self.made)
+        self.made += 1
+        return batch
+
+
+def same_losses(make: Any, data: Any, folder: Path, change: Any, **options: Any) -> Run:
+    options = {"kind": InOrder, "max_steps": 4, "learning_rate": 0.05, **options}
+    plain = train(make(), data, folder / "off", speed="off", data_collator=Counting(change), **options)
+    fast = train(make(), data, folder / "max", speed="max", data_collator=Counting(change), **options)
     assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
-    assert gradient_distance([*plain.gradients.values()], [*fast.gradients.values()]) < 1e-5
     return fast
 
 
-class Contrast(nn.Module):
-    """Every sample is compared with the others of its batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bert = build("bert", "class").bert
-        self.config = self.bert.config
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        first = F.normalize(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0], dim=-1)
-        likeness = 3 * first @ first.T + 0.1 * labels
-        return {"loss": F.cross_entropy(likeness, torch.arange(len(first)))}
+def as_made(run: Run) -> list[bool]:
+    """For each update whether its micro-batches have the collator's rows; a laid out one has one row."""
+    return [update[0][0] > 1 for update in run.shapes]
 
 
-def test_a_loss_between_samples_is_found_however_short_they_are(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Contrast().state_dict()
+@pytest.mark.parametrize("holed", [(0,), (1, 2), (4,)])
+def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tmp_path: Path) -> None:
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        batch["attention_mask"][0, 1] = int(number not in holed)
+        return batch
 
-    def make() -> nn.Module:
-        found = Contrast()
-        found.load_state_dict(model)
-        return found
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert run.plan.layout == FLAT, run.plan.lines()
+    odd = {number // 2 for number in holed}
+    assert as_made(run) == [update in odd for update in range(4)]
 
-    assert off_and_max(make, samples(36, "class"), tmp_path).plan.layout == AS_MADE
+
+def test_masks_that_always_have_holes_are_given_up_after_a_while(tmp_path: Path, monkeypatch: Any) -> None:
+    from loopwright.speed.planner import planner as planning
+
+    monkeypatch.setattr(planning, "LOOKS", 3)
+
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        batch["attention_mask"][0, 1] = 0
+        return batch
+
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert any("an attention_mask has gaps" in line for line in run.plan.lines()), run.plan.lines()
+
+
+def test_first_tokens_predicted_from_padding_are_counted_as_the_collator_has_them(tmp_path: Path) -> None:
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        if number < 2:  # what the plan is made from has no such targets
+            batch["labels"][:, 0] = -100
+        return on_the_left(batch)
+
+    run = same_losses(lambda: build("llama", "causal"), samples(60, "causal"), tmp_path, change)
+    assert run.plan.layout == FLAT and as_made(run) == [False, True, True, True]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_rows_that_a_collator_has_flattened_have_attention_within_documents(kind: str, tmp_path: Path) -> None:
+    flatten = transformers.DataCollatorWithFlattening()
+    options: dict[str, Any] = {"data_collator": lambda rows: dict(flatten(rows)), "max_steps": 3, "learning_rate": 0.05}
+    plain, fast = (
+        train(build(kind, "causal"), samples(36, "causal"), tmp_path / speed, speed=speed, **options)
+        for speed in ("off", "max")
+    )
+    assert fast.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert fast.plan.layout == FLAT and "rows already hold several samples" in fast.plan.lines()[0], fast.plan.lines()
+
+
+def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: Path) -> None:
+    lengths = [13 if i < 12 else 12 for i in range(48)]
+    data = [
+        {"input_ids": 3 + (7 * i + torch.arange(n if i % 3 else 6)) % 50, "labels": torch.tensor(i % 3)}
+        for i, n in enumerate(lengths)
+    ]
+
+    def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+        rows = len(batch["labels"])
+        return {**batch, "features": (torch.arange(12) * (1 + torch.arange(rows))[:, None] + number) % 5}
+
+    run = same_losses(WithFeatures, data, tmp_path, change, remove_unused_columns=False)
+    assert run.plan.layout == GROUPED and run.trainer._loopwright.run.speed.state_dict()["whole"] == ["features", "labels"]
+
+
+def test_compiled_blocks_do_not_compile_again_for_every_number_of_samples(tmp_path: Path) -> None:
+    run = train(
+        build("llama", "causal"), samples(90, "causal"), tmp_path, speed="max", max_steps=6,
+        torch_compile=True, torch_compile_backend="aot_eager", learning_rate=0.05, per_device_train_batch_size=7,
+    )  # fmt: skip
+    assert run.plan.layout == FLAT
+    # Five parts of a block, around its attention: for the first length, then for all. What was tried is not compiled.
+    assert run.trainer._loopwright.compiled.figures()["compilations"] <= 12
+    assert run.trainer.speed_report().numbers["recompiles"] <= 2
 
 
 class Positions:
@@ -178,110 +239,6 @@ def test_as_many_classes_as_tokens_are_still_classes(tmp_path: Path) -> None:
         return {**wide, "labels": (torch.arange(width) % 3 == made["labels"][:, None] % 3).float()}
 
     assert off_and_max(make, data, tmp_path, data_collator=to_width).plan.layout == UNPADDED
-
-
-def lora(**options: Any) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **options)
-    return peft.get_peft_model(build("llama", "causal"), config)
-
-
-def test_adapters_are_part_of_what_is_proved(tmp_path: Path) -> None:
-    run = off_and_max(lambda: lora(target_modules=["q_proj"]), DATA, tmp_path)
-    assert run.plan.layout == FLAT and run.plan.linear_loss
-
-
-def test_a_head_that_is_wrapped_keeps_its_logits_and_that_is_said(tmp_path: Path) -> None:
-    run = off_and_max(lambda: lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), DATA, tmp_path)
-    assert not run.plan.linear_loss
-    assert any("peft's ModulesToSaveWrapper" in line for line in run.plan.lines()), run.plan.lines()
-
-
-def test_prompts_that_are_learned_are_proved_with_the_prompt(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def make() -> nn.Module:
-        torch.manual_seed(1)
-        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        return peft.get_peft_model(build("llama", "causal"), config)
-
-    assert off_and_max(make, DATA, tmp_path).plan.layout not in (AS_MADE, FLAT)
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
-        assert "attention_mask" not in inputs or inputs["attention_mask"].dim() == 2, "a mask that is none of theirs"
-        return super().compute_loss(model, inputs, return_outputs, **kwargs)
-
-
-def test_a_plan_is_not_taken_up_by_a_trainer_with_another_loss(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    first = train(build("llama", "causal"), DATA, tmp_path / "first", **options)
-    assert first.plan.layout == FLAT
-    resume = str(tmp_path / "first" / "checkpoint-2")
-    other = train(build("llama", "causal"), DATA, tmp_path / "other", kind=OwnLoss, resume=resume, **options)
-    assert other.plan.layout not in (FLAT, AS_MADE)
-    assert other.losses[-2:] == pytest.approx(first.losses[-2:], rel=1e-5)
-
-
-def test_a_run_that_goes_on_elsewhere_has_its_plan_there(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    train(build("llama", "causal"), DATA, tmp_path / "first", **options)
-    resume = str(tmp_path / "first" / "checkpoint-2")
-    train(build("llama", "causal"), DATA, tmp_path / "second", resume=resume, **options)
-    plans = [json.loads((tmp_path / name / "speed_plan.json").read_text()) for name in ("first", "second")]
-    assert plans[0] == plans[1]
-
-
-class OnlyWhileTraining(nn.Module):
-    """Refuses to run with dropout off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = build("llama", "causal")
-        self.config = self.inner.config
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
-        assert self.training, "this model only trains"
-        return self.inner(input_ids, attention_mask=attention_mask, labels=labels)
-
-
-def test_what_cannot_be_compared_trains_as_it_is(tmp_path: Path) -> None:
-    run = off_and_max(OnlyWhileTraining, DATA, tmp_path)
-    assert run.plan.layout == AS_MADE
-    assert "this model only trains" in run.plan.lines()[0]
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_model_that_knows_padding_by_its_token_is_grouped(side: str, tmp_path: Path) -> None:
-    """As decoders that classify by the last token that is no padding."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        config = build("llama", "causal").config
-        config.num_labels = 3
-        return transformers.LlamaForSequenceClassification(config)
-
-    def padded(batch: list[dict[str, Any]]) -> dict[str, Any]:
-        return on_the_left(collate(batch)) if side == "left" else collate(batch)
-
-    assert off_and_max(make, samples(36, "class"), tmp_path, data_collator=padded).plan.layout == GROUPED
-
-
-def test_a_loss_over_the_batch_leaves_the_head_as_it_is(tmp_path: Path) -> None:
-    """Experts that are balanced over a batch forbid layouts, and have nothing to do with logits."""
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
-        config = transformers.MixtralConfig(
-            **sizes, num_key_value_heads=2, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.1
-        )
-        return transformers.MixtralForCausalLM(config)
-
-    run = off_and_max(make, DATA, tmp_path)
-    assert run.plan.layout == AS_MADE and run.plan.linear_loss, run.plan.lines()
 
 
 def test_as_many_features_as_tokens_are_still_features(tmp_path: Path) -> None:

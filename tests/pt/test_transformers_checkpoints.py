@@ -12,7 +12,7 @@ import torch
 
 import loopwright
 from loopwright.errors import CheckpointError
-from tests.side_by_side.tasks import TASKS
+from tests.models import TASKS
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,7 +1,4 @@
-"""The 24 known defects of transformers' TFTrainer, each as a test that fails where it would come back.
-
-Numbered as in the list they were collected in; what each was is said in its test.
-"""
+"""Training and evaluation with TFTrainer, where transformers' TFTrainer was wrong: each docstring says how."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ pytestmark = MARKS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_01_training_runs_with_default_arguments(tmp_path: Any) -> None:
+def test_training_runs_with_default_arguments(tmp_path: Any) -> None:
     """`eval_steps` was None and compared with a number."""
     from loopwright import TFTrainer, TFTrainingArguments
 
@@ -32,7 +29,7 @@ def test_01_training_runs_with_default_arguments(tmp_path: Any) -> None:
     assert isinstance(made.train(), TrainOutput)
 
 
-def test_02_03_evaluation_ends_and_counts_every_sample_once(tmp_path: Any) -> None:
+def test_evaluation_ends_and_counts_every_sample_once(tmp_path: Any) -> None:
     """With prediction_loss_only it never ended; without, 40 samples in batches of 16 were counted as 48."""
     made = trainer(
         tmp_path, evaluation=pipeline(40), per_device_eval_batch_size=16,
@@ -44,7 +41,7 @@ def test_02_03_evaluation_ends_and_counts_every_sample_once(tmp_path: Any) -> No
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_04_gradients_are_clipped_by_norm_with_and_without_accumulation(accumulation: int, tmp_path: Any) -> None:
+def test_gradients_are_clipped_by_norm_with_and_without_accumulation(accumulation: int, tmp_path: Any) -> None:
     """Without accumulation they were not clipped at all, with it each number for itself."""
     moved = {}
     for limit in (1e-3, 1e9):
@@ -63,14 +60,14 @@ def test_04_gradients_are_clipped_by_norm_with_and_without_accumulation(accumula
         np.testing.assert_allclose(clipped, whole * 1e-3 / free, atol=1e-6, err_msg="the direction changed")
 
 
-def test_05_half_an_epoch_is_half_an_epoch(tmp_path: Any) -> None:
+def test_half_an_epoch_is_half_an_epoch(tmp_path: Any) -> None:
     """int(0.5) epochs were none."""
     made = trainer(tmp_path, data=pipeline(16), num_train_epochs=0.5, max_steps=-1)
     made.train()
     assert (made.state.global_step, made.state.epoch) == (2, 0.5)
 
 
-def test_06_evaluation_at_the_end_of_epochs(tmp_path: Any) -> None:
+def test_evaluation_at_the_end_of_epochs(tmp_path: Any) -> None:
     """evaluation_strategy='epoch' was accepted and never evaluated."""
     made = trainer(
         tmp_path, data=pipeline(8), evaluation=pipeline(4), evaluation_strategy="epoch", num_train_epochs=2,
@@ -80,20 +77,13 @@ def test_06_evaluation_at_the_end_of_epochs(tmp_path: Any) -> None:
     assert [row["epoch"] for row in made.state.log_history if "eval_loss" in row] == [1.0, 2.0]
 
 
-def test_07_labels_in_a_dict_are_evaluated(tmp_path: Any) -> None:
-    """Question answering failed in evaluation, lost end_logits, and its loss was a sum: see test_models.py."""
-    from .test_models import test_question_answering_with_labels_in_a_dict
-
-    test_question_answering_with_labels_in_a_dict(tmp_path)
-
-
-def test_08_past_index_is_refused_with_a_reason(tmp_path: Any) -> None:
+def test_past_index_is_refused_with_a_reason(tmp_path: Any) -> None:
     """past_index=2 was accepted and failed with an IndexError in the first step."""
     with pytest.raises(ValueError, match="hidden states are not carried from batch to batch"):
         TF.arguments(tmp_path, past_index=2)
 
 
-def test_09_half_precision_scales_the_loss_and_refuses_a_model_built_too_early(tmp_path: Any) -> None:
+def test_half_precision_scales_the_loss_and_refuses_a_model_built_too_early(tmp_path: Any) -> None:
     """float16 had no loss scaling, and the policy was set after the model was built, to no effect."""
     from loopwright import ModelError
 
@@ -109,7 +99,7 @@ def test_09_half_precision_scales_the_loss_and_refuses_a_model_built_too_early(t
     assert model.layers[0].compute_dtype == "float16"
 
 
-def test_10_a_resumed_run_reports_the_losses_of_the_whole_run(tmp_path: Any) -> None:
+def test_a_resumed_run_reports_the_losses_of_the_whole_run(tmp_path: Any) -> None:
     """The reported loss was diluted by skipped steps, and weights differed from the uninterrupted run."""
     options = {"data": pipeline(12), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     whole = trainer(tmp_path, TF.net(dropout=0.2), **options)
@@ -122,7 +112,7 @@ def test_10_a_resumed_run_reports_the_losses_of_the_whole_run(tmp_path: Any) -> 
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_11_a_run_starts_anew_unless_it_is_asked_to_resume(tmp_path: Any, caplog: Any) -> None:
+def test_a_run_starts_anew_unless_it_is_asked_to_resume(tmp_path: Any, caplog: Any) -> None:
     """It always resumed; checkpoints could not be loaded by anything else."""
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     first = trainer(tmp_path, **options)
@@ -136,7 +126,7 @@ def test_11_a_run_starts_anew_unless_it_is_asked_to_resume(tmp_path: Any, caplog
     assert len(load_file(str(tmp_path / "checkpoint-2" / "model.safetensors"))) == 4
 
 
-def test_12_a_model_built_outside_the_scope_trains(tmp_path: Any) -> None:
+def test_a_model_built_outside_the_scope_trains(tmp_path: Any) -> None:
     """The most common complaint: slot variables of another strategy."""
     made = trainer(tmp_path, TF.net(), data=pipeline(8), strategy=two_replicas(), per_device_train_batch_size=2)
     made.train()
@@ -144,7 +134,7 @@ def test_12_a_model_built_outside_the_scope_trains(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["generator", "datasets", "stream"])
-def test_13_data_of_unknown_length_and_hugging_face_datasets(kind: str, tmp_path: Any) -> None:
+def test_data_of_unknown_length_and_hugging_face_datasets(kind: str, tmp_path: Any) -> None:
     """'The training dataset must have an asserted cardinality'; 'Dataset' object has no attribute 'cardinality'."""
     data = {"generator": lambda: generated(12), "datasets": hugging_face, "stream": Stream}[kind]()
     made = trainer(tmp_path, data=data, max_steps=4)
@@ -152,7 +142,7 @@ def test_13_data_of_unknown_length_and_hugging_face_datasets(kind: str, tmp_path
     assert made.state.global_step == 4
 
 
-def test_14_15_epochs_do_not_mix_and_drop_last_drops(tmp_path: Any) -> None:
+def test_epochs_do_not_mix_and_drop_last_drops(tmp_path: Any) -> None:
     """`.repeat().shuffle()` mixed epochs, and nothing was ever dropped."""
     made = trainer(tmp_path, data=pipeline(10), num_train_epochs=1, max_steps=-1, dataloader_drop_last=True)
     rows_of_epochs = [
@@ -164,7 +154,7 @@ def test_14_15_epochs_do_not_mix_and_drop_last_drops(tmp_path: Any) -> None:
         assert len(np.unique(each, axis=0)) == 8, "a sample came twice in one epoch"
 
 
-def test_16_callbacks_early_stopping_and_the_best_model(tmp_path: Any) -> None:
+def test_callbacks_early_stopping_and_the_best_model(tmp_path: Any) -> None:
     """There were none."""
     scores = iter([0.0, 1.0, 2.0, 0.5, 0.4, 0.3, 0.2])
     made = trainer(
@@ -176,20 +166,20 @@ def test_16_callbacks_early_stopping_and_the_best_model(tmp_path: Any) -> None:
     assert (made.state.global_step, made.state.best_global_step) == (4, 2)
 
 
-def test_17_a_tpu_that_is_not_there_says_so(tmp_path: Any) -> None:
+def test_a_tpu_that_is_not_there_says_so(tmp_path: Any) -> None:
     """TPUs were half supported; here the path is written and not run. Without one the error names it."""
     with pytest.raises(RuntimeError, match="Couldn't connect to TPU no-such-tpu"):
         _ = TF.arguments(tmp_path, tpu_name="no-such-tpu", tpu_zone="nowhere", gcp_project="none").strategy
 
 
-def test_18_the_logged_learning_rate_is_that_of_the_update(tmp_path: Any) -> None:
+def test_the_logged_learning_rate_is_that_of_the_update(tmp_path: Any) -> None:
     """It was the next update's."""
     made = trainer(tmp_path, max_steps=4, learning_rate=0.4)
     made.train()
     assert logged(made, "learning_rate") == pytest.approx([0.4, 0.3, 0.2, 0.1])
 
 
-def test_19_nothing_is_sent_anywhere_unless_it_is_named(tmp_path: Any) -> None:
+def test_nothing_is_sent_anywhere_unless_it_is_named(tmp_path: Any) -> None:
     """wandb and comet were switched on by being installed; report_to was ignored."""
     called: list[str] = []
 
@@ -204,7 +194,7 @@ def test_19_nothing_is_sent_anywhere_unless_it_is_named(tmp_path: Any) -> None:
     assert not {"wandb", "comet_ml"} & set(sys.modules)
 
 
-def test_20_predictions_of_different_widths_are_joined(tmp_path: Any) -> None:
+def test_predictions_of_different_widths_are_joined(tmp_path: Any) -> None:
     """np.append was quadratic and failed on ragged widths."""
     data = [{"input_ids": row["input_ids"][:width], "labels": row["labels"][:width]}
             for row, width in zip(sentences(8), (4, 4, 4, 4, 6, 6, 6, 6), strict=True)]  # fmt: skip
@@ -212,7 +202,7 @@ def test_20_predictions_of_different_widths_are_joined(tmp_path: Any) -> None:
     assert found.shape == (8, 6, 11) and (found[0, 4:] == -100).all()
 
 
-def test_21_numbers_are_read_at_log_points_only(tmp_path: Any) -> None:
+def test_numbers_are_read_at_log_points_only(tmp_path: Any) -> None:
     """Every step waited for the device."""
     reads: list[int] = []
     made = trainer(tmp_path, max_steps=6, logging_steps=3)
@@ -222,7 +212,7 @@ def test_21_numbers_are_read_at_log_points_only(tmp_path: Any) -> None:
     assert reads == [6, 6]
 
 
-def test_22_predict_needs_no_labels(tmp_path: Any) -> None:
+def test_predict_needs_no_labels(tmp_path: Any) -> None:
     """It did, although documented otherwise."""
     import tensorflow as tf
 
@@ -231,7 +221,7 @@ def test_22_predict_needs_no_labels(tmp_path: Any) -> None:
     assert found.predictions.shape == (5, 1) and found.label_ids is None and "test_loss" not in found.metrics
 
 
-def test_23_24_losses_are_means_over_items_not_over_batches(tmp_path: Any) -> None:
+def test_losses_are_means_over_items_not_over_batches(tmp_path: Any) -> None:
     """The evaluation loss was the mean of batch means; token-level losses were scaled wrong."""
     data = [(row["input_ids"], row["labels"]) for row in sentences(7)]
     found = {}

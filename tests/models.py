@@ -1,9 +1,15 @@
-"""Tiny models in double precision, variable-length samples, and a trainer with nothing but the asked-for arguments."""
+"""Tiny models, data for them, and builders of trainers, for any test.
+
+First models in double precision with samples of any length, and a trainer with nothing but the asked-for arguments.
+Then models in single precision with data that transformers' trainer runs as well.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,3 +208,126 @@ def t5() -> nn.Module:
     return made(T5ForConditionalGeneration, T5Config(vocab_size=VOCAB, d_model=8, d_kv=4, d_ff=16, num_layers=1,
                                                      num_heads=2, dropout_rate=0, decoder_start_token_id=0,
                                                      pad_token_id=0))  # fmt: skip
+
+
+# ---- in single precision --------------------------------------------------------------------------------------------
+
+
+class Regression(nn.Module):
+    """y = Wx + b with an optional dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        y = self.out(self.dropout(torch.tanh(self.hidden(x)))).squeeze(-1)
+        outputs = {"y": y}
+        return outputs if labels is None else {"loss": F.mse_loss(y, labels), **outputs}
+
+
+def regression_data(n: int) -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 4, generator=g)
+    return [{"x": x[i], "labels": x[i].sum()} for i in range(n)]
+
+
+def token_data(n: int, *, labels: str, length: int = 12, vocab: int = 50) -> list[dict[str, Any]]:
+    """Padded token sequences of different lengths; labels per sequence or per token."""
+    g = torch.Generator().manual_seed(2)
+    samples = []
+    for _ in range(n):
+        real = int(torch.randint(4, length + 1, (1,), generator=g))
+        ids = torch.randint(3, vocab, (length,), generator=g)
+        mask = (torch.arange(length) < real).long()
+        ids = ids * mask
+        target = torch.randint(0, 3, (), generator=g) if labels == "class" else torch.where(mask == 1, ids, -100)
+        samples.append({"input_ids": ids, "attention_mask": mask, "labels": target})
+    return samples
+
+
+def small_bert(dropout: float) -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=32, num_labels=3, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        )
+    )  # fmt: skip
+
+
+def small_llama(dropout: float) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=32, max_position_embeddings=32, attention_dropout=dropout, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def small_t5(dropout: float) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
+            decoder_start_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data."""
+
+    model: Callable[[float], nn.Module]
+    data: Callable[[int], list[dict[str, Any]]]
+
+
+TASKS = {
+    "regression": Task(Regression, regression_data),
+    "bert": Task(small_bert, lambda n: token_data(n, labels="class")),
+    "llama": Task(small_llama, lambda n: token_data(n, labels="token")),
+    "t5": Task(small_t5, lambda n: token_data(n, labels="token")),
+}
+
+
+def regression_run(
+    folder: Any, *, cls: Any = loopwright.Trainer, model: Any = None, callbacks: Any = None, n: int = 40, **options: Any
+) -> Any:
+    """A trainer that has trained a regression."""
+    defaults = {"per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
+                "learning_rate": 1e-2, "save_steps": 2}  # fmt: skip
+    args = loopwright.TrainingArguments(str(folder), **{**defaults, **options})
+    data = regression_data(n)
+    trainer = cls(model or Regression(), args, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+class StopAt(loopwright.TrainerCallback):
+    """Saves and stops after a step, as a signal would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def logged(trainer: Any, key: str) -> list[Any]:
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+def losses(trainer: Any) -> list[float]:
+    return logged(trainer, "loss")
+
+
+def kept(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder."""
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*"))
