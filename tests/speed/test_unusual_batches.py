@@ -103,7 +103,8 @@ def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: 
         return {**batch, "features": (torch.arange(12) * (1 + torch.arange(rows))[:, None] + number) % 5}
 
     run = same_losses(WithFeatures, data, tmp_path, change, remove_unused_columns=False)
-    assert run.plan.layout == GROUPED and run.trainer._loopwright.run.speed.state_dict()["whole"] == ["features", "labels"]
+    assert run.plan.layout == GROUPED
+    assert run.trainer._loopwright.run.speed.state_dict()["whole"] == ["features", "labels"]
 
 
 def test_compiled_blocks_do_not_compile_again_for_every_number_of_samples(tmp_path: Path) -> None:
