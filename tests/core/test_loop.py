@@ -364,7 +364,7 @@ def test_random_states_are_kept_only_where_a_signal_can_find_half_an_update(
     accumulation: int, held: int, output_dir: str
 ) -> None:
     calls = verbs_of(output_dir, gradient_accumulation_steps=accumulation)
-    assert held <= calls["hold"] <= held + 3, "once for each update, and once more for the end of an epoch"
+    assert held <= calls["snapshot"] <= held + 3, "once for each update, and once more for the end of an epoch"
 
 
 def test_an_update_makes_few_calls(output_dir: str) -> None:

@@ -74,7 +74,7 @@ def report(situation: str, folder: str) -> None:
         "situation": situation, "strategy": type(ours.strategy).__name__, "device": ours.device.type,
         "spans": getattr(ours.strategy, "spans", None), "losses": losses(run), "again": losses(again),
         "predictions": predictions.tolist(), "weights": weights,
-        "alike": not ours.strategy.agree(ours.strategy.broadcast(weights) != weights),
+        "alike": not ours.strategy.any_rank(ours.strategy.broadcast(weights) != weights),
     }  # fmt: skip
     if run.args.process_index == 0:
         print("FOUND " + json.dumps(found), flush=True)

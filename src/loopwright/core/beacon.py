@@ -45,7 +45,7 @@ ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data"
          "optimizer step", "ending")  # fmt: skip
 # Verbs of a strategy that wait for the other processes.
 WAITING = frozenset(
-    {"barrier", "agree", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"}
+    {"barrier", "any_rank", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"}
 )
 
 

@@ -143,7 +143,7 @@ class Internals(ChangingMethods):
         found, problem = self.strategy.broadcast((found, problem))
         if problem is not None:
             raise problem
-        if self.strategy.agree(found is not None and not os.path.isdir(found)):
+        if self.strategy.any_rank(found is not None and not os.path.isdir(found)):
             raise CheckpointError(f"{found} does not exist on every node; resume from a shared folder")
         return found
 
@@ -196,7 +196,7 @@ class Internals(ChangingMethods):
                 self.follow_accumulation()
             self.follow_overrides()
             if (found or self.run.snapshot is None) and self._may_be_undone():
-                self.run.snapshot = self.strategy.hold()
+                self.run.snapshot = self.strategy.snapshot()
             asked = clock()
             micro_batches = self._next_batches(batches)
             pace.last_wait = clock() - asked
@@ -258,7 +258,7 @@ class Internals(ChangingMethods):
                 return self.end_update(update, total)
             except Interrupted:
                 run.undone = True
-                strategy.undo(run.snapshot)
+                strategy.restore(run.snapshot)
                 self.save_and_exit()
             except (RuntimeError, MemoryError) as error:
                 total = loss = None  # what failed may hold the memory that is missing
@@ -405,7 +405,7 @@ class Internals(ChangingMethods):
     def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
         """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
         restarted = is_restart(read_record(working_folder(self.args.output_dir)))
-        if request is not False and self.strategy.agree(restarted):
+        if request is not False and self.strategy.any_rank(restarted):
             newest = self._find_checkpoint("auto")
             if newest is not None:
                 if self.args.should_log:

@@ -157,10 +157,10 @@ class NumpyStrategy(OneProcess, Strategy):
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
-    def hold(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, Any]:
         return self.rng_state()
 
-    def undo(self, held: dict[str, Any]) -> None:
+    def restore(self, held: dict[str, Any]) -> None:
         self.load_rng_state(held)
         self.zero_grad()
 

@@ -137,11 +137,11 @@ class KerasStrategy(OneProcess):
     def evaluating(self) -> None:
         """Keras models take `training=` with every call."""
 
-    def hold(self) -> Any:
+    def snapshot(self) -> Any:
         """An update is one call: nothing can find it half done."""
         return None
 
-    def undo(self, held: Any) -> None:
+    def restore(self, held: Any) -> None:
         """Nothing was held."""
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------

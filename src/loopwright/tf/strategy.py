@@ -262,7 +262,7 @@ class TFStrategy(KerasStrategy):
             return as_host(self.distribution.gather(leaf, axis=0))
         return np.concatenate([as_host(part) for part in self.distribution.experimental_local_results(leaf)])
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether any worker says so."""
         if self.world_size == 1:
             return flag
@@ -272,7 +272,7 @@ class TFStrategy(KerasStrategy):
     def barrier(self) -> None:
         """Until every worker is here."""
         if self.world_size > 1:
-            self.agree(False)
+            self.any_rank(False)
 
     def _everywhere(self, value: Any) -> Any:
         return self.distribution.experimental_distribute_values_from_function(lambda context: tf.constant(value))

@@ -110,8 +110,8 @@ class XlaDevice(SingleDevice):
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
-    def undo(self, held: Any) -> None:
-        super().undo(held)
+    def restore(self, held: Any) -> None:
+        super().restore(held)
         self.boundary()
 
     # ---- numbers ----------------------------------------------------------------------------------------------------

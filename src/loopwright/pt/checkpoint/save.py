@@ -91,7 +91,7 @@ class TorchSavingMethods(TorchResumingMethods):
         module = plain_module(self.model)
         by_others = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not by_others and self._fits_in_memory()
-        background = background if self.is_alone else not self.strategy.agree(not background)
+        background = background if self.is_alone else not self.strategy.any_rank(not background)
         self.run.checkpoints.wait()  # the copies of the save before this one are about to be written over
         self.run.checkpoints.save(
             self.state.global_step,
@@ -172,7 +172,7 @@ class TorchSavingMethods(TorchResumingMethods):
         """Whether the parts of all processes are gathered for a checkpoint: asked for, or a disk per machine."""
         if not self.strategy.is_sharded:
             return False
-        apart = self.args.save_on_each_node and self.strategy.agree(self.crew is not None and self.crew.leader != 0)
+        apart = self.args.save_on_each_node and self.strategy.any_rank(self.crew is not None and self.crew.leader != 0)
         return apart or self.strategy.saves_whole
 
     def _gathered_tensors(self, tensors: Any, *, leads: bool) -> Any:

@@ -265,7 +265,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             self._put_back_rng()
             if self._may_be_undone():
                 # An epoch whose first update is undone begins again, and its loader draws its seed again.
-                self.run.snapshot = self.strategy.hold()
+                self.run.snapshot = self.strategy.snapshot()
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
         self.run.order_sampler = sampler = ordered_sampler(loader)

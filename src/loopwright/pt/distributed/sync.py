@@ -62,7 +62,7 @@ class SharingMethods(TorchLossMethods):
             )
         if any(signals):
             self.run.undone = True
-            self.strategy.undo(self.run.snapshot)
+            self.strategy.restore(self.run.snapshot)
             self._leave_together(signals)
         if not any(lengths):
             return None

@@ -272,7 +272,7 @@ class TorchLossMethods(LossLearningMethods):
             self._make_again(update)
         self._follow_model(update)
         self.run.micro_batches = len(update.batches)
-        self.run.before_update = self.strategy.hold() if self.args.auto_find_batch_size else None
+        self.run.before_update = self.strategy.snapshot() if self.args.auto_find_batch_size else None
 
     def around_update(self) -> AbstractContextManager[Any]:
         return self.run.speed.active() if self.run.speed is not None and self.run.speed.is_active else nullcontext()
@@ -290,7 +290,7 @@ class TorchLossMethods(LossLearningMethods):
         traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
         if not self._halve(update):
             return False
-        self.strategy.undo(self.run.before_update)
+        self.strategy.restore(self.run.before_update)
         return True
 
     def _make_again(self, update: Update) -> None:

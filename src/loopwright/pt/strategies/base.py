@@ -89,7 +89,7 @@ class ManyProcesses(SingleDevice):
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self.host.broadcast(value, source)
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether any process says so."""
         return any(row[0] for row in self.host.all_gather_numbers([float(flag)]))
 

@@ -86,7 +86,7 @@ def shard_model(
     blocks = blocks_to_wrap(model, options)
     if options.activation_checkpointing:
         recompute(model, blocks)
-    empty = strategy.agree(any(p.is_meta for p in model.parameters()))
+    empty = strategy.any_rank(any(p.is_meta for p in model.parameters()))
     whole = _on_first(model, strategy.rank) if empty else {}
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(options.param_dtype) or compute_dtype,

@@ -269,13 +269,13 @@ class SingleDevice(OneProcess):
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
-    def hold(self) -> Any:
+    def snapshot(self) -> Any:
         """RNG states and buffers as they are now."""
         return Snapshot(self.contents.modules)
 
-    def undo(self, held: Any) -> None:
+    def restore(self, snapshot: Any) -> None:
         """Back to a snapshot; gradients of the unfinished update are dropped."""
-        held.restore()
+        snapshot.restore()
         self.zero_grad()
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------
