@@ -533,6 +533,7 @@ def test_the_walls_hold(tmp_path, monkeypatch):
         "def f(x, self):\n    try:\n        x._two + self._three + getattr(x, '_four')\n"
         "    except (OSError, Exception):  # noqa\n        pass\n    except:\n        # told above\n        pass\n"
         "    with contextlib.suppress(BaseException):\n        pass\n"
+        "def g(self, args, strategy: Any):\n    self.strategy.one + args.strategy.two\n    hasattr(strategy, 'a')\n"
     )
     loose = tmp_path / "core" / "c.py"
     loose.write_text(
@@ -544,6 +545,121 @@ def test_the_walls_hold(tmp_path, monkeypatch):
     assert private_names(path) == {"_three"}
     assert list(broad_excepts(path)) == [6, 8, 11]
     assert comments(path) == {9}
+    assert [name for _, _, name in strategy_uses(path)] == ["one"]
+    assert sorted(untyped_strategies(path)) == [13, 15]
+
+
+# ---- contracts -------------------------------------------------------------------------------------------------------
+
+CONTRACTS: dict[str, str] = {
+    "core": "Strategy",
+    **dict.fromkeys(("pt", "xla", "neuron", "cli"), "SingleDevice"),
+    "keras": "KerasStrategy",
+    "tf": "TFStrategy",
+    "jax": "JaxStrategy",
+}
+"""The class that declares what a package uses of a strategy."""
+OTHER_STRATEGIES: dict[str, str] = {
+    "keras/arguments.py": "where TensorFlow or JAX computes",
+    "pt/data/collators/onepass.py": "how a tokenizer pads",
+}
+"""Files that call something else a strategy."""
+
+
+@READS_ALL
+def test_what_is_used_of_a_strategy_is_declared():
+    unknown = []
+    for path in FILES:
+        package = path.relative_to(PACKAGE).parts[0]
+        for line, base, name in strategy_uses(path) if relative(path) not in OTHER_STRATEGIES else ():
+            contract = "ManyProcesses" if base == "self.processes" else CONTRACTS.get(package)
+            if contract is None or name not in declared(contract):
+                unknown.append(f"{relative(path)}:{line}: {base}.{name}")
+    assert not unknown, "declare it in the class that CONTRACTS names"
+
+
+@READS_ALL
+@pytest.mark.parametrize(
+    ("kind", "protocol"),
+    [
+        ("NumpyStrategy", "StepwiseStrategy"),
+        ("SingleDevice", "StepwiseStrategy"),
+        ("KerasStrategy", "CompiledStrategy"),
+    ],
+)
+def test_strategies_have_every_member_of_their_protocol(kind, protocol):
+    assert declared(protocol) - declared(kind, without=("Strategy", "StepwiseStrategy")) == set()
+
+
+@READS_ALL
+def test_a_strategy_has_a_type():
+    """What is `Any`, or asked whether it has a member, is read by no type checker."""
+    loose = [f"{relative(path)}:{line}" for path in FILES for line in untyped_strategies(path)]
+    assert not loose
+
+
+def strategy_uses(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Every member a file uses of a strategy; `self.processes` is one where processes talk to each other."""
+    of_strategies = path.parent.name == "strategies"  # there `self.processes` are the processes themselves
+    for node in nodes_of(path):
+        if not isinstance(node, ast.Attribute):
+            continue
+        base = ast.unparse(node.value) if isinstance(node.value, (ast.Attribute, ast.Name)) else ""
+        if _names_strategy(base) or (base == "self.processes" and not of_strategies and _is_internal(path)):
+            yield node.lineno, base, node.attr
+
+
+def _names_strategy(base: str) -> bool:
+    """Whether an expression is a strategy; that of arguments says where TensorFlow or JAX computes."""
+    *owners, last = base.split(".")
+    return last in ("strategy", "_strategy") and owners[-1:] != ["args"]
+
+
+def _is_internal(path: Path) -> bool:
+    return path.relative_to(PACKAGE).parts[0] in ("pt", "neuron")
+
+
+def untyped_strategies(path: Path) -> Iterator[int]:
+    """The lines of a file where a strategy is declared as `Any`, or asked for a member by a string."""
+    for node in nodes_of(path):
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            is_loose = _names_strategy(name) and ast.unparse(node.annotation) == "Any"
+        else:
+            by_string = isinstance(node, ast.Call) and _called(node) in ("getattr", "hasattr") and node.args
+            is_loose = bool(by_string) and _names_strategy(ast.unparse(node.args[0]))
+        if is_loose:
+            yield node.lineno
+
+
+@cache
+def strategy_classes() -> dict[str, ast.ClassDef]:
+    """The classes of strategies, by name."""
+    places = [*PACKAGE.glob("*/*strategy.py"), *(PACKAGE / "pt" / "strategies").glob("*.py")]
+    return {node.name: node for path in places for node in tree_of(path).body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def declared(name: str, without: tuple[str, ...] = ()) -> frozenset[str]:
+    """The public members of a class and its bases: declared in the class, or assigned in its `__init__`."""
+    found: set[str] = set()
+    if name not in strategy_classes() or name in without:
+        return frozenset()
+    node = strategy_classes()[name]
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef):
+            found.add(each.name)
+        elif isinstance(each, (ast.Assign, ast.AnnAssign)):
+            found.update(part.id for part in ast.walk(each) if _is_stored(part) and isinstance(part, ast.Name))
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            stored = (part for part in ast.walk(each) if _is_stored(part) and isinstance(part, ast.Attribute))
+            found.update(part.attr for part in stored if _is_own(part.value))
+    found = found.union(*(declared(ast.unparse(base), without) for base in node.bases))
+    return frozenset(name for name in found if not name.startswith("_"))
+
+
+def _is_stored(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -91,7 +91,7 @@ def _train(folder: str, *, use_cpu: bool, torch_compile: bool = False) -> dict[s
     whole = _trainer(f"{folder}/whole", use_cpu, torch_compile)
     whole.train()
     losses = [log[key] for log in whole.state.log_history for key in ("loss", "eval_loss") if key in log]
-    guard = getattr(whole._loopwright.strategy, "guard", None)
+    guard = whole._loopwright.strategy.guard
     graphs = None if guard is None else guard.graphs
     again = _trainer(f"{folder}/again", use_cpu, torch_compile)
     again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{STEPS // 2}")

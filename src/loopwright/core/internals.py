@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from ..args.base import BaseArguments
 from ..args.paths import working_folder
@@ -27,7 +27,7 @@ from .run import Run
 from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
-from .strategy import Strategy
+from .strategy import StepwiseStrategy, Strategy
 from .throughput import ThroughputMeter
 from .trainer import BaseTrainer
 from .update import MicroBatch, Place, Update, whole_batch
@@ -242,7 +242,8 @@ class Internals(ChangingMethods):
     def run_micro_batches(self, update: Update) -> Any:
         """Forward and backward of every micro-batch; returns the update's loss. There is no other such loop."""
         self.begin_update(update)
-        run, strategy, events = self.run, self.strategy, self.callback_handler
+        run, events = self.run, self.callback_handler
+        strategy = cast(StepwiseStrategy, self.strategy)  # where updates are compiled, this method is another
         while True:
             total = loss = None
             try:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .randomness import decode_numpy, decode_python, encode_numpy, encode_python
-from .strategy import OneProcess, Strategy
-from .update import MicroBatch
+from .strategy import OneProcess, StepwiseStrategy
+from .update import MicroBatch, Update
 
 Array = npt.NDArray[np.float64]
 Arrays = dict[str, Array]
@@ -64,7 +64,7 @@ class Momentum:
             self.parameters[name] -= self.learning_rate * self.velocity[name]
 
 
-class NumpyStrategy(OneProcess, Strategy):
+class NumpyStrategy(OneProcess, StepwiseStrategy):
     """Carries out updates of a `LinearModel` in this process; `read_weights` finds the arrays in a folder."""
 
     logs_later = False
@@ -99,6 +99,9 @@ class NumpyStrategy(OneProcess, Strategy):
 
     def put(self, batch: Any) -> Any:
         return batch
+
+    def begin_update(self, update: Update) -> None:
+        """Nothing has to be made ready: batches are on the host."""
 
     def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -11,13 +11,14 @@ from ..errors import ModelError, OverrideError
 from ..keras.arguments import KerasTrainingArguments
 from ..keras.internals import KerasInternals
 from ..keras.sources import Source
-from .arguments import JAXTrainingArguments
+from .arguments import Devices, JAXTrainingArguments
 from .strategy import JaxStrategy
 
 
 class JaxInternals(KerasInternals):
     """Updates and predictions as JAX differentiates and compiles them."""
 
+    strategy: JaxStrategy
     trainer_name = "JAXTrainer"
     arguments_class = JAXTrainingArguments
 
@@ -30,7 +31,9 @@ class JaxInternals(KerasInternals):
         dead = [name for name in ("training_step", "apply_gradients") if hasattr(self.trainer, name)]
         if dead:
             raise OverrideError(f"JAXTrainer never calls {', '.join(dead)}: override compute_loss or run_model instead")
-        return JaxStrategy(args.strategy.devices)
+        devices = args.strategy
+        assert isinstance(devices, Devices)
+        return JaxStrategy(devices.devices)
 
     def _writer_callback(self, writer: Any) -> Any:
         from ..tf.summary_writer import SummaryWriterCallback

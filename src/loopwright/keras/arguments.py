@@ -5,8 +5,9 @@ Keras and its backends are imported when the strategy is asked for, not before.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from ..args.base import BaseArguments
 from ..args.field import specs
@@ -16,6 +17,14 @@ from .refusals import IDLE, Refusal, apply_refusals
 
 POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "no": None}
 """Keras's names of mixed precision."""
+
+
+class Distribution(Protocol):
+    """What is used of a tf.distribute strategy, or of what stands for one."""
+
+    @property
+    def num_replicas_in_sync(self) -> int: ...
+    def scope(self) -> AbstractContextManager[Any]: ...
 
 
 # TensorFlowArgs comes first so that output_dir stays the first positional argument.
@@ -39,7 +48,7 @@ class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
     # ---- the strategy -----------------------------------------------------------------------------------------------
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> Distribution:
         """Where updates are computed; models should be built in its `scope()`. Found once, or assigned."""
         if getattr(self, "_strategy", None) is None:
             self._strategy = self._setup_strategy()
@@ -47,11 +56,11 @@ class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
         return self._strategy
 
     @strategy.setter
-    def strategy(self, strategy: Any) -> None:
+    def strategy(self, strategy: Distribution) -> None:
         self._strategy = strategy
         self.set_precision()
 
-    def _setup_strategy(self) -> Any:
+    def _setup_strategy(self) -> Distribution:
         raise NotImplementedError
 
     def set_precision(self) -> None:

@@ -8,6 +8,7 @@ from ..core.hooks import Hooks
 from ..core.internals import Internals
 from .arguments import KerasTrainingArguments
 from .run import KerasRun
+from .strategy import KerasStrategy
 
 
 class KerasHooks(Hooks, Protocol):
@@ -46,6 +47,6 @@ class KerasBase(Internals):
     run: KerasRun
     run_class = KerasRun
     args: KerasTrainingArguments
-    strategy: Any
+    strategy: KerasStrategy
     trainer_name: str
     """What messages call the trainer."""

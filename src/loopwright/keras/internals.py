@@ -22,7 +22,7 @@ from .models import ModelInfo, check_policy, is_built, look_at
 from .optimizer_creation import OptimizerMethods
 from .save import SavingMethods
 from .sources import Columns, is_columns
-from .strategy import UpdateRules
+from .strategy import KerasStrategy, UpdateRules
 from .token_counter import WorkCounter
 
 
@@ -90,7 +90,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.trainer.setup_comet()
         self.callback_handler.fire("on_init_end")
 
-    def _make_strategy(self, args: KerasTrainingArguments) -> Any:
+    def _make_strategy(self, args: KerasTrainingArguments) -> KerasStrategy:
         raise NotImplementedError
 
     def _writer_callback(self, writer: Any) -> Any:

@@ -128,6 +128,10 @@ class KerasStrategy(OneProcess):
     def zero_grad(self) -> None:
         """Gradients live inside the compiled update only."""
 
+    def defer(self, function: Callable[[], None]) -> None:
+        """Between two calls every update is at its end."""
+        function()
+
     def free_memory(self) -> None:
         """What computes keeps its memory."""
 

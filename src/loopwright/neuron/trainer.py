@@ -67,7 +67,7 @@ class NeuronInternals(TorchInternals):
         return self._graphs() - before
 
     def _graphs(self) -> int:
-        return self.strategy.guard.graphs if hasattr(self.strategy, "guard") else 0
+        return 0 if self.strategy.guard is None else self.strategy.guard.graphs
 
     def _updates_of_each_shape(self) -> Iterator[list[Any]]:
         batch = next(iter(self.run.loader))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.update import MicroBatch, whole_batch
 from ..errors import NotAvailable
 from .checkpoint.tensors import plain_module
+from .strategies.single import SingleDevice
 
 
 class AcceleratorFace:
@@ -19,7 +20,7 @@ class AcceleratorFace:
 
     def __init__(
         self,
-        strategy: Any,
+        strategy: SingleDevice,
         micro_batches: Callable[[], int] = lambda: 1,
         micro_batch: Callable[[], MicroBatch] = whole_batch,
     ) -> None:

@@ -20,6 +20,16 @@ class LazyRuntime(Protocol):
     def identity(self, tensor: torch.Tensor) -> int: ...
 
 
+class RecompileGuard(Protocol):
+    """Counts the graphs a device compiles, and says when there are too many."""
+
+    tell: Callable[[str], None] | None
+
+    @property
+    def graphs(self) -> int: ...
+    def count(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a kind of device wants to be used."""

@@ -10,6 +10,8 @@ from ..core.hooks import Hooks
 from ..core.internals import Internals
 from .arguments import TrainingArguments
 from .run import TorchRun
+from .strategies.base import ManyProcesses
+from .strategies.single import SingleDevice
 
 
 class TorchHooks(Hooks, Protocol):
@@ -82,5 +84,11 @@ class TorchBase(Internals):
     trainer: TorchHooks
     run: TorchRun
     args: TrainingArguments
-    strategy: Any
+    strategy: SingleDevice
     device: torch.device
+
+    @property
+    def processes(self) -> ManyProcesses:
+        """The strategy, where processes talk to each other."""
+        assert isinstance(self.strategy, ManyProcesses)
+        return self.strategy

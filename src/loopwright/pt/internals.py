@@ -108,7 +108,7 @@ class TorchInternals(
         self.memory = meter_of(self.device)
         self._copies = HostSnapshot()
         if not self.is_alone:
-            self.handler_class = agreeing(self.strategy.host.all_gather_numbers)
+            self.handler_class = agreeing(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
@@ -216,8 +216,8 @@ class TorchInternals(
             world=self.strategy.world_size,
             step=lambda: self.state.global_step,
             patience=patience_for(self.args.ddp_timeout),
-            connect=self.strategy.processes.store.clone,
-            heard=lambda: self.strategy.alarm.heard,
+            connect=self.processes.store.clone,
+            heard=lambda: self.processes.alarm.heard,
         )
 
     def _switch_on_model_options(self) -> None:

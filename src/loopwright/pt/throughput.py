@@ -56,7 +56,7 @@ class PacingMethods(TorchBase):
             peak_operations=peak,
             operations=self._operations_of,
             peak_memory=self._peak_memory_gib,
-            recompiles=self.strategy.guard.count if hasattr(self.strategy, "guard") else recompiles,
+            recompiles=recompiles if self.strategy.guard is None else self.strategy.guard.count,
         )
 
     def live_numbers(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ import tensorflow as tf
 from ..errors import ModelError
 from ..keras.loss_step import LossMethods, LossNote
 from .hooks import TFHooks
+from .strategy import TFStrategy
 from .variables import raw
 
 
@@ -16,6 +17,7 @@ class GradientMethods(LossMethods):
     """Gradients on one replica; every public method may be overridden, and is traced."""
 
     trainer: TFHooks
+    strategy: TFStrategy
 
     def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
         """The gradients of one micro-batch on one replica, divided by the items of the whole update."""

@@ -15,17 +15,17 @@ def raw(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def in_scope(model: Any, strategy: Any) -> bool:
+def in_scope(model: Any, distribution: tf.distribute.Strategy) -> bool:
     """Whether the model's variables belong to the strategy."""
-    extended = strategy.extended
+    extended = distribution.extended
     return all(extended.variable_created_in_scope(raw(variable)) for variable in model.variables)
 
 
-def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
+def rebuilt(model: Any, distribution: tf.distribute.Strategy, family: Any) -> Any:
     """The same model with the same weights, made inside the strategy's scope."""
     try:
         values = [tf.convert_to_tensor(variable).numpy() for variable in model.variables]
-        with strategy.scope():
+        with distribution.scope():
             if isinstance(model, family.Sequential) or getattr(model, "_is_graph_network", False) or _functional(model):
                 fresh = family.models.clone_model(model)
             else:

@@ -25,6 +25,7 @@ class XlaDevice(SingleDevice):
     """Carries out an update on lazy torch_xla: one device, or all of them as one (SPMD)."""
 
     logs_later = True
+    guard: ShapeGuard
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class XlaDevice(SingleDevice):
         self.layout = layout
         self._accumulates = accumulates
         context = self.precision.context
-        self.forward_context = lambda: noting(context())  # type: ignore[method-assign]
+        self.forward_context = lambda: noting(context())
 
     @classmethod
     def of(cls, args: BaseArguments, device: torch.device, precision: Precision) -> Self:

@@ -115,15 +115,15 @@ class TorchSavingMethods(TorchResumingMethods):
         """The processes that write checkpoints together; None when there is one."""
         if self.is_alone and not self.strategy.is_sharded:
             return None
-        strategy, leader = self.strategy, 0
+        strategy, gather, leader = self.strategy, self.processes.saving.gather, 0
         if self.args.save_on_each_node:
-            shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, strategy.saving.gather)
+            shared = is_visible_to_all(working_folder(self.args.output_dir), strategy.rank, gather)
             if shared:
                 self.notices.warn_once(
                     "save_on_each_node: all nodes share the output folder, so only one of them saves"
                 )
             leader = 0 if shared else strategy.rank - self.args.local_process_index
-        return SavingCrew(strategy.rank, leader, strategy.saving.gather)
+        return SavingCrew(strategy.rank, leader, gather)
 
     @property
     def leads_saving(self) -> bool:
@@ -203,7 +203,8 @@ class TorchSavingMethods(TorchResumingMethods):
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
         """Each process writes the parts of weights and optimizer it holds."""
         module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
-        described, slots = {}, {}
+        described: dict[str, Any] = {}
+        slots: dict[str, Tensor] = {}
         if not self.args.save_only_model:
             described, slots = self.strategy.optimizer_state(self.trainer.optimizer, module)
         writers: list[Callable[[Path], Any]] = []

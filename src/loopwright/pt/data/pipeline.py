@@ -238,7 +238,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         if self.strategy.data_world == 1:
             return len(loader)
         if self.run.counted_loader is None or self.run.counted_loader[0] is not loader:  # an all-gather, so once only
-            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.strategy.all_gather_numbers([own])))
+            count = batches_of_all(loader, lambda own: sum(row[0] for row in self.processes.all_gather_numbers([own])))
             self.run.counted_loader = (loader, count)
         return self.run.counted_loader[1]
 

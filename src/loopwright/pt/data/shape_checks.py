@@ -39,7 +39,7 @@ class ShapeMethods(TorchBase):
                 f"{' and '.join(moving)} makes micro-batches of many shapes, but batches must keep few shapes here "
                 "(static_lengths, or a device that compiles for each shape); remove it"
             )
-        if hasattr(self.strategy, "guard"):
+        if self.strategy.guard is not None:
             self.strategy.guard.tell = self.notices.warn_once
         takes = forward_parameters(self.model)
         shapes = StaticShapes(

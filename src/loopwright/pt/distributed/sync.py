@@ -81,7 +81,7 @@ class SharingMethods(TorchLossMethods):
         """What every process has of the update, in one exchange."""
         own, work = self._own_items(update), [update.flos, update.tokens]
         weight = own if update.weights is None else float(sum(update.weights))
-        return self.strategy.all_gather_numbers(
+        return self.processes.all_gather_numbers(
             [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
              self.run.plan.accumulation, doubt]
         )  # fmt: skip
@@ -142,7 +142,7 @@ class SharingMethods(TorchLossMethods):
         is_due = self._is_recheck_due()
         if not accounting.is_open and not smoothed and not is_due:
             return
-        rows = self.strategy.all_gather_numbers([float(bool(batches))])
+        rows = self.processes.all_gather_numbers([float(bool(batches))])
         holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
         if not holders:
             return
@@ -165,7 +165,7 @@ class SharingMethods(TorchLossMethods):
             return
         speed, rank = self.run.speed, self.strategy.data_rank
         is_decided = speed is None or speed.is_decided
-        rows = self.strategy.all_gather_numbers([float(bool(batches)), float(is_decided), float(speed is None)])
+        rows = self.processes.all_gather_numbers([float(bool(batches)), float(is_decided), float(speed is None)])
         decided = [each for each, row in enumerate(rows) if row[1]]
         without = any(row[2] for row in rows)
         self.run.has_planned = len(decided) == len(rows) or without
@@ -201,7 +201,7 @@ class SharingMethods(TorchLossMethods):
         own = iter(loader)
         while True:
             inputs = next(own, None)
-            rows = self.strategy.all_gather_numbers(
+            rows = self.processes.all_gather_numbers(
                 [float(inputs is not None), float(self._signal() if self.trainer.is_in_train else 0)]
             )
             holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
@@ -240,7 +240,7 @@ class SharingMethods(TorchLossMethods):
         own = None
         if step is not None:
             own = (step.loss, step.logits, step.labels, step.inputs, step.items, step.samples)
-        for each in self.strategy.gather_each(own, objects=self.args.eval_use_gather_object):
+        for each in self.processes.gather_each(own, objects=self.args.eval_use_gather_object):
             if each is not None:
                 yield EvalStep(*each)
 

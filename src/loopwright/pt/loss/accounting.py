@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.strategy import StepwiseStrategy
 from ...core.update import MicroBatch, Update
 from .denominator import ITEMS
 from .inference import LossFindings
@@ -83,7 +84,7 @@ class LossAccounting(LossFindings):
         return loss if micro.weight is None else loss * micro.weight
 
 
-def settle(update: Update, loss: Any, strategy: Any) -> Any:
+def settle(update: Update, loss: Any, strategy: StepwiseStrategy) -> Any:
     """The update's loss; gradients of summed losses are divided by all their counts, once."""
     if update.summed is None:
         return loss

@@ -24,6 +24,8 @@ class ManyProcesses(SingleDevice):
     targets per part (`Update.total_items`): the result is the mean over all targets of the update.
     """
 
+    alarm: Alarm
+
     def __init__(
         self, device: torch.device, precision: Precision, processes: Processes, *, non_blocking: bool = False
     ) -> None:
@@ -36,6 +38,10 @@ class ManyProcesses(SingleDevice):
     @property
     def saving(self) -> Host:
         return self.processes.saving
+
+    @property
+    def store(self) -> Any:
+        return self.processes.store
 
     def share_out(self, *, copies: int) -> None:
         """Neighbouring processes, so many at a time, take the same part of the data."""

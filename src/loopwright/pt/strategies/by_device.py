@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...args.base import BaseArguments
@@ -12,17 +10,19 @@ from ..precision import Precision
 from .single import SingleDevice
 
 
-def strategy_on(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def strategy_on(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     """Carries out updates on this device."""
     non_blocking = bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
     special = kind_of(device).strategy
     if special is None:
         return SingleDevice(device, precision, non_blocking=non_blocking)
-    return special(args, device, precision)
+    made: SingleDevice = special(args, device, precision)
+    return made
 
 
-def processes_on(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def processes_on(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     """Carries out updates on several processes with a device of a kind that has its own way to do that."""
     special = kind_of(device).processes
     assert special is not None
-    return special(args, device, precision)
+    made: SingleDevice = special(args, device, precision)
+    return made

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,11 +18,12 @@ from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneede
 from ...args.zero import contradictions, stage_of
 from ...errors import ArgumentsError
 from ..devices import is_lazy
-from ..distributed.process_group import open_processes
+from ..distributed.process_group import Processes, open_processes
 from ..precision import Precision
 from .by_device import processes_on, strategy_on
+from .single import SingleDevice
 
-Build = Callable[[BaseArguments, torch.device, Precision], Any]
+Build = Callable[[BaseArguments, torch.device, Precision], SingleDevice]
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Unsupported:
 # ---- builders: a strategy is imported only when it is chosen ---------------------------------------------------------
 
 
-def _single(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def _single(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     return strategy_on(args, device, precision)
 
 
-def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     from .ddp import DataParallel
 
     names = {
@@ -53,7 +53,7 @@ def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> Any
     return DataParallel(device, precision, _processes(args, device), options=given, non_blocking=_non_blocking(args))
 
 
-def _fsdp(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def _fsdp(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     from .fsdp import FullySharded
 
     options, sizes = read_fsdp(args.fsdp or True, args.fsdp_config), read_parallelism(args.parallelism_config)
@@ -71,7 +71,7 @@ def _fsdp(args: BaseArguments, device: torch.device, precision: Precision) -> An
     )
 
 
-def _tensor(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def _tensor(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     from .tensor import TensorParallel
 
     sizes = read_parallelism(args.parallelism_config)
@@ -88,13 +88,13 @@ def _tensor(args: BaseArguments, device: torch.device, precision: Precision) -> 
     )
 
 
-def _deepspeed(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def _deepspeed(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     from .deepspeed import DeepSpeed
 
     return DeepSpeed(device, precision, _processes(args, device), args=args, non_blocking=_non_blocking(args))
 
 
-def _processes(args: BaseArguments, device: torch.device) -> Any:
+def _processes(args: BaseArguments, device: torch.device) -> Processes:
     return open_processes(device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
 
 
@@ -231,7 +231,7 @@ def asked_for(args: BaseArguments) -> frozenset[str]:
     return frozenset(name for name, asked in wanted.items() if asked)
 
 
-def choose_strategy(args: BaseArguments, device: torch.device, precision: Precision) -> Any:
+def choose_strategy(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
     """The strategy for these arguments, or an error that says why there is none."""
     if is_lazy(device) and asked_for(args):
         chosen_row(args)  # what no strategy can honour is no less wrong here

@@ -27,6 +27,7 @@ from ..devices import replaces_parameters
 from ..distributed.process_group import Processes
 from ..model.options import checkpoint_activations, move_model, repeated_blocks
 from ..precision import Precision
+from .base import ManyProcesses
 from .sharded import Sharded
 
 
@@ -80,7 +81,7 @@ def shard_model(
     *,
     compute_dtype: torch.dtype | None,
     device: torch.device,
-    strategy: Any,
+    strategy: ManyProcesses,
 ) -> None:
     """Shard a model block by block and then the rest, in place."""
     blocks = blocks_to_wrap(model, options)

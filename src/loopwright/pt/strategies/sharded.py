@@ -20,8 +20,6 @@ class Sharded(ManyProcesses):
 
     is_sharded = True
     forward_is_collective = True
-    saves_whole = False
-    """Whether checkpoints hold whole tensors instead of one shard per process."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -17,6 +17,7 @@ from ...speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from ...speed.device.prefetch import NoPrefetch, prefetch_for
 from ..checkpoint.tensors import decode_optimizer, encode_optimizer
 from ..checkpoint.weights import load_weights
+from ..device_traits import RecompileGuard
 from ..devices import can_pin_memory, empty_cache
 from ..precision import Precision
 from .contents import IS_TRAINING, Contents
@@ -33,8 +34,19 @@ class SingleDevice(OneProcess):
 
     alarm: AbstractContextManager[Any] = nullcontext()
     """Entered while processes depend on each other: an error of one stops all."""
+    device: torch.device
+    precision: Precision
+    reads_are_free: bool
+    forward_context: Callable[[], AbstractContextManager[Any]]
+    """Around forward and loss of a micro-batch."""
+    backward: Callable[[Tensor], None]
+    """The backward pass of a micro-batch."""
+    guard: RecompileGuard | None = None
+    """What watches compilations, on a device that compiles for each shape."""
     saves_itself = False
     """Whether the optimizer's state is written in files of another engine, by all processes."""
+    saves_whole = False
+    """Whether checkpoints hold whole tensors instead of one shard per process."""
     makes_empty = False
     """Whether models are made without weights here, because another process has them."""
     logs_later = False
@@ -307,6 +319,14 @@ class SingleDevice(OneProcess):
     def load_optimizer(self, described: dict[str, Any], tensors: Any, optimizer: Any, module: nn.Module) -> None:
         """The counterpart of `optimizer_state`."""
         decode_optimizer(described, tensors, optimizer, module)
+
+    def write_state(self, folder: Path) -> None:
+        """Write the optimizer's state in files of the engine, where the strategy `saves_itself`."""
+        raise NotImplementedError
+
+    def read_state(self, folder: Path) -> None:
+        """The counterpart of `write_state`."""
+        raise NotImplementedError
 
     # ---- randomness -------------------------------------------------------------------------------------------------
 
