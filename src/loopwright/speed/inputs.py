@@ -86,7 +86,8 @@ class PlannerInputs:
 
     @property
     def on_gpu(self) -> bool:
-        return self.device.type != "cpu"
+        is_other: bool = self.device.type != "cpu"
+        return is_other
 
     @property
     def modules(self) -> int:

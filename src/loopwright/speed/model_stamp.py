@@ -205,7 +205,8 @@ def _is_longer_cache(a: Any, b: Any) -> bool:
     if len(unequal) != 1:
         return False
     size = min(a.shape[unequal[0]], b.shape[unequal[0]])
-    return size > 1 and torch.equal(a.narrow(unequal[0], 0, size), b.narrow(unequal[0], 0, size))
+    same: bool = size > 1 and torch.equal(a.narrow(unequal[0], 0, size), b.narrow(unequal[0], 0, size))
+    return same
 
 
 # ---- who computes ---------------------------------------------------------------------------------------------------

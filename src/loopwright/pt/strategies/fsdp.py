@@ -162,7 +162,7 @@ def recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
             "transformer_layer_cls_to_wrap"
         )
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 # ---- weights that only the first process has -------------------------------------------------------------------------

@@ -306,7 +306,8 @@ class SingleDevice(OneProcess):
 
     def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
         """Weights and buffers by name, or what this process holds of them."""
-        return module.state_dict()
+        state: Mapping[str, Tensor] = module.state_dict()
+        return state
 
     def load_weights(self, module: nn.Module, folder: str | Path) -> None:
         """The weights of a checkpoint, into the model."""

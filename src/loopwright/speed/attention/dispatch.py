@@ -75,7 +75,8 @@ def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **
 
 def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Callable[..., Tensor]:
     if value.dtype not in HALF:
-        return one_by_one
+        apart: Callable[..., Tensor] = one_by_one
+        return apart
     if ask.softcap:
         return by_flex
     ours = HAS["kernel"] and document_attention.takes(query, value, documents.shape[-1] - 1)
@@ -164,7 +165,8 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: A
 def _flex() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled
 
 
 _LAST_BLOCKS: list[Any] = []

@@ -59,7 +59,8 @@ def borders_in(mask: Tensor) -> Tensor:
 
 def longest_in(mask: Tensor) -> int:
     """The length of the longest document."""
-    return mask.shape[2]
+    longest: int = mask.shape[2]
+    return longest
 
 
 def pattern_in(mask: Tensor) -> tuple[bool, int | None]:

@@ -101,7 +101,8 @@ def _units(batch: Any) -> int | None:
         return None
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     if "input_ids" in tensors:
-        return tensors["input_ids"].numel()
+        tokens: int = tensors["input_ids"].numel()
+        return tokens
     sizes = [value.shape[0] for value in tensors.values() if value.dim()]
     return max(sizes) if sizes and all(value.dim() <= 2 for value in tensors.values()) else None
 

@@ -333,7 +333,8 @@ class CudaRecorder:
             pass  # the recording had ended in order
 
     def _index(self) -> int:
-        return torch.cuda.current_device() if self._device.index is None else self._device.index
+        index: int = torch.cuda.current_device() if self._device.index is None else self._device.index
+        return index
 
     def _generator(self) -> Any:
         return torch.cuda.default_generators[self._index()]

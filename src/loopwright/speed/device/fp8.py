@@ -98,7 +98,7 @@ def use_fp8(model: nn.Module, measure: Measure) -> Fp8Layers:
         if reason is not None:
             found.left[reason] += 1
             continue
-        module.forward = MethodType(fp8_forward, module)  # type: ignore[method-assign]
+        module.forward = MethodType(fp8_forward, module)
         found.layers.append(module)
     logger.info(found.summary())
     return found
@@ -257,7 +257,7 @@ def measured_on(device: torch.device, tokens: int, *, weight: torch.dtype, compu
             return _milliseconds(once)
 
         plain = milliseconds()
-        layer.forward = MethodType(fp8_forward, layer)  # type: ignore[method-assign]
+        layer.forward = MethodType(fp8_forward, layer)
         return Timing(plain, milliseconds())
 
     return measure
@@ -267,7 +267,7 @@ def _milliseconds(once: Callable[[], None], rounds: int = 10) -> float:
     """The better half's mean time on the device, after everything has been compiled and chosen."""
     for _ in range(3):
         once()
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

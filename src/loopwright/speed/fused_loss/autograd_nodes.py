@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelError
-from .recipe import Recipe, without_autocast
+from .cross_entropy import without_autocast
+from .recipe import Recipe
 
 NEED_NUMBERS = frozenset({"tanh"})
 """Recorded operations whose gradient depends on the logits."""
@@ -51,7 +52,7 @@ class Parts:
         found = Recipe(self.hidden, self.weight, self.bias, self.hidden.dtype).compute()
         # The same memory, and no view of a matrix: what a node of ours returns may then be changed in place.
         place = (found.storage_offset(), found.shape, found.stride())
-        return found.new_empty(0).set_(found.untyped_storage(), *place)  # type: ignore[call-overload]
+        return found.new_empty(0).set_(found.untyped_storage(), *place)
 
 
 class Root(torch.autograd.Function):
@@ -133,6 +134,6 @@ class Numbers(torch.autograd.Function):
 
 
 def _wrapper(kind: type[Tensor], recipe: Recipe) -> Any:
-    return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return Tensor._make_wrapper_subclass(
         kind, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
     )

@@ -94,7 +94,7 @@ def _witness() -> tuple[Tensor, Any]:
 
 
 def _is_of_everything() -> bool:
-    return bool(torch._C._will_engine_execute_node(_witness()[1]))  # type: ignore[attr-defined]
+    return bool(torch._C._will_engine_execute_node(_witness()[1]))
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -108,7 +108,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 def tokens_per_chunk(tokens: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many tokens go through the head at a time: as many as fit the chunk's bytes, evenly spread."""
     on_cpu = device.type == "cpu"
-    row = max(1, classes) * dtype.itemsize
+    row: int = max(1, classes) * dtype.itemsize
     most = (CPU_CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // row
     most = min(max(most, LEAST_TOKENS_ON_CPU if on_cpu else LEAST_TOKENS), MOST_TOKENS)
     even = math.ceil(tokens / max(1, math.ceil(tokens / most)))

@@ -73,7 +73,11 @@ class PendingLogits(Tensor):
 
     @staticmethod
     def made(
-        node: Any, recipe: Recipe, family: Family, make: Callable[[], Tensor], remake: Callable[[], Tensor] | None
+        node: PendingLogits,
+        recipe: Recipe,
+        family: Family,
+        make: Callable[[], Tensor],
+        remake: Callable[[], Tensor] | None,
     ) -> PendingLogits:
         """The wrapper of a node; `make` gives its numbers, `remake` those of what was derived, with torch's graph."""
         node.recipe, node._make, node._remake, node._real, node._family = recipe, make, remake, None, family
@@ -204,7 +208,7 @@ _ABOUT_THE_WRAPPER = {
 }
 # Who asks for these wants the gradient of the logits: the loss may no longer go past them.
 _ABOUT_THE_NODE = {
-    *(Tensor.grad_fn.__get__, Tensor.register_hook, Tensor.retain_grad),  # type: ignore[attr-defined]
+    *(Tensor.grad_fn.__get__, Tensor.register_hook, Tensor.retain_grad),
     *(torch.autograd.grad, torch.autograd.backward),
 }
 
@@ -230,7 +234,8 @@ class PendingHead:
 
     @property
     def is_installed(self) -> bool:
-        return self.head.__dict__.get("forward") == self._forward
+        found: bool = self.head.__dict__.get("forward") == self._forward
+        return found
 
     def install(self, *, always: bool = False) -> None:
         """From here on the head's forward returns pending logits in training, or `always` when there are gradients."""
@@ -245,7 +250,7 @@ class PendingHead:
             return None
         reason = why_not(self.head)
         if reason is None:
-            self.head.forward = self._forward  # type: ignore[method-assign]
+            self.head.forward = self._forward
         return reason
 
     def remove(self) -> None:

@@ -175,10 +175,12 @@ def loss_of(recipe: Recipe, logits: StandIn, args: tuple[Any, ...], kwargs: dict
 
 def counts_by_itself(device: torch.device) -> bool:
     """Whether targets are counted where the loss is computed, without waiting for it."""
-    return device.type == "cpu"
+    on_host: bool = device.type == "cpu"
+    return on_host
 
 
 def _are_classes(target: Any, recipe: Recipe) -> bool:
     if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.device != recipe.hidden.device:
         return False
-    return recipe.hidden.dim() == 2 and target.shape == recipe.hidden.shape[:1]
+    one_each: bool = recipe.hidden.dim() == 2 and target.shape == recipe.hidden.shape[:1]
+    return one_each

@@ -40,7 +40,8 @@ class Axis:
 
     @property
     def lengths(self) -> np.ndarray:
-        return self.ends - self.starts
+        found: np.ndarray = self.ends - self.starts
+        return found
 
     @property
     def is_right_padded(self) -> bool:
@@ -192,7 +193,8 @@ def _check(batches: Sequence[Any]) -> None:
 def _rows(batch: Mapping[str, Any]) -> int:
     for value in batch.values():
         if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
+            rows: int = value.shape[0]
+            return rows
     raise NoSamples("the batches hold no tensors")
 
 
@@ -276,7 +278,7 @@ def _real(batch: Mapping[str, Tensor], key: str, members: list[str], counts_trai
 def real_tokens(mask: Tensor) -> np.ndarray:
     """Which tokens a mask of zeros and ones has, of whatever dtype; one that says anything else is no padding."""
     values = (mask.float() if mask.dtype is torch.bfloat16 else mask).numpy()
-    real = values != 0
+    real: np.ndarray = values != 0
     if np.count_nonzero(values == 1) != np.count_nonzero(real):
         raise NoSamples("an attention_mask has values other than 0 and 1")
     return real

@@ -27,12 +27,12 @@ class UnpaddedEncoder:
         if self.encoder.__dict__.get("forward") == self._run:
             return
         self._replaced, self._forward = self.encoder.__dict__.get("forward"), self.encoder.forward
-        self.encoder.forward = self._run  # type: ignore[method-assign]
+        self.encoder.forward = self._run
 
     def remove(self) -> None:
         self.encoder.__dict__.pop("forward", None)
         if self._replaced is not None:
-            self.encoder.forward = self._replaced  # type: ignore[method-assign]
+            self.encoder.forward = self._replaced
 
     def _run(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.places is None:

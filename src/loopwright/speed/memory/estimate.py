@@ -166,11 +166,13 @@ class _Watch(TorchDispatchMode):
 
 
 def _place(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    place: int = tensor.untyped_storage().data_ptr()
+    return place
 
 
 def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    size: int = tensor.numel() * tensor.element_size()
+    return size
 
 
 def _tensors(tree: Any) -> list[Tensor]:

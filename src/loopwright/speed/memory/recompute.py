@@ -60,7 +60,7 @@ class Recomputing:
             return
         self._before.append((block, block.__dict__.get("forward")))
         # A partial over the bound method: copying the model copies both, and the copy calls its own block.
-        block.forward = functools.partial(_recomputed, block.forward)  # type: ignore[method-assign]
+        block.forward = functools.partial(_recomputed, block.forward)
 
     def remove(self) -> None:
         """Each block as it was."""

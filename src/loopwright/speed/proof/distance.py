@@ -56,7 +56,7 @@ def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) ->
         if a is None and b is None:
             rows.append(torch.zeros(2, dtype=torch.float64))
             continue
-        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+        a = torch.zeros_like(b) if a is None else a
         b = torch.zeros_like(a) if b is None else b
         size = a.double().square().sum()
         rows.append(torch.stack([(a.double() - b.double()).square().sum(), size]))

@@ -210,7 +210,7 @@ def knows_count(here: PlannerInputs) -> bool:
     """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
     model = here.model
     if type(model).__module__.startswith("peft."):
-        model = model.get_base_model()  # type: ignore[operator]
+        model = model.get_base_model()
     own = [name for name in ("forward", "loss_function", "_loss_function") if name in vars(model)]
     return here.only_grouped is None and not own and type(model).forward.__module__.startswith("transformers.")
 
