@@ -552,7 +552,7 @@ def test_the_walls_hold(tmp_path, monkeypatch):
 # ---- contracts -------------------------------------------------------------------------------------------------------
 
 CONTRACTS: dict[str, str] = {
-    "core": "Strategy",
+    "core": "StepwiseStrategy",
     **dict.fromkeys(("pt", "xla", "neuron", "cli"), "SingleDevice"),
     "keras": "KerasStrategy",
     "tf": "TFStrategy",
