@@ -78,8 +78,8 @@ class MicroStepFault(Fault):
     def step_begins(self, trainer: Any, step: int, seconds: float) -> None:
         if step != self.moment.step:
             return
-        internals = trainer._loopwright
-        original = internals.step
+        run = trainer._loopwright.run
+        original = run.step
         struck: list[int] = []
 
         def striking(*args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class MicroStepFault(Fault):
             self.moment.tell(type(self).__name__)
             return self.strike(trainer, loss)
 
-        internals.step = striking
+        run.step = striking
 
     def strike(self, trainer: Any, loss: Any) -> Any:
         raise NotImplementedError

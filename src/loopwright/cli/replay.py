@@ -100,6 +100,7 @@ class Replay:
         internals = trainer._loopwright
         internals.save_now = lambda: None
         trainer.is_in_train = True
+        internals.new_run()
         internals.prepare_training(self.start)
         internals.start_clock()
         run_training(internals)
@@ -140,7 +141,7 @@ class ReplayCallback(TrainerCallback):
         self._place: tuple[int, int] = (0, 0)
 
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        progress = self.replay.trainer._loopwright.progress
+        progress = self.replay.trainer._loopwright.run.progress
         self._place = (progress.epoch, progress.samples_in_epoch)
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -158,12 +159,12 @@ class ReplayCallback(TrainerCallback):
 
     def _samples(self) -> list[int] | None:
         """Which samples the last update took, where the order is loopwright's own."""
-        internals = self.replay.trainer._loopwright
-        sampler = getattr(internals, "order_sampler", None)
+        run = self.replay.trainer._loopwright.run
+        sampler = getattr(run, "order_sampler", None)
         if sampler is None:
             return None
         epoch, start = self._place
-        return [int(each) for each in sampler.order.epoch(epoch)[start : internals.progress.samples_in_epoch]]
+        return [int(each) for each in sampler.order.epoch(epoch)[start : run.progress.samples_in_epoch]]
 
 
 def run(words: list[str]) -> int:

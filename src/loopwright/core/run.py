@@ -77,6 +77,11 @@ class Run:
     split_at: int = -1
     """The update after which `toggle_step_timing` starts or stops that timer."""
 
+    @property
+    def planned_updates(self) -> int | None:
+        """How many updates the run has; None before it is planned."""
+        return self.plan.max_steps if "plan" in vars(self) else None
+
     def close(self) -> None:
         """Release everything but the numbers of the run."""
         self.snapshot = self.split = self.resume_rng = None

@@ -199,7 +199,7 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
     rows = rows_of(batch)
     arrays = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     others = {name: value for name, value in batch.items() if name not in arrays}
-    accounting = trainer._loopwright.accounting
+    accounting = trainer._loopwright.run.accounting
     items = accounting.items_in(batch) if accounting.wants_items else None
     loss = _Loss(model, trainer._loopwright.called_compute_loss, None if items is None else int(items) * chips)
     return Step(

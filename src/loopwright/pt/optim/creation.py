@@ -62,12 +62,11 @@ class TorchOptimizerMethods(TorchBase):
                 if own
                 else self.trainer.optimizer_cls_and_kwargs
             )
-            plan = getattr(self, "plan", None)
             self.trainer.optimizer = build_optimizer(
                 model or self.model,
                 self.args,
                 cls_and_kwargs=chosen,
-                total_updates=plan.max_steps if plan else None,
+                total_updates=self.run.planned_updates,
                 decay_names=self.trainer.get_decay_parameter_names(model or self.model),
                 tell=self.notices.warn_once,
             )
