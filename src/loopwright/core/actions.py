@@ -19,6 +19,8 @@ from .host_memory import MemoryMeter
 from .meter import Reading
 from .outputs import speed_metrics
 from .overrides import adapt
+from .pacing import Pacing
+from .part import DataPart, LossPart
 from .run import Run
 from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted
@@ -27,6 +29,11 @@ from .strategy import Strategy
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
+
+if TYPE_CHECKING:
+    from .changes import Changes
+    from .evaluation.entry import Evaluation
+    from .resume import Resuming
 
 
 class LoopActions:
@@ -37,6 +44,12 @@ class LoopActions:
 
     run: Run
     """What exists only while training; between two runs the one that ended, closed."""
+    data: DataPart
+    loss: LossPart
+    evaluation: Evaluation
+    saving: Resuming
+    changes: Changes
+    pacing: Pacing
     notices: Notices
     memory: MemoryMeter
     strategy: Strategy
@@ -101,17 +114,13 @@ class LoopActions:
 
     def _log_with_pace(self, logs: dict[str, float]) -> None:
         """Log; callbacks also get the throughput of the interval, which is no part of the log history."""
-        self.callback_handler.pace = self.live_numbers()
+        self.callback_handler.pace = self.pacing.live_numbers()
         try:
-            self._log(logs, start_time=self.run.started)
+            self.log_numbers(logs, start_time=self.run.started)
         finally:
             self.callback_handler.pace = None
         if self.run.split is not None:
             self.run.split.restart()
-
-    def live_numbers(self) -> dict[str, float]:
-        """How fast the run went since the last log point."""
-        return self.run.pace.read()
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
@@ -135,7 +144,7 @@ class LoopActions:
             )
             return
         jumped = self.state.global_step
-        self.restore_weights(max(good))
+        self.saving.restore_weights(max(good))
         for callback in self.callback_handler.callbacks:
             if callable(getattr(callback, "rewind", None)):
                 callback.rewind(self.args, self.state)
@@ -143,10 +152,6 @@ class LoopActions:
             f"the loss spiked between steps {step} and {jumped}: rolling back to checkpoint-{max(good)} and skipping "
             "the samples since then"
         )
-
-    def restore_weights(self, step: int) -> None:
-        """Weights, optimizer, schedule and state of a checkpoint; the position in the data stays."""
-        raise NotImplementedError
 
     def _stop_if_nonfinite(self) -> None:
         self.run.meter.settle()
@@ -157,7 +162,7 @@ class LoopActions:
         first = step - (updates - (reading.first_nonfinite or 0)) + 1
         policy = self.args.on_nonfinite
         if policy == "raise":
-            folder = self.write_incident(first)
+            folder = self.loss.write_incident(first)
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
                 f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
@@ -171,11 +176,7 @@ class LoopActions:
             f"updates are {done}. The number of them is logged as nonfinite_updates"
         )
 
-    def write_incident(self, step: int) -> str:
-        """Run a step whose numbers were not finite once more and write down what it shows; returns the folder."""
-        raise NotImplementedError
-
-    def _log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log_numbers(self, logs: dict[str, float], start_time: float | None = None) -> None:
         adapt(self.trainer.log, "start_time")(logs, start_time=start_time)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -252,9 +253,6 @@ class LoopActions:
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        raise NotImplementedError
-
     def _metric_name(self, metrics: dict[str, float]) -> str:
         """The full name of the metric that decides which model is best."""
         wanted = self.args.metric_for_best_model or "loss"
@@ -275,16 +273,10 @@ class LoopActions:
         self.state.best_global_step = self.state.global_step
         return True
 
-    def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        raise NotImplementedError
-
-    def _load_best_model(self) -> None:
-        raise NotImplementedError
-
-    def _callback_states(self) -> dict[str, Any]:
+    def callback_states(self) -> dict[str, Any]:
         return callback_states([*self.callback_handler.callbacks, self.control])
 
-    def _restore_callbacks(self, states: dict[str, Any]) -> None:
+    def restore_callbacks(self, states: dict[str, Any]) -> None:
         if not self.args.restore_callback_states_from_checkpoint:
             return
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
@@ -330,14 +322,14 @@ class LoopActions:
         if self.trainer.is_world_process_zero():
             folder = working_folder(self.args.output_dir)
             os.makedirs(folder, exist_ok=True)
-            self.state.stateful_callbacks = self._callback_states()
+            self.state.stateful_callbacks = self.callback_states()
             self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
     def end(self) -> None:
         """Wait for saves in flight; trackers are finished when training ends."""
         self.run.checkpoints.wait()
 
-    def _add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+    def add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         if not self.args.skip_memory_metrics:
             metrics.update(self.memory.figures(split))
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from ..errors import ArgumentsError, NotAvailable
-from .actions import LoopActions
-from .plan import Plan
+from .part import Part
 
 
-class ChangingMethods(LoopActions):
+class Changes(Part):
     """Asked in every update, so each of these costs next to nothing while nothing has changed."""
 
     def begin_following(self) -> None:
@@ -44,7 +43,7 @@ class ChangingMethods(LoopActions):
         if asked == before.accumulation:
             return
         self.run.is_resized = True
-        self.run.plan = self.replanned()
+        self.run.plan = self.internals.saving.replanned()
         self.state.max_steps, self.state.num_train_epochs = self.run.plan.max_steps, self.run.plan.epochs
         text = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
         if self.run.plan.max_steps != before.max_steps:
@@ -53,7 +52,3 @@ class ChangingMethods(LoopActions):
                 "learning rate schedule is unchanged"
             )
         self.notices.warn_once(text)
-
-    def replanned(self) -> Plan:
-        """The plan of the arguments as they are now, for a run whose updates so far had other sizes."""
-        raise NotImplementedError

@@ -8,14 +8,13 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import islice
 from typing import Any, cast
 
 from ..args.base import BaseArguments
 from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .changes import ChangingMethods
+from .actions import LoopActions
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -28,12 +27,11 @@ from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .strategy import StepwiseStrategy, Strategy
-from .throughput import ThroughputMeter
 from .trainer import BaseTrainer
-from .update import MicroBatch, Place, Update, whole_batch
+from .update import Place, Update, whole_batch
 
 
-class Internals(ChangingMethods):
+class Internals(LoopActions):
     """Trains whatever its strategy can run; a subclass brings the framework.
 
     A trainer holds one of these under its only private name, and has no other attribute of the library: a user's
@@ -63,6 +61,7 @@ class Internals(ChangingMethods):
             callbacks, args=args, state=self.state, control=self.control, **context
         )
         self.new_run()
+        self.make_parts()
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
             if not logger.hasHandlers():  # Python's last resort shows warnings only
@@ -77,6 +76,10 @@ class Internals(ChangingMethods):
             checkpoints=CheckpointManager(self.args.output_dir, notices=self.notices),
             signals=SignalWatch(enabled=self.args.enable_jit_checkpoint, shared=not self.is_alone),
         )
+
+    def make_parts(self) -> None:
+        """Make data, loss, evaluation, saving, changes and pacing; called once, by `set_up`."""
+        raise NotImplementedError
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class Internals(ChangingMethods):
             with self.strategy.alarm, self.run.signals, self.watched():
                 self.prepare_training(checkpoint)
                 self.start_clock()
-                self.begin_following()
+                self.changes.begin_following()
                 run_training(self)
                 return self._finish_training()
         finally:
@@ -120,7 +123,7 @@ class Internals(ChangingMethods):
                 self.write_late_logs()
             self.run.checkpoints.wait()
             self.finish_with_model()
-            self.release_data()
+            self.data.release()
             self.run.close()
             self.callback_handler.leave_training()
             self.trainer.is_in_train = False
@@ -147,11 +150,9 @@ class Internals(ChangingMethods):
             raise CheckpointError(f"{found} does not exist on every node; resume from a shared folder")
         return found
 
-    def release_data(self) -> None:
-        """Let go of whatever loads the training data."""
-
     def finish_with_model(self) -> None:
         """Take away what training put on the model."""
+        self.pacing.close()
 
     def prepare_training(self, checkpoint: str | None) -> None:
         """Build loader, plan, model, optimizer and schedule, in this order, and load the checkpoint into them."""
@@ -173,39 +174,27 @@ class Internals(ChangingMethods):
             mean=None if self.is_alone else self.strategy.reduce,
         )
 
-    def epoch_batches(self, epoch: int) -> Iterator[Any]:
-        """The micro-batches of an epoch from where progress stands."""
-        raise NotImplementedError
-
-    def make_update(self, batches: list[Any]) -> Update:
-        """The update made of these micro-batches, its targets counted."""
-        raise NotImplementedError
-
-    def sync_update(self, batches: list[Any]) -> Update | None:
-        """This process's part of an update, or None when no process has any data left."""
-        raise NotImplementedError
-
     def updates(self, epoch: int) -> Iterator[Update]:
         """The updates of an epoch from where progress stands."""
         self.run.snapshot, self.run.undone = None, False
-        batches = self.epoch_batches(epoch)
+        batches = self.data.epoch_batches(epoch)
         found = self.run.progress.batches_in_epoch > 0
         pace, clock = self.run.pace, time.perf_counter
         while True:
             if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
-                self.follow_accumulation()
-            self.follow_overrides()
-            if (found or self.run.snapshot is None) and self._may_be_undone():
+                self.changes.follow_accumulation()
+            self.changes.follow_overrides()
+            if (found or self.run.snapshot is None) and self.may_be_undone():
                 self.run.snapshot = self.strategy.snapshot()
             asked = clock()
-            micro_batches = self._next_batches(batches)
+            micro_batches = self.data.next_batches(batches)
             pace.last_wait = clock() - asked
             pace.waited += pace.last_wait
             if self.is_alone:
                 if not micro_batches:
                     break
-                update = self.make_update(micro_batches)
-            elif (shared := self.sync_update(micro_batches)) is None:
+                update = self.loss.make_update(micro_batches)
+            elif (shared := self.loss.sync_update(micro_batches)) is None:
                 break
             else:
                 update = shared
@@ -214,13 +203,9 @@ class Internals(ChangingMethods):
         if not found:
             self._no_batches(epoch)
 
-    def _may_be_undone(self) -> bool:
+    def may_be_undone(self) -> bool:
         """Whether a signal can find an update half done: between two of its micro-batches."""
         return self.run.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
-
-    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
-        return list(islice(batches, self.run.plan.accumulation))
 
     def _no_batches(self, epoch: int) -> None:
         if epoch == 0:
@@ -231,32 +216,37 @@ class Internals(ChangingMethods):
         self.control.should_training_stop = True
 
     def part_states(self) -> dict[str, Any]:
-        """What parts of the trainer want back when the run goes on, as JSON values."""
-        return {"spikes": self.run.spikes.state_dict()}
+        """What the run and its parts want back when it resumes, as JSON values."""
+        states = {"spikes": self.run.spikes.state_dict()}
+        for part in (self.saving, self.data, self.loss):
+            states.update(part.part_states())
+        return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         """The counterpart of `part_states`."""
         if "spikes" in states:
             self.run.spikes.load_state_dict(states["spikes"])
+        for part in (self.saving, self.data, self.loss):
+            part.load_part_states(states)
 
     def run_micro_batches(self, update: Update) -> Any:
         """Forward and backward of every micro-batch; returns the update's loss. There is no other such loop."""
-        self.begin_update(update)
+        self._begin_update(update)
         run, events = self.run, self.callback_handler
         strategy = cast(StepwiseStrategy, self.strategy)  # where updates are compiled, this method is another
         while True:
             total = loss = None
             try:
-                with self.around_update():
+                with self.loss.around_update():
                     strategy.begin_update(update)
                     for index in range(len(update.batches)):
-                        micro = run.micro_batch = self.micro_batch(update, index)
+                        micro = run.micro_batch = self.loss.micro_batch(update, index)
                         with strategy.micro_batch(micro):
                             loss = run.step(self.trainer.model_wrapped, micro.inputs, num_items_in_batch=micro.items)
                             total = strategy.add(total, loss, micro)
                         if not micro.is_last:
                             events.fire("on_substep_end")
-                return self.end_update(update, total)
+                return self.loss.end_update(update, total)
             except Interrupted:
                 run.undone = True
                 strategy.restore(run.snapshot)
@@ -264,31 +254,16 @@ class Internals(ChangingMethods):
             except (RuntimeError, MemoryError) as error:
                 total = loss = None  # what failed may hold the memory that is missing
                 micro = run.micro_batch = whole_batch()
-                if not self.recover(error, update):
+                if not self.loss.recover(error, update):
                     raise
 
-    def begin_update(self, update: Update) -> None:
+    def _begin_update(self, update: Update) -> None:
         """Before the micro-batches of an update: take up what was changed since the last one."""
         if self.run.split is not None:
             self.run.split.data_is_there()
         self._follow_optimizer()
-        self.follow_changes()
-
-    def around_update(self) -> AbstractContextManager[Any]:
-        """The context of all micro-batches of an update."""
-        return nullcontext()
-
-    def micro_batch(self, update: Update, index: int) -> MicroBatch:
-        """One micro-batch of an update: its inputs, the number of items its loss is given, and its weight."""
-        raise NotImplementedError
-
-    def end_update(self, update: Update, loss: Any) -> Any:
-        """After the micro-batches of an update: its loss, from the sum of their losses."""
-        return loss
-
-    def recover(self, error: Exception, update: Update) -> bool:
-        """After an error: whether the update may be tried again, in smaller micro-batches."""
-        return False
+        self.changes.follow_changes()
+        self.loss.begin_update(update)
 
     def apply_update(self, loss: Any) -> None:
         """Clip, optimizer step, schedule."""
@@ -311,7 +286,7 @@ class Internals(ChangingMethods):
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
         trainer = self.trainer
         if trainer.optimizer is not self.run.optimizer or trainer.lr_scheduler is not self.run.schedule:
-            self.follow_optimizer(is_clipped=is_clipped)
+            self.changes.follow_optimizer(is_clipped=is_clipped)
 
     def _veto(self, loss: Any, norm: Any) -> Any:
         """A device flag that forbids this step because loss or gradients are not finite."""
@@ -333,7 +308,7 @@ class Internals(ChangingMethods):
         pace.squared_lengths += update.squared_lengths
         state.global_step += 1
         if state.global_step == self.run.split_at:
-            self.toggle_step_timing(update)
+            self.pacing.toggle_step_timing(update)
         state.samples_seen = progress.samples_seen
         state.total_flos += update.flos
         state.num_input_tokens_seen += update.tokens
@@ -344,13 +319,6 @@ class Internals(ChangingMethods):
             self.run.checkpoints.raise_if_failed()
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
-
-    def toggle_step_timing(self, update: Update) -> None:
-        """Begin, or end after this update, looking where the time of an update goes."""
-
-    def make_pace(self) -> ThroughputMeter:
-        """What measures the speed of a run."""
-        return ThroughputMeter()
 
     def _remember_place(self, update: Update) -> None:
         """Which samples an update took, kept until its numbers are known to be finite."""
@@ -365,10 +333,7 @@ class Internals(ChangingMethods):
         inside = whole is None or self.run.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
             self.run.progress.close_epoch()
-        self.tell_unfollowed()
-
-    def _get_learning_rate(self) -> float:
-        raise NotImplementedError
+        self.changes.tell_unfollowed()
 
     def _wants_norm(self) -> bool:
         """Whether this update's gradient norm is needed when it is not clipped."""
@@ -377,7 +342,7 @@ class Internals(ChangingMethods):
 
     def start_clock(self) -> None:
         self.run.started = time.time()
-        self.run.pace = self.make_pace()
+        self.run.pace = self.pacing.make_meter()
         self.run.first_step = self.state.global_step
         self.run.first_sample = self.run.progress.samples_seen
         self.run.first_token = self.state.num_input_tokens_seen
@@ -386,7 +351,7 @@ class Internals(ChangingMethods):
         self.write_late_logs()
         steps = self.state.global_step - self.run.first_step
         loss = self.run.meter.mean_loss()
-        self.live_numbers()  # what came after the last log point belongs into the numbers of the run
+        self.pacing.live_numbers()  # what came after the last log point belongs into the numbers of the run
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         samples = self.run.progress.samples_seen - self.run.first_sample
@@ -394,8 +359,8 @@ class Internals(ChangingMethods):
         self.trainer.store_flos()
         metrics["total_flos"] = self.state.total_flos
         metrics["train_loss"] = loss
-        self._add_memory_metrics("train", metrics)
-        self._log(metrics)
+        self.add_memory_metrics("train", metrics)
+        self.log_numbers(metrics)
         self.run.checkpoints.wait()
         self.run.checkpoints.raise_if_failed()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:

@@ -12,9 +12,9 @@ from ..errors import CheckpointError
 from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name
 from .checkpoint.json_files import read_json
 from .checkpoint.space import check_space
-from .internals import Internals
 from .overrides import is_overridden
 from .packing import PackedPlan
+from .part import Part
 from .plan import Plan
 from .state import Progress, TrainerState
 
@@ -27,7 +27,7 @@ CHANGES = {
 """Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
 
 
-class ResumingMethods(Internals):
+class Resuming(Part):
     """The part of saving and resuming that needs no framework."""
 
     # ---- what a framework brings ------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class ResumingMethods(Internals):
         """Load the weights in a folder into the model."""
         raise NotImplementedError
 
-    def _resume(self, checkpoint: str) -> None:
+    def resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
         raise NotImplementedError
 
@@ -82,14 +82,14 @@ class ResumingMethods(Internals):
     # ---- documents --------------------------------------------------------------------------------------------------
 
     def _state_document(self) -> dict[str, Any]:
-        self.state.stateful_callbacks = self._callback_states()
+        self.state.stateful_callbacks = self.internals.callback_states()
         return dataclasses.asdict(self.state)
 
     def _progress_document(self) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(self.run.progress),
             "meter": self.run.meter.state_dict(),
-            "parts": self.part_states(),
+            "parts": self.internals.part_states(),
         }
 
     def _save_companions(self, folder: Path) -> None:
@@ -150,12 +150,8 @@ class ResumingMethods(Internals):
         done = plan.updates_before(epoch + 1) - left
         return dataclasses.replace(plan, max_steps=step + plan.max_steps - done)
 
-    def plan_again(self) -> Plan:
-        """The plan of the arguments as they are now, from the beginning of the run."""
-        raise NotImplementedError
-
     def replanned(self) -> Plan:
-        plan, progress = self.plan_again(), self.run.progress
+        plan, progress = self.internals.data.plan_again(), self.run.progress
         whole = plan.batches_in(progress.epoch)
         if whole is None:
             return plan
@@ -184,7 +180,7 @@ class ResumingMethods(Internals):
         self.state.samples_seen = self.run.progress.samples_seen
         self.run.meter.load_state_dict(document["meter"])
         self.run.is_resized = bool(document.get("resized"))
-        self.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
+        self.internals.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
         """What this process itself had put aside, where each of several did."""
@@ -197,14 +193,14 @@ class ResumingMethods(Internals):
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))
-        self._restore_callbacks(saved.stateful_callbacks)
+        self.internals.restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:
         folder = Path(self.run.checkpoints.local(self.run.checkpoints.complete()[step]))
         place = dataclasses.replace(self.run.progress)
         rng = self.strategy.rng_state()
         self.trainer._load_from_checkpoint(str(folder))
-        self._resume(str(folder))
+        self.resume(str(folder))
         logged = self.run.progress.last_logged_step
         for each in dataclasses.fields(place):
             setattr(self.run.progress, each.name, getattr(place, each.name))
@@ -217,7 +213,7 @@ class ResumingMethods(Internals):
         self.run.plan = self.replanned()
         self.state.max_steps, self.state.num_train_epochs = self.run.plan.max_steps, self.run.plan.epochs
 
-    def _put_back_rng(self) -> None:
+    def put_back_rng(self) -> None:
         """Random streams as the checkpoint holds them, once."""
         if self.run.resume_rng is not None:
             self.strategy.load_rng_state(self.run.resume_rng)

@@ -1,4 +1,4 @@
-"""The trainer's methods that turn datasets into batches."""
+"""Datasets to batches: sources, their order, and where a run stands in them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 from ..core.evaluation.entry import named_eval_dataset
 from ..core.order import Order
 from ..core.overrides import is_overridden
+from ..core.part import DataPart
 from ..core.plan import Plan, make_plan
-from ..core.resume import ResumingMethods
 from ..core.update import Place
 from ..errors import ArgumentsError, DataError
-from .hooks import KerasBase
 from .host_batch import HostBatch, as_array, mapped, rows_of, split_batch, stack_samples
-from .models import ModelInfo
+from .part import KerasPart
 from .sources import (
     MapSource,
     Source,
@@ -30,17 +29,15 @@ from .sources import (
 )
 
 
-class DataMethods(KerasBase, ResumingMethods):
+class KerasData(KerasPart, DataPart):
     """Sources of batches, their order, and where they stand; every public method may be overridden."""
-
-    info: ModelInfo
 
     # ---- what may be overridden -------------------------------------------------------------------------------------
 
     def get_train_tfdataset(self) -> Any:
         """The batches of the training data; an override may return a batched tf.data pipeline."""
         if self.trainer.train_dataset is None:
-            raise DataError(f"training needs a train_dataset: {self.trainer_name}(..., train_dataset=...)")
+            raise DataError(f"training needs a train_dataset: {self.internals.trainer_name}(..., train_dataset=...)")
         return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
@@ -49,7 +46,7 @@ class DataMethods(KerasBase, ResumingMethods):
             eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
-            given = f"{self.trainer_name}(..., eval_dataset=...)"
+            given = f"{self.internals.trainer_name}(..., eval_dataset=...)"
             raise DataError(f"evaluation needs an eval_dataset: {given} or evaluate(dataset)")
         source = self._make_source(dataset, "evaluation", self.args.eval_batch_size)
         return source, source.batches, source.examples
@@ -64,7 +61,7 @@ class DataMethods(KerasBase, ResumingMethods):
     def _make_source(self, dataset: Any, what: str, size: int, *, training: bool = False) -> Source:
         check_data(dataset, what)
         drop = training and self.args.dataloader_drop_last
-        finish = self._finish
+        finish = self.finish
         if is_tf_data(dataset):
             return self._pipeline_source(dataset, what, size, training=training, drop=drop)
         collate = self.trainer.data_collator or stack_samples
@@ -86,20 +83,20 @@ class DataMethods(KerasBase, ResumingMethods):
         if training and self._sampling() == "group_by_length":
             raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
         seed = self._data_seed() if training and self._sampling() == "random" else None
-        return self._open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
+        return self.open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
 
-    def _open_pipeline(self, dataset: Any, **options: Any) -> Source:
+    def open_pipeline(self, dataset: Any, **options: Any) -> Source:
         """A tf.data pipeline as a source, batched unless the options say so; a user who made one has TensorFlow."""
         raise NotImplementedError
 
-    def _finish(self, batch: Any) -> HostBatch:
+    def finish(self, batch: Any) -> HostBatch:
         """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
         features, labels = split_batch(batch, self.trainer.label_names)
         features = mapped(as_array, self._wanted_columns(features))
         return HostBatch(features, mapped(as_array, labels), rows_of(features))
 
     def _wanted_columns(self, features: Any) -> Any:
-        inputs = self.info.inputs
+        inputs = self.internals.info.inputs
         if not isinstance(features, Mapping) or inputs is None or not self.args.remove_unused_columns:
             return features
         if len(inputs) == 1 and len(features) == 1:
@@ -139,7 +136,7 @@ class DataMethods(KerasBase, ResumingMethods):
 
     # ---- plan and position ------------------------------------------------------------------------------------------
 
-    def _make_plan(self, source: Any) -> Plan:
+    def make_plan(self, source: Any) -> Plan:
         if source.batches is None and self.args.max_steps <= 0:
             raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
         return make_plan(
@@ -152,18 +149,18 @@ class DataMethods(KerasBase, ResumingMethods):
         )
 
     def plan_again(self) -> Plan:
-        return self._make_plan(self.run.source)
+        return self.make_plan(self.run.source)
 
-    def _training_source(self) -> Source:
+    def training_source(self) -> Source:
         """What `get_train_tfdataset` gives, as a source."""
         given = self.trainer.get_train_tfdataset()
         if isinstance(given, Source):
             return given
         if is_tf_data(given):
-            return self._open_pipeline(given)
+            return self.open_pipeline(given)
         if not is_overridden(self.trainer, "get_train_tfdataset") or not hasattr(given, "__iter__"):
             raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
-        return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
+        return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self.finish)
 
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
         """The micro-batches of an epoch, from where progress stands."""
@@ -172,11 +169,11 @@ class DataMethods(KerasBase, ResumingMethods):
             progress.batches_in_epoch = progress.samples_in_epoch = 0
         done = progress.batches_in_epoch
         if source.ordered:
-            self._put_back_rng()
+            self.internals.saving.put_back_rng()
             return source.open(epoch, samples=progress.samples_in_epoch, batches=done)
         state, self.run.stream = self.run.stream, None
         if not done:
-            self._put_back_rng()
+            self.internals.saving.put_back_rng()
             self.run.epoch_rng = self.strategy.streams.snapshot()
             return source.open(epoch)
         place = {"samples": progress.samples_in_epoch, "batches": done, "state": state}
@@ -185,7 +182,7 @@ class DataMethods(KerasBase, ResumingMethods):
     def _then_put_back_rng(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
         """The batches; random streams are put back once what was skipped has been read."""
         first = next(batches, None)
-        self._put_back_rng()
+        self.internals.saving.put_back_rng()
         if first is not None:
             yield first
             yield from batches
@@ -209,7 +206,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return indices.tolist(), found
 
     def part_states(self) -> dict[str, Any]:
-        states = super().part_states()
+        states: dict[str, Any] = {}
         if self.run.source is not None and not self.run.source.ordered:
             inside = bool(self.run.progress.batches_in_epoch)
             states["stream"] = self.run.source.state() if inside else None
@@ -219,12 +216,11 @@ class DataMethods(KerasBase, ResumingMethods):
         return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        super().load_part_states(states)
         self.run.stream = states.get("stream")
         epoch_rng = states.get("epoch_rng")
         self.run.epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
 
-    def _source_files(self) -> Path | None:
+    def source_files(self) -> Path | None:
         """The files of a pipeline's own state, made now; None where there are none, said once."""
         source = self.run.source
         if source is None or source.ordered or not self.run.progress.batches_in_epoch:

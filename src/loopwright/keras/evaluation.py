@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
-from ..core.evaluation.entry import AssessingMethods
+from ..core.evaluation.entry import Evaluation
 from ..core.evaluation.loop import EvalStep, run_evaluation
 from ..core.evaluation.metric_objects import MetricObjects
 from ..core.evaluation.metrics import full_name
@@ -17,19 +17,18 @@ from ..core.overrides import is_overridden
 from ..core.signals import Interrupted
 from ..errors import DataError, MetricError
 from ..notices import logger
-from .data import DataMethods
 from .host_batch import HostBatch
-from .loss_step import LossMethods
+from .part import KerasPart
 from .sources import Columns, Source, is_columns, is_tf_data
 from .strategy import plain_errors
 
 TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
-class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
+class KerasEvaluation(KerasPart, Evaluation):
     """evaluate, predict and what they are made of."""
 
-    _predict: Any = None
+    compiled_prediction: Any = None
     """The compiled prediction step."""
 
     # ---- what users call --------------------------------------------------------------------------------------------
@@ -55,7 +54,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             return dataset
         if not is_tf_data(dataset):
             raise DataError(f"a {type(dataset).__name__} holds no batches; return a batched tf.data pipeline")
-        return self._open_pipeline(dataset)
+        return self.internals.data.open_pipeline(dataset)
 
     def _run_loop(
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
@@ -88,7 +87,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         if isinstance(self.trainer.compute_metrics, MetricObjects):
             self.trainer.compute_metrics.restart()
         self.callback_handler.context["eval_dataloader"] = source
-        steps = self._eval_steps(source.open(0), only)
+        steps = self.eval_steps(source.open(0), only)
         plan = self._make_evaluation_plan(only, source.examples)
         output = run_evaluation(steps, plan, to_host=lambda value: value, read=self.strategy.read, prefix=prefix)
         if output.num_samples == 0:
@@ -102,17 +101,17 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         more = {"return_outputs": True, "training": False}
         if labels is None:
             return self.trainer.run_model(features, None, False)[1]
-        result = self._called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
+        result = self.internals.loss.called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
         loss, outputs = _loss_and_outputs(result)
         if outputs is None:  # an override that returns the loss alone
             outputs = self.trainer.run_model(features, None, False)[1]
         if loss is not None:
-            total, items = self._summed(loss, labels)
+            total, items = self.internals.loss.summed(loss, labels)
             self.trainer.eval_loss.update_state(total / nb_instances_in_global_batch, items)
         return outputs
 
-    def _traced_prediction(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[Any, Any, Any]:
-        self._row_weights = weights
+    def traced_prediction(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[Any, Any, Any]:
+        self.internals.loss.row_weights = weights
         with self.trainer.eval_loss.collecting() as note:
             outputs = self.trainer.prediction_step(features, labels, items)
             if outputs is not None and self.trainer.preprocess_logits_for_metrics is not None:
@@ -123,16 +122,16 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         """`_traced_prediction` as a compiled function of a placed batch and its items, on all replicas."""
         raise NotImplementedError
 
-    def _eval_steps(self, batches: Iterator[HostBatch], loss_only: bool) -> Iterator[EvalStep]:
-        if self._predict is None:
-            self._bind_overrides()
-            self._predict = self._compile_prediction()
+    def eval_steps(self, batches: Iterator[HostBatch], loss_only: bool) -> Iterator[EvalStep]:
+        if self.compiled_prediction is None:
+            self.internals.loss.bind_overrides()
+            self.compiled_prediction = self._compile_prediction()
         full = self.args.eval_batch_size
         for batch in batches:
             items = np.float32(max(self.trainer._compute_nb_instances((batch.features, batch.labels)), 1))
             placed = self.strategy.placed([self.strategy.padded(batch, full)])[0]
             with plain_errors():
-                outputs, loss, count = self._predict(placed, items)
+                outputs, loss, count = self.compiled_prediction(placed, items)
             if loss is not None and count is not None:
                 loss = loss * items / ops.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
@@ -180,7 +179,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
                 source = self._eval_batches(None)
                 first = source.first()
                 plan = self._make_evaluation_plan(loss_only, None)
-                steps = self._eval_steps(iter([] if first is None else [first]), loss_only)
+                steps = self.eval_steps(iter([] if first is None else [first]), loss_only)
                 found = run_evaluation(steps, plan, to_host=lambda each: each, read=self.strategy.read, prefix="eval")
             return set(found.metrics)
         except (DataError, MetricError):

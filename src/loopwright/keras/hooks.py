@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ..core.hooks import Hooks
-from ..core.internals import Internals
 from .arguments import KerasTrainingArguments
-from .run import KerasRun
-from .strategy import KerasStrategy
 
 
 class KerasHooks(Hooks, Protocol):
@@ -38,15 +35,3 @@ class KerasHooks(Hooks, Protocol):
     def _save(self, *args: Any, **kwargs: Any) -> Any: ...
     def setup_wandb(self, *args: Any, **kwargs: Any) -> Any: ...
     def setup_comet(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-class KerasBase(Internals):
-    """What the parts behind a trainer of Keras models share."""
-
-    trainer: KerasHooks
-    run: KerasRun
-    run_class = KerasRun
-    args: KerasTrainingArguments
-    strategy: KerasStrategy
-    trainer_name: str
-    """What messages call the trainer."""

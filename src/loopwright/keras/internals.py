@@ -4,32 +4,63 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from keras import ops
 
 from ..callbacks.defaults import default_callbacks
 from ..core.constructor import make_model
 from ..core.host_memory import MemoryMeter
+from ..core.internals import Internals
+from ..core.pacing import Pacing
+from ..core.update import Update
 from .arguments import POLICIES, KerasTrainingArguments
 from .callbacks import adapted
-from .compiled_loss import find_keras_loss
+from .changes import KerasChanges
+from .compiled_loss import KerasLoss, find_keras_loss
 from .constructor_checks import check_constructor, old_names
-from .evaluation import EvaluationMethods
+from .data import KerasData
+from .evaluation import KerasEvaluation
+from .hooks import KerasHooks
 from .host_batch import mapped
-from .loss_step import LossNote
+from .loss_step import LossNote, LossStep
 from .models import ModelInfo, check_policy, is_built, look_at
-from .optimizer_creation import OptimizerMethods
-from .save import SavingMethods
+from .optimizer_creation import KerasOptim
+from .run import KerasRun
+from .save import KerasSaving
 from .sources import Columns, is_columns
 from .strategy import KerasStrategy, UpdateRules
 from .token_counter import WorkCounter
 
 
-class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
+class KerasInternals(Internals):
     """The parts of a trainer, and how they are made ready for a run."""
 
+    trainer: KerasHooks
+    run: KerasRun
+    run_class = KerasRun
+    strategy: KerasStrategy
+    trainer_name: str
+    """What messages call the trainer."""
+    info: ModelInfo
+    keras_loss: KerasLoss | None
+
+    data: KerasData
+    data_class: ClassVar[type[KerasData]]
+    loss: LossStep
+    loss_class: ClassVar[type[LossStep]]
+    evaluation: KerasEvaluation
+    evaluation_class: ClassVar[type[KerasEvaluation]]
+    saving: KerasSaving
+    changes: KerasChanges
+    pacing: Pacing
+    optim: KerasOptim
+
     arguments_class: type[KerasTrainingArguments]
+
+    @property
+    def args(self) -> KerasTrainingArguments:
+        return self.trainer.args
 
     def construct(
         self,
@@ -85,10 +116,16 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         self.set_up(args, given, processing_class=processing_class)
         if args.should_save:
             self._check_output_dir()
-        self._adopt_model(self.trainer.call_model_init() if model is None else model)
+        self.adopt_model(self.trainer.call_model_init() if model is None else model)
         self.trainer.setup_wandb()
         self.trainer.setup_comet()
         self.callback_handler.fire("on_init_end")
+
+    def make_parts(self) -> None:
+        self.data, self.loss = self.data_class(self), self.loss_class(self)
+        self.evaluation = self.evaluation_class(self)
+        self.saving, self.changes, self.pacing = KerasSaving(self), KerasChanges(self), Pacing(self)
+        self.optim = KerasOptim(self)
 
     def _make_strategy(self, args: KerasTrainingArguments) -> KerasStrategy:
         raise NotImplementedError
@@ -97,15 +134,11 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         """A callback that logs through a tf.summary writer, which its user has TensorFlow for."""
         raise NotImplementedError
 
-    def _micro_gradients(self, *args: Any) -> Any:
-        """Gradients, loss and items of one micro-batch, as the strategy takes them."""
-        raise NotImplementedError
-
     def _placed_model(self, model: Any, info: ModelInfo) -> Any:
         """The model with its variables where the strategy needs them."""
         return model
 
-    def _adopt_model(self, model: Any) -> None:
+    def adopt_model(self, model: Any) -> None:
         """Find out what the model takes, and see that its variables belong to the strategy."""
         info = look_at(model)
         check_policy(model, POLICIES[self.args.mixed_precision])
@@ -115,9 +148,9 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             model.config.use_cache = self.args.use_cache
         self.trainer.model, self.info = model, info
         self.trainer.model_wrapped = self.strategy.setup_model(model)
-        self._predict = None
+        self.evaluation.compiled_prediction = None
         self.callback_handler.context["model"] = model
-        self._bind_overrides()
+        self.loss.bind_overrides()
 
     def call_model_init(self, trial: Any = None) -> Any:
         """A fresh model from `model_init`, built in the strategy's scope."""
@@ -133,45 +166,34 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             self.memory.start()
         if self.trainer.model_init is not None:
             self.strategy.streams.seed(args.seed)
-            self._adopt_model(self.trainer.call_model_init())
+            self.adopt_model(self.trainer.call_model_init())
             self.trainer.optimizer = self.trainer.lr_scheduler = None
-        self.run.source = self._training_source()
+        self.run.source = self.data.training_source()
         self._build_model()
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
-        self.run.plan = self._make_plan(self.run.source)
+        self.run.plan = self.data.make_plan(self.run.source)
         if checkpoint is not None:
-            self.run.plan = self.plan_to_go_on(checkpoint)
+            self.run.plan = self.saving.plan_to_go_on(checkpoint)
         self._start_state()
-        self._prepare_optimizer()
-        self._bind_overrides()
+        self.optim.prepare()
+        self.loss.bind_overrides()
         self.strategy.full_rows = self.run.plan.batch_size
-        self.strategy.prepare(self._micro_gradients, self._rules())
+        self.strategy.prepare(self.loss.micro_gradients, self.rules())
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self.saving.resume(checkpoint)
         else:
-            self._begin_anew()
-        self.check_saving()
-        self.check_metric_name()
+            self.begin_anew()
+        self.saving.check_saving()
+        self.evaluation.check_metric_name()
         self._tell_late_events()
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         """Called where there is no checkpoint to go on from."""
 
-    def _rules(self) -> UpdateRules:
+    def rules(self) -> UpdateRules:
+        """What a compiled update has built in."""
         return UpdateRules(self.args.max_grad_norm, str(self.args.on_nonfinite))
-
-    def follow_changes(self) -> None:
-        """Compile updates anew for another max_grad_norm or on_nonfinite."""
-        if self._rules() != self.strategy.rules:
-            self.strategy.prepare(self._micro_gradients, self._rules())
-
-    def tell_unfollowed(self) -> None:
-        if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
-            self.notices.warn_once(
-                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
-                "they began with; call train() again after such a change"
-            )
 
     def _build_model(self) -> None:
         """Call a model that makes its variables when it first sees data, so that there is something to load into."""
@@ -192,3 +214,15 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
         if late:
             self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} come after it, not inside it")
+
+    # ---- one update -------------------------------------------------------------------------------------------------
+
+    def run_micro_batches(self, update: Update) -> Any:
+        self._begin_update(update)
+        loss = self.strategy.run_update(update)
+        for _ in range(len(update.batches) - 1):
+            self.callback_handler.fire("on_substep_end")
+        return loss
+
+    def may_be_undone(self) -> bool:
+        return False  # an update is one call

@@ -9,12 +9,13 @@ from typing import Any
 from keras import ops, tree
 
 from ..core.overrides import accepts, adapt, names_parameter
+from ..core.part import LossPart
 from ..core.update import Update
 from ..errors import ModelError
-from .compiled_loss import KerasLoss, is_integer, per_row
-from .hooks import KerasBase
+from .compiled_loss import is_integer, per_row
 from .host_batch import IGNORED, count_targets
-from .models import ModelInfo, call_model, loss_and_outputs
+from .models import call_model, loss_and_outputs
+from .part import KerasPart
 from .smoothing import smoothed
 
 
@@ -42,12 +43,10 @@ class LossNote:
         yield self
 
 
-class LossMethods(KerasBase):
+class LossStep(KerasPart, LossPart):
     """Forward and loss on one replica; every public method may be overridden, and is traced."""
 
-    info: ModelInfo
-    keras_loss: KerasLoss | None
-    _row_weights: Any = None
+    row_weights: Any = None
     """1 and 0 for the rows of the micro-batch being traced: padding counts for nothing. None without padding."""
     _noted_items: Any = None
     """What the mean that was just computed is a mean over, if that is known."""
@@ -59,12 +58,12 @@ class LossMethods(KerasBase):
 
         An override may return the mean over the batch, or a loss per example.
         """
-        outputs = call_model(self.model, self.info, features, labels, training)
-        if self.info.takes_labels:
+        outputs = call_model(self.model, self.internals.info, features, labels, training)
+        if self.internals.info.takes_labels:
             return loss_and_outputs(outputs, has_loss=labels is not None)
-        if self.keras_loss is None or labels is None:
+        if self.internals.keras_loss is None or labels is None:
             return None, outputs
-        total, self._noted_items = self.keras_loss(self.model, labels, outputs, self._row_weights)
+        total, self._noted_items = self.internals.keras_loss(self.model, labels, outputs, self.row_weights)
         return total / ops.maximum(self._noted_items, 1.0), outputs
 
     def compute_loss(
@@ -89,10 +88,10 @@ class LossMethods(KerasBase):
 
     # ---- overrides --------------------------------------------------------------------------------------------------
 
-    def _bind_overrides(self) -> None:
+    def bind_overrides(self) -> None:
         """Look at the user's methods once."""
         if names_parameter(self.trainer.compute_loss, "inputs"):  # written as for the PyTorch trainer
-            self._called_compute_loss = self._torch_style_compute_loss
+            self.called_compute_loss = self._torch_style_compute_loss
         else:
             optional = ("num_items_in_batch", "training", "return_outputs")
             adapted = adapt(self.trainer.compute_loss, *optional)
@@ -100,7 +99,7 @@ class LossMethods(KerasBase):
             def call(features: Any, labels: Any, items: Any, **more: Any) -> Any:
                 return adapted(features, labels, num_items_in_batch=items, **more)
 
-            self._called_compute_loss = call
+            self.called_compute_loss = call
 
     def _torch_style_compute_loss(self, features: Any, labels: Any, items: Any, **more: Any) -> Any:
         """`compute_loss(model, inputs, return_outputs, num_items_in_batch)` with features and labels in one dict."""
@@ -111,7 +110,7 @@ class LossMethods(KerasBase):
 
     # ---- sums and items ---------------------------------------------------------------------------------------------
 
-    def _summed(self, loss: Any, labels: Any) -> tuple[Any, Any]:
+    def summed(self, loss: Any, labels: Any) -> tuple[Any, Any]:
         """A loss as the sum over its items, and how many they are on this replica."""
         if loss is None:
             raise ModelError(
@@ -124,7 +123,7 @@ class LossMethods(KerasBase):
         if len(loss.shape) == 0 or tuple(loss.shape) == (1,):
             items = self._items_in(labels) if self._noted_items is None else self._noted_items
             return ops.sum(loss) * items, items
-        weights = self._row_weights
+        weights = self.row_weights
         if weights is None or loss.shape[0] not in (None, weights.shape[0]):
             return ops.sum(loss), ops.sum(ops.ones_like(loss))
         counted = per_row(weights, loss) * ops.ones_like(loss)
@@ -133,15 +132,15 @@ class LossMethods(KerasBase):
     def _items_in(self, labels: Any) -> Any:
         """What a mean over this replica's rows is a mean over: labels that are not -100, else samples."""
         if labels is None:
-            return ops.cast(1, "float32") if self._row_weights is None else ops.sum(self._row_weights)
+            return ops.cast(1, "float32") if self.row_weights is None else ops.sum(self.row_weights)
         rows = ops.cast(ops.shape(tree.flatten(labels)[0])[0], "float32")
-        samples = rows if self._row_weights is None else ops.sum(self._row_weights)
+        samples = rows if self.row_weights is None else ops.sum(self.row_weights)
         if isinstance(labels, (Mapping, tuple, list)) or not is_integer(labels):
             return samples
-        counted = labels[:, 1:] if self.info.shifts and len(labels.shape) > 1 else labels
+        counted = labels[:, 1:] if self.internals.info.shifts and len(labels.shape) > 1 else labels
         wanted = ops.cast(counted != IGNORED, "float32")
-        if self._row_weights is not None:
-            wanted *= per_row(self._row_weights, wanted)
+        if self.row_weights is not None:
+            wanted *= per_row(self.row_weights, wanted)
         return ops.sum(wanted)
 
     def _loss_from(self, outputs: Any, labels: Any, items: Any) -> Any:
@@ -149,8 +148,12 @@ class LossMethods(KerasBase):
             function = self.trainer.compute_loss_func
             options = {"num_items_in_batch": items} if accepts(function, "num_items_in_batch") else {}
             return function(outputs, labels, **options)
-        from_logits = self.keras_loss is None or self.keras_loss.from_logits
-        return smoothed(outputs, labels, self.args.label_smoothing_factor, self._row_weights, from_logits=from_logits)
+        from_logits = self.internals.keras_loss is None or self.internals.keras_loss.from_logits
+        return smoothed(outputs, labels, self.args.label_smoothing_factor, self.row_weights, from_logits=from_logits)
+
+    def micro_gradients(self, *args: Any) -> Any:
+        """Gradients, loss and items of one micro-batch, as the strategy takes them."""
+        raise NotImplementedError
 
     # ---- on the host ------------------------------------------------------------------------------------------------
 
@@ -166,14 +169,4 @@ class LossMethods(KerasBase):
         """The targets of a micro-batch over all replicas: labels that are not -100."""
         features, labels = batch
         rows = tree.flatten(features)[0].shape[0]
-        return count_targets(labels, int(rows), shifted=self.info.shifts)
-
-    def run_micro_batches(self, update: Update) -> Any:
-        self.begin_update(update)
-        loss = self.strategy.run_update(update)
-        for _ in range(len(update.batches) - 1):
-            self.callback_handler.fire("on_substep_end")
-        return loss
-
-    def _may_be_undone(self) -> bool:
-        return False  # an update is one call
+        return count_targets(labels, int(rows), shifted=self.internals.info.shifts)

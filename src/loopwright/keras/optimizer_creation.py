@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ModelError
-from .hooks import KerasBase
-from .models import ModelInfo, trainable
+from .models import trainable
 from .optimizers import build_optimizer
+from .part import KerasPart
 from .schedules import KerasRate, PlateauRate, build_rate, is_keras_schedule
 
 
-class OptimizerMethods(KerasBase):
+class KerasOptim(KerasPart):
     """Optimizer, schedule and learning rates."""
 
-    info: ModelInfo
     _base_rate: float = 0.0
     _rated: Any = None
     """The optimizer whose own learning rate the base rate is."""
 
-    def _prepare_optimizer(self) -> None:
+    def prepare(self) -> None:
         if self.trainer.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
             self.trainer.lr_scheduler = None
         self._own_scheduler = self.trainer.lr_scheduler is None
@@ -36,7 +35,7 @@ class OptimizerMethods(KerasBase):
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Create both, unless they were given; may be overridden to set `self.optimizer` and `self.lr_scheduler`."""
         if self.trainer.optimizer is None:
-            self.trainer.optimizer = build_optimizer(self.args, trainable(self.model), self.info.family)
+            self.trainer.optimizer = build_optimizer(self.args, trainable(self.model), self.internals.info.family)
             self._base_rate, self._rated = self.args.learning_rate, self.trainer.optimizer
         own = getattr(self.trainer.optimizer, "_learning_rate", None)
         if self.trainer.lr_scheduler is not None and not hasattr(self.trainer.lr_scheduler, "state_dict"):
@@ -58,9 +57,9 @@ class OptimizerMethods(KerasBase):
         if hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "loss_scale"):
             return optimizer
         with self.strategy.scope():
-            if self.info.legacy:
-                return self.info.family.mixed_precision.LossScaleOptimizer(optimizer)
-            return self.info.family.optimizers.LossScaleOptimizer(optimizer)
+            if self.internals.info.legacy:
+                return self.internals.info.family.mixed_precision.LossScaleOptimizer(optimizer)
+            return self.internals.info.family.optimizers.LossScaleOptimizer(optimizer)
 
     def get_learning_rates(self) -> list[float]:
         if self.trainer.optimizer is None:

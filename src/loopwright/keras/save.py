@@ -13,7 +13,7 @@ from ..core.checkpoint.json_files import documents_writer, read_json
 from ..core.checkpoint.storage import folder_for
 from ..core.host_memory import free_memory
 from ..core.overrides import adapt
-from ..core.resume import ResumingMethods
+from ..core.resume import Resuming
 from ..core.state import TrainerState
 from ..notices import logger
 from .checkpoint import (
@@ -24,13 +24,13 @@ from .checkpoint import (
     values_of,
     write_values,
 )
-from .hooks import KerasBase
+from .part import KerasPart
 
 STREAM = "tf_data"
 """The folder with a tf.data iterator's own files, in a checkpoint."""
 
 
-class SavingMethods(KerasBase, ResumingMethods):
+class KerasSaving(KerasPart, Resuming):
     """Saving and resuming."""
 
     # ---- the model --------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class SavingMethods(KerasBase, ResumingMethods):
             slots = values_of(optimizer_variables(self.trainer.optimizer))
             writers.append(lambda folder: write_values(folder / f"{OPTIMIZER}.safetensors", slots))
             documents.update(self._resume_documents())
-            files = self._source_files()  # type: ignore[attr-defined]
+            files = self.internals.data.source_files()
             if files is not None:
                 writers.append(lambda folder: _move(files, folder / STREAM))
         writers.append(documents_writer(documents))
@@ -126,7 +126,7 @@ class SavingMethods(KerasBase, ResumingMethods):
     def _load_weights_of(self, folder: str) -> None:
         load_model_values(self.model, folder)
 
-    def _resume(self, checkpoint: str) -> None:
+    def resume(self, checkpoint: str) -> None:
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
         self._check_resumable(folder)

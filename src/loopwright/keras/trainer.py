@@ -128,7 +128,7 @@ class KerasTrainer(BaseTrainer):
 
         An override may return the mean over the batch, or a loss per example.
         """
-        return self._loopwright.run_model(features, labels, training)
+        return self._loopwright.loss.run_model(features, labels, training)
 
     def compute_loss(
         self,
@@ -142,11 +142,11 @@ class KerasTrainer(BaseTrainer):
 
         An override may return the mean over its items, a loss per example, or `(sum, count)` to be exact in every case.
         """
-        return self._loopwright.compute_loss(features, labels, num_items_in_batch, return_outputs, training)
+        return self._loopwright.loss.compute_loss(features, labels, num_items_in_batch, return_outputs, training)
 
     def _compute_nb_instances(self, batch: Any) -> int:
         """The targets of a micro-batch over all replicas: labels that are not -100. Called once per micro-batch."""
-        return self._loopwright._compute_nb_instances(batch)
+        return self._loopwright.loss._compute_nb_instances(batch)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 
@@ -155,21 +155,21 @@ class KerasTrainer(BaseTrainer):
 
         Called once, when training begins.
         """
-        return self._loopwright.get_train_tfdataset()
+        return self._loopwright.data.get_train_tfdataset()
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
         """The batches of the evaluation data, how many they are and how many samples (None if not known).
 
         Called by every `evaluate`.
         """
-        return self._loopwright.get_eval_tfdataset(eval_dataset)
+        return self._loopwright.data.get_eval_tfdataset(eval_dataset)
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
         """The batches of the data to predict, how many they are and how many samples (None if not known).
 
         Called by every `predict`.
         """
-        return self._loopwright.get_test_tfdataset(test_dataset)
+        return self._loopwright.data.get_test_tfdataset(test_dataset)
 
     # ---- model, optimizer and schedule -------------------------------------------------------------------------------
 
@@ -179,15 +179,15 @@ class KerasTrainer(BaseTrainer):
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set `self.optimizer` and `self.lr_scheduler`, unless they were given. Called once, when training begins."""
-        self._loopwright.create_optimizer_and_scheduler(num_training_steps)
+        self._loopwright.optim.create_optimizer_and_scheduler(num_training_steps)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of every parameter group."""
-        return self._loopwright.get_learning_rates()
+        return self._loopwright.optim.get_learning_rates()
 
     def _get_learning_rate(self) -> float:
         """The learning rate that is logged. Called after every update."""
-        return self._loopwright._get_learning_rate()
+        return self._loopwright.optim._get_learning_rate()
 
     # ---- evaluation and prediction -----------------------------------------------------------------------------------
 
@@ -198,13 +198,13 @@ class KerasTrainer(BaseTrainer):
 
         Called by the user, and during training whenever `control.should_evaluate` is set.
         """
-        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions in the dataset's order, its labels if it has any, and metrics. Called by the user."""
-        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix)
+        return self._loopwright.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def prediction_loop(
         self,
@@ -215,11 +215,12 @@ class KerasTrainer(BaseTrainer):
         prediction_loss_only: bool | None = None,
     ) -> PredictionOutput:
         """Predictions, labels and metrics of batches. Called by `evaluate` and `predict` if overridden."""
-        return self._loopwright.prediction_loop(dataset, steps, num_examples, description, prediction_loss_only)
+        evaluation = self._loopwright.evaluation
+        return evaluation.prediction_loop(dataset, steps, num_examples, description, prediction_loss_only)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
         """The outputs of one batch on one replica; its loss is added to `eval_loss`. Traced, and may be overridden."""
-        return self._loopwright.prediction_step(features, labels, nb_instances_in_global_batch)
+        return self._loopwright.evaluation.prediction_step(features, labels, nb_instances_in_global_batch)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
@@ -270,26 +271,26 @@ class KerasTrainer(BaseTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
-        self._loopwright.save_model(output_dir, _internal_call)
+        self._loopwright.saving.save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None) -> None:
         """Write the files of `save_model` into a folder, on the process that writes."""
-        self._loopwright._save(output_dir)
+        self._loopwright.saving._save(output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         """Write a checkpoint of the last finished update. Called whenever `control.should_save` is set."""
-        self._loopwright._save_checkpoint(model, trial)
+        self._loopwright.saving._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint. Called when training resumes."""
-        self._loopwright._load_from_checkpoint(resume_from_checkpoint, model)
+        self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 
         Called after training, with `load_best_model_at_end`.
         """
-        self._loopwright._load_best_model()
+        self._loopwright.saving._load_best_model()
 
     # ---- callbacks and processes -------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from ..notices import logger
 from ..pt.arguments import TrainingArguments
 from ..pt.checkpoint.tensors import copy_into, host_copy, plain_module
+from ..pt.data.pipeline import TorchData
 from ..pt.data.static_shapes import Static, StaticShapes
 from ..pt.device_traits import known_kinds
 from ..pt.devices import is_lazy
@@ -25,8 +26,17 @@ from .arguments import NeuronTrainingArguments, Seq2SeqNeuronTrainingArguments
 CACHE = "NEURON_COMPILE_CACHE_URL"
 
 
+class NeuronData(TorchData):
+    """Batches of few shapes, on every device."""
+
+    def wants_static_shapes(self) -> bool:
+        return True
+
+
 class NeuronInternals(TorchInternals):
     """Few shapes everywhere, a kept compile cache, bf16 weights, and a run of every graph beforehand."""
+
+    data_class = NeuronData
 
     def construct(  # type: ignore[override]
         self, model: Any = None, args: TrainingArguments | None = None, **given: Any
@@ -41,13 +51,10 @@ class NeuronInternals(TorchInternals):
                 "drive all devices and shard it (xla_spmd='fsdp')"
             )
 
-    def wants_static_shapes(self) -> bool:
-        return True
-
-    def _adopt_model(self, model: nn.Module) -> None:
+    def adopt_model(self, model: nn.Module) -> None:
         if getattr(self.args, "bf16_weights", False):
             model.to(torch.bfloat16)
-        super()._adopt_model(model)
+        super().adopt_model(model)
 
     # ---- compiling beforehand ---------------------------------------------------------------------------------------
 
@@ -60,7 +67,7 @@ class NeuronInternals(TorchInternals):
         with self._left_as_found():
             self.prepare_training(None)
             for batches in self._updates_of_each_shape():
-                update = self.make_update(batches)
+                update = self.loss.make_update(batches)
                 self.apply_update(self.run_micro_batches(update))
             if self.trainer.eval_dataset is not None:
                 self._evaluate_each_shape()
@@ -80,7 +87,7 @@ class NeuronInternals(TorchInternals):
         batches = in_each_length(batch, loader, self.args.static_lengths)
         self.strategy.evaluating()
         loss_only = self.trainer.compute_metrics is None or self.args.prediction_loss_only
-        for _ in self._eval_steps(list(batches), loss_only, None):
+        for _ in self.evaluation.eval_steps(list(batches), loss_only, None):
             pass
 
     @contextmanager
@@ -100,7 +107,7 @@ class NeuronInternals(TorchInternals):
                 self.is_probing = False
                 self.trainer.callback_handler.callbacks = events
                 self.finish_with_model()
-                self.release_data()
+                self.data.release()
                 self.run.close()
                 copy_into(module, weights, strict=True, source="memory")
                 self.trainer.optimizer, self.trainer.lr_scheduler = given

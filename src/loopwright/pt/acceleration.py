@@ -1,4 +1,4 @@
-"""The trainer's accelerations: the inputs of the speed engine, and the use of its plan."""
+"""Accelerations: the inputs of the speed engine, and the use of its plan."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..speed.planner.decision import SpeedPlan
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
 from .devices import total_memory
-from .hooks import TorchBase
 from .loss.accounting import divided
 from .loss.identity import stamp_of
 from .loss.targets import check_loss
 from .model.options import checkpoint_activations, compile_as_asked, recomputing_policies
+from .part import TorchPart
 from .precision import Autocast, Precision
 from .sandbox import sandbox
 from .token_counter import operations_per_token
@@ -53,13 +53,13 @@ KEEP_INPUTS = {
 """Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
 
 
-class SpeedMethods(TorchBase):
-    """What a trainer does about speed."""
+class Acceleration(TorchPart):
+    """Decides which accelerations a run uses, and gives the speed engine its inputs."""
 
     graph_recorder: Any = None
     """What records micro-batches where it is not CUDA that does."""
 
-    def _start_speed(self) -> SpeedEngine | None:
+    def start(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
         self.run.has_planned = False
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
@@ -75,7 +75,7 @@ class SpeedMethods(TorchBase):
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
             return None
-        return SpeedEngine(self._situation, announce=self._announce_plan, tell=self.notices.warn_once)
+        return SpeedEngine(self._situation, announce=self.announce, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in KEEP_BATCHES.items():
@@ -85,7 +85,7 @@ class SpeedMethods(TorchBase):
             return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
         if self.callback_handler.listens("on_substep_end"):
             return "a callback uses on_substep_end, which is called after each micro-batch"
-        if self.wants_static_shapes():  # type: ignore[attr-defined]
+        if self.internals.data.wants_static_shapes():
             return "this device compiles for each shape, so batches keep few shapes"
         if self.strategy.is_sharded:
             return "parameters are sharded, which is not supported yet"
@@ -96,7 +96,7 @@ class SpeedMethods(TorchBase):
         return None
 
     def _situation(self) -> PlannerInputs:
-        model = innermost(self.model)
+        model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
         return PlannerInputs(
@@ -110,7 +110,7 @@ class SpeedMethods(TorchBase):
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
             # Several processes learn together, before they plan: each on its own could come to another result.
-            learn=self._learn_loss if self.strategy.world_size == 1 else lambda _: self._loss_is_additive(),
+            learn=loss.learn_loss if self.strategy.world_size == 1 else lambda _: loss.is_additive(),
             targets_in=lambda batch: self.run.accounting.items_in(batch),
             shifts=lambda: self.run.accounting.shifts,
             updates_left=lambda: self.run.plan.max_steps - self.state.global_step,
@@ -133,7 +133,7 @@ class SpeedMethods(TorchBase):
             identity=self._identity,
             wants_look=lambda batches: self.run.accounting.wants_look(batches),
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
-            recount=lambda update: self.count_update(update),  # type: ignore[attr-defined]
+            recount=lambda update: self.internals.loss.count_update(update),
             user_hook=lambda: hooked_module(self.model),
         )
 
@@ -143,7 +143,7 @@ class SpeedMethods(TorchBase):
         parts = [stamp_of(self.trainer), fingerprint(self.trainer.data_collator), str(attention)]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
-    def _training_objects(self) -> tuple[Any, ...]:
+    def training_objects(self) -> tuple[Any, ...]:
         """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
         accumulation, loss = self.args.gradient_accumulation_steps, self.trainer.compute_loss_func
         return (self.trainer.optimizer, accumulation, loss, self.model, self.strategy.changes)
@@ -164,7 +164,9 @@ class SpeedMethods(TorchBase):
         return "gradient_checkpointing is on" if self.args.gradient_checkpointing else None
 
     def _compile_blocks(self, short_rows: bool) -> None:
-        self.compiled = compile_as_asked(self.model, self.args, self.notices, dynamic=True, short_rows=short_rows)
+        self.internals.compiled = compile_as_asked(
+            self.model, self.args, self.notices, dynamic=True, short_rows=short_rows
+        )
 
     def _why_not_graph(self) -> str | None:
         args, kind = self.args, self.device.type
@@ -192,7 +194,7 @@ class SpeedMethods(TorchBase):
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
                 model = self.trainer.model_wrapped
-                return check_loss(internals.called_compute_loss(model, inputs, num_items_in_batch=items))
+                return check_loss(internals.loss.called_compute_loss(model, inputs, num_items_in_batch=items))
 
         def put(inputs: Any) -> Any:
             self.strategy.training()  # as the training step does in whose place graphs are replayed
@@ -222,34 +224,28 @@ class SpeedMethods(TorchBase):
 
     @contextmanager
     def _sandbox(self) -> Iterator[None]:
-        self.is_probing = True  # what an override logs here belongs to no update
+        self.internals.is_probing = True  # what an override logs here belongs to no update
         try:
-            with sandbox(self.model, self.trainer), self._as_written():
+            with sandbox(self.model, self.trainer), self.as_written():
                 yield
         finally:
-            self.is_probing = False
+            self.internals.is_probing = False
 
-    def _as_written(self) -> AbstractContextManager[Any]:
+    def as_written(self) -> AbstractContextManager[Any]:
         """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
         return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
-
-    def _learn_loss(self, batches: Any) -> bool:
-        raise NotImplementedError
-
-    def _loss_is_additive(self) -> bool:
-        raise NotImplementedError
 
     def _loss_of_update(
         self, batches: list[Any], prepare: Callable[[Any], Any], backward: Callable[..., None] | None = None
     ) -> Tensor:
         """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.run.accounting, None
-        self.count_items(update)  # type: ignore[attr-defined]
+        self.internals.loss.count_items(update)
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             micro = accounting.micro_batch(update, index)
             inputs = dict(prepare(batch))  # a copy: overrides take labels out
-            loss = self.called_compute_loss(model, inputs, num_items_in_batch=micro.items)  # type: ignore[attr-defined]
+            loss = self.internals.loss.called_compute_loss(model, inputs, num_items_in_batch=micro.items)
             loss = accounting.weigh(loss, micro)
             if backward is not None:
                 backward(loss)
@@ -260,7 +256,7 @@ class SpeedMethods(TorchBase):
             backward(None, divided(update, torch.ones_like(total)))
         return divided(update, total)
 
-    def _announce_plan(self, plan: SpeedPlan) -> None:
+    def announce(self, plan: SpeedPlan) -> None:
         """Say in a few lines what is on and what is not, and keep it with the run."""
         self.run.speed_plan = plan.as_dict()
         if self.args.should_log:

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
-
 from ..core.hooks import Hooks
-from ..core.internals import Internals
 from .arguments import TrainingArguments
-from .run import TorchRun
-from .strategies.base import ManyProcesses
-from .strategies.single import SingleDevice
 
 
 class TorchHooks(Hooks, Protocol):
@@ -76,19 +70,3 @@ class TorchHooks(Hooks, Protocol):
     def current_gradient_accumulation_steps(self) -> Any: ...
     @property
     def neftune_noise_alpha(self) -> Any: ...
-
-
-class TorchBase(Internals):
-    """What the parts behind a trainer of PyTorch models share."""
-
-    trainer: TorchHooks
-    run: TorchRun
-    args: TrainingArguments
-    strategy: SingleDevice
-    device: torch.device
-
-    @property
-    def processes(self) -> ManyProcesses:
-        """The strategy, where processes talk to each other."""
-        assert isinstance(self.strategy, ManyProcesses)
-        return self.strategy

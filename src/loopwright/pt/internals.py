@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,21 +12,23 @@ from torch import nn
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.constructor import adopt_tokenizer, make_model
+from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
+from .acceleration import Acceleration
 from .accelerator import AcceleratorFace
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
-from .checkpoint.save import TorchSavingMethods
-from .checkpoint.tensors import HostSnapshot
+from .checkpoint.save import TorchSaving
 from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
+from .data.pipeline import TorchData
 from .distributed.heartbeat import HangDetector, patience_for
-from .distributed.sync import SharingMethods, agreeing
+from .distributed.sync import SharedEvaluation, SharedLoss, agreeing
 from .evaluation.metric_inputs import metrics_function
-from .evaluation.precheck import RehearsalMethods
+from .hooks import TorchHooks
 from .loss.targets import LabelSmoother
 from .memory_metrics import meter_of
-from .model.changes import ChangeMethods
+from .model.changes import TorchChanges
 from .model.neftune import add_embedding_noise
 from .model.options import (
     buffers_and_parameters_on,
@@ -36,29 +38,53 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
-from .optim.creation import TorchOptimizerMethods
+from .optim.creation import TorchOptim
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
 from .run import TorchRun
+from .strategies.base import ManyProcesses
 from .strategies.choose import asked_for, choose_strategy, unused_options
-from .throughput import PacingMethods
+from .strategies.single import SingleDevice
+from .throughput import TorchPacing
 from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
 
-class TorchInternals(
-    TorchOptimizerMethods, SharingMethods, RehearsalMethods, TorchSavingMethods, ChangeMethods, PacingMethods
-):
+class TorchInternals(Internals):
     """The parts of a trainer, and how they are made ready for a run."""
 
+    trainer: TorchHooks
     run: TorchRun
     run_class = TorchRun
+    strategy: SingleDevice
+    device: torch.device
+
+    data: TorchData
+    data_class: ClassVar[type[TorchData]] = TorchData
+    loss: SharedLoss
+    loss_class: ClassVar[type[SharedLoss]] = SharedLoss
+    evaluation: SharedEvaluation
+    evaluation_class: ClassVar[type[SharedEvaluation]] = SharedEvaluation
+    saving: TorchSaving
+    changes: TorchChanges
+    pacing: TorchPacing
+    optim: TorchOptim
+    acceleration: Acceleration
+
     _noise: Any = None
     fp8: Any = None
     """The layers that compute in fp8, when that was asked for."""
     compiled: Any = None
     """The compiled blocks, when torch_compile asks for them."""
 
-    # What other trainers have and overrides may ask for.
+    @property
+    def args(self) -> TrainingArguments:
+        return self.trainer.args
+
+    @property
+    def processes(self) -> ManyProcesses:
+        """The strategy, where processes talk to each other."""
+        assert isinstance(self.strategy, ManyProcesses)
+        return self.strategy
 
     def construct(
         self,
@@ -106,7 +132,6 @@ class TorchInternals(
             self.strategy, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
         )
         self.memory = meter_of(self.device)
-        self._copies = HostSnapshot()
         if not self.is_alone:
             self.handler_class = agreeing(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
@@ -116,10 +141,16 @@ class TorchInternals(
             self.notices.warn_once(text)
         if args.should_save:
             self._check_output_dir()
-        self._adopt_model(self.trainer.call_model_init() if model is None else model)
+        self.adopt_model(self.trainer.call_model_init() if model is None else model)
         self.callback_handler.fire("on_init_end")
 
-    def _adopt_model(self, model: nn.Module) -> None:
+    def make_parts(self) -> None:
+        self.data, self.loss = self.data_class(self), self.loss_class(self)
+        self.evaluation, self.saving = self.evaluation_class(self), TorchSaving(self)
+        self.changes, self.pacing = TorchChanges(self), TorchPacing(self)
+        self.optim, self.acceleration = TorchOptim(self), Acceleration(self)
+
+    def adopt_model(self, model: nn.Module) -> None:
         """Place the model and find out what its forward takes."""
         self.trainer.model = model
         self.trainer.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
@@ -129,23 +160,23 @@ class TorchInternals(
         self.trainer.model_wrapped = self.strategy.setup_model(model, place=False)
         self.trainer.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
         self.trainer.can_return_loss = takes_loss_flag(model)
-        self._forward_takes = forward_parameters(model)
-        self._forward_takes_any = takes_anything(model)
-        self.splitter = self._make_splitter()
+        self.loss.forward_takes = forward_parameters(model)
+        self.loss.forward_takes_any = takes_anything(model)
+        self.loss.splitter = self.loss.make_splitter()
         self.trainer.model_accepts_loss_kwargs = bool(
             getattr(
                 innermost(model),
                 "accepts_loss_kwargs",
                 # A forward of *args, **kwargs hides what it accepts, so num_items_in_batch is not passed.
-                self._forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
+                self.loss.forward_takes is not None and accepts(innermost(model).forward, "num_items_in_batch"),
             )
         )
         self.trainer.label_smoother = None
         if self.args.label_smoothing_factor:
             self.trainer.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
         self.callback_handler.context["model"] = model
-        self.run.accounting = self._make_accounting()
-        self._bind_overrides()
+        self.run.accounting = self.loss.make_accounting()
+        self.loss.bind_overrides()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model(model, device)
@@ -180,31 +211,31 @@ class TorchInternals(
             self.memory.start()
         if self.trainer.model_init is not None:
             set_seed(args.seed)
-            self._adopt_model(self.trainer.call_model_init())
+            self.adopt_model(self.trainer.call_model_init())
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
-            self._adopt_assigned_model()
+            self.changes.adopt_assigned_model()
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
-            self.run.kept_accumulation = self.accumulation_to_go_on(checkpoint)
+            self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
         self._switch_on_model_options()
-        self.run.loader = self.share_loader(self.trainer.get_train_dataloader())
-        self.run.plan = self._make_plan(self.run.loader)
+        self.run.loader = self.data.share_loader(self.trainer.get_train_dataloader())
+        self.run.plan = self.data.make_plan(self.run.loader)
         if checkpoint is not None:
-            self.run.plan = self.plan_to_go_on(checkpoint)
-            self.run.scheduled_then = self._updates_scheduled(checkpoint)
+            self.run.plan = self.saving.plan_to_go_on(checkpoint)
+            self.run.scheduled_then = self.saving.updates_scheduled(checkpoint)
         self._start_state()
-        self._prepare_optimizer()
-        self.run.accounting = self._make_accounting()
-        self._bind_overrides()
-        self.run.speed = self._start_speed()
-        self._start_modules()
+        self.optim.prepare()
+        self.run.accounting = self.loss.make_accounting()
+        self.loss.bind_overrides()
+        self.run.speed = self.acceleration.start()
+        self.saving.start_modules()
         if checkpoint is not None:
-            self._resume(checkpoint)
+            self.saving.resume(checkpoint)
         elif self.strategy.data_rank:  # the first process draws what one process would
             self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
-        self.check_saving()
-        self.check_metric_name()
+        self.saving.check_saving()
+        self.evaluation.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
 
@@ -234,7 +265,7 @@ class TorchInternals(
 
     def finish_with_model(self) -> None:
         super().finish_with_model()
-        self._copies.clear()
+        self.saving.copies.clear()
         if self.run.speed is not None:
             self.run.speed.finish()
         if self._noise is not None:
@@ -242,7 +273,7 @@ class TorchInternals(
             self._noise = None
         if self.fp8 is not None:
             self.fp8.remove()
-        self._keep_compiled()
+        self.saving.keep_compiled()
         if self.compiled is not None:
             self.compiled.finish()
 
@@ -254,7 +285,7 @@ class TorchInternals(
         super()._start_state()
         self.run.work = TorchWorkCounter(
             self.model,
-            self._input_name(),
+            self.data.input_name(),
             tokens=self.args.include_num_input_tokens_seen,
             operations=self.trainer.floating_point_ops if is_overridden(self.trainer, "floating_point_ops") else None,
         )
@@ -263,4 +294,4 @@ class TorchInternals(
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
-        return operations_per_token(self.model) * tokens_in(inputs, self._input_name())
+        return operations_per_token(self.model) * tokens_in(inputs, self.data.input_name())

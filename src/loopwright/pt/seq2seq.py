@@ -15,6 +15,7 @@ from ..errors import ArgumentsError
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
 from .checkpoint.tensors import plain_module
 from .devices import is_lazy
+from .distributed.sync import SharedEvaluation
 from .evaluation.prompts import answers_of, prompts_of
 from .hooks import TorchHooks
 from .internals import TorchInternals
@@ -34,16 +35,10 @@ class Seq2SeqHooks(TorchHooks, Protocol):
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor: ...
 
 
-class Seq2SeqInternals(TorchInternals):
+class Seq2SeqEvaluation(SharedEvaluation):
     """Generation beside the loss, in evaluation and prediction."""
 
     trainer: Seq2SeqHooks
-
-    def _adopt_model(self, model: nn.Module) -> None:
-        super()._adopt_model(model)
-        config = getattr(self.args, "generation_config", None)
-        if config is not None:
-            plain_module(model).generation_config = self.trainer.load_generation_config(config)
 
     # ---- evaluating -------------------------------------------------------------------------------------------------
 
@@ -205,6 +200,20 @@ class Seq2SeqInternals(TorchInternals):
         raise ArgumentsError("generating in batches needs a padding token; set model.generation_config.pad_token_id")
 
 
+class Seq2SeqInternals(TorchInternals):
+    """What is behind a Seq2SeqTrainer."""
+
+    trainer: Seq2SeqHooks
+    evaluation: Seq2SeqEvaluation
+    evaluation_class = Seq2SeqEvaluation
+
+    def adopt_model(self, model: nn.Module) -> None:
+        super().adopt_model(model)
+        config = getattr(self.args, "generation_config", None)
+        if config is not None:
+            plain_module(model).generation_config = self.trainer.load_generation_config(config)
+
+
 class Seq2SeqTrainer(Trainer):
     """A Trainer whose evaluation can generate: summaries, translations, answers."""
 
@@ -238,7 +247,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """As `Trainer.evaluate`; `gen_kwargs` go to `model.generate` in this call."""
-        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+        return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def predict(
         self,
@@ -248,7 +257,7 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> PredictionOutput:
         """As `Trainer.predict`; `gen_kwargs` go to `model.generate` in this call."""
-        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
+        return self._loopwright.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def prediction_step(
         self,
@@ -259,8 +268,9 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
         """Loss, generated ids and labels of one batch; without generation, as `Trainer.prediction_step`."""
-        return self._loopwright.prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
+        evaluation = self._loopwright.evaluation
+        return evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
         """Generated ids padded to one length. Called for every batch that generates."""
-        return self._loopwright._pad_tensors_to_max_len(tensor, max_length)
+        return self._loopwright.evaluation._pad_tensors_to_max_len(tensor, max_length)

@@ -1,4 +1,4 @@
-"""The trainer's methods around its own speed: live numbers and the speed report."""
+"""How fast a run goes: live numbers and the speed report."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.pacing import Pacing
 from ..core.throughput import Interval, ThroughputMeter
 from ..core.update import Update
 from ..notices import logger
@@ -16,14 +17,14 @@ from ..speed.measure.peaks import device_name, device_peak
 from ..speed.measure.step_timing import Split, TimeSplit, next_sample
 from ..speed.report import SpeedReport, report_of
 from .devices import memory_figures
-from .hooks import TorchBase
 from .loss.targets import predicts_next_token
 from .memory_metrics import host_peak
+from .part import TorchPart
 
 GIB = 2**30
 
 
-class PacingMethods(TorchBase):
+class TorchPacing(TorchPart, Pacing):
     """How fast a run goes, and where its time goes."""
 
     operations: Operations | None = None
@@ -44,7 +45,7 @@ class PacingMethods(TorchBase):
             number_format=self._number_format(),
         )
 
-    def make_pace(self) -> ThroughputMeter:
+    def make_meter(self) -> ThroughputMeter:
         peak = device_peak(self.device, self._number_format())
         self.run.work.squares = self.run.work.keeps_sample = peak is not None
         if self._counted is not self.model:  # another model than the one that was counted
@@ -81,8 +82,7 @@ class PacingMethods(TorchBase):
         self.run.time_split.add(self.run.split)
         self.run.split, self.run.split_at = None, next_sample(step)
 
-    def finish_with_model(self) -> None:
-        super().finish_with_model()
+    def close(self) -> None:
         if self.run.split is not None:
             self.run.split.detach()
             self.run.split = None
@@ -107,7 +107,7 @@ class PacingMethods(TorchBase):
                 self._plain_forward,
                 self.model,
                 sample,
-                self._input_name(),  # type: ignore[attr-defined]
+                self.internals.data.input_name(),
                 causal=predicts_next_token(self.model),
             )
         except Exception as error:  # the model is the user's, and a number less is no reason to stop
@@ -116,7 +116,7 @@ class PacingMethods(TorchBase):
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
         internals: Any = self
         with self.trainer.compute_loss_context_manager():
-            return self.model(**internals.for_model(self.trainer._prepare_inputs(inputs)))
+            return self.model(**internals.loss.for_model(self.trainer._prepare_inputs(inputs)))
 
     def _number_format(self) -> str:
         """What the model's matrix products are computed in, by the names of the table of peaks."""

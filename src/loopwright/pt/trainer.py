@@ -21,7 +21,7 @@ from ..core.trainer import BaseTrainer, derived
 from ..speed.report import SpeedReport
 from .arguments import TrainingArguments
 from .internals import TorchInternals
-from .optim.creation import TorchOptimizerMethods
+from .optim.creation import TorchOptim
 
 
 class Trainer(BaseTrainer):
@@ -150,11 +150,11 @@ class Trainer(BaseTrainer):
         Called once per micro-batch with the wrapped model, the batch as the collator made it, and the number of
         targets of the whole update.
         """
-        self._loopwright.enter_training(model)
+        self._loopwright.loss.enter_training(model)
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            loss = self._loopwright.called_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        return self._loopwright.backward(loss)
+            loss = self._loopwright.loss.called_compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self._loopwright.loss.backward(loss)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -164,34 +164,34 @@ class Trainer(BaseTrainer):
         Called by `training_step` and `prediction_step` with the batch on the device. An override may return the
         mean over its targets, or `(sum, count)`; with `return_outputs=True` also the outputs.
         """
-        return self._loopwright.compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self._loopwright.loss.compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast. Entered by `training_step` and `prediction_step`."""
-        return self._loopwright.compute_loss_context_manager()
+        return self._loopwright.loss.compute_loss_context_manager()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """The autocast context; what `compute_loss_context_manager` returns."""
-        return self._loopwright.autocast_smart_context_manager(cache_enabled)
+        return self._loopwright.loss.autocast_smart_context_manager(cache_enabled)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device, in a container of its own. Called once per micro-batch, by `training_step`."""
-        return self._loopwright._prepare_inputs(inputs)
+        return self._loopwright.loss._prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         """One value of a batch on the device. Called by `_prepare_inputs` if a subclass overrides it."""
-        return self._loopwright._prepare_input(data)
+        return self._loopwright.loss._prepare_input(data)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update and the number of targets in them.
 
         Called once per update if overridden.
         """
-        return self._loopwright.get_batch_samples(epoch_iterator, num_batches, device)
+        return self._loopwright.data.get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """The targets of an update's micro-batches; None when they have no labels. Called once per update."""
-        return self._loopwright._get_num_items_in_batch(batch_samples, device)
+        return self._loopwright.loss._get_num_items_in_batch(batch_samples, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings.
@@ -204,15 +204,15 @@ class Trainer(BaseTrainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training data. Called once, when training begins."""
-        return self._loopwright.get_train_dataloader()
+        return self._loopwright.data.get_train_dataloader()
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
         """The loader of the evaluation data, or of one of its named sets. Called by every `evaluate`."""
-        return self._loopwright.get_eval_dataloader(eval_dataset)
+        return self._loopwright.data.get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of the data to predict. Called by every `predict`."""
-        return self._loopwright.get_test_dataloader(test_dataset)
+        return self._loopwright.data.get_test_dataloader(test_dataset)
 
     def _get_dataloader(
         self,
@@ -224,39 +224,39 @@ class Trainer(BaseTrainer):
         **ignored: Any,
     ) -> DataLoader[Any]:
         """A DataLoader over a dataset. Called by the three methods above with "training", "evaluation" or "test"."""
-        return self._loopwright._get_dataloader(dataset, description, batch_size, sampler, drop_last, **ignored)
+        return self._loopwright.data._get_dataloader(dataset, description, batch_size, sampler, drop_last, **ignored)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """The sampler of the training data: seed, epoch and position decide the order.
 
         Called by `get_train_dataloader`.
         """
-        return self._loopwright._get_train_sampler(train_dataset)
+        return self._loopwright.data._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
         """The sampler of evaluation data; None keeps the order of the dataset. Called by the loaders of evaluation."""
-        return self._loopwright._get_eval_sampler(eval_dataset)
+        return self._loopwright.data._get_eval_sampler(eval_dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """The samples behind a loader; an estimate when the dataset has no length. Called when the run is planned."""
-        return self._loopwright.num_examples(dataloader)
+        return self._loopwright.data.num_examples(dataloader)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Set `_signature_columns` to what the model's forward takes. Called before columns are removed."""
-        self._loopwright._set_signature_columns_if_needed()
+        self._loopwright.data._set_signature_columns_if_needed()
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset as given: columns are removed after loading, so that lazy transforms see all of them.
 
         Called for every loader.
         """
-        return self._loopwright._remove_unused_columns(dataset, description)
+        return self._loopwright.data._remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[Any], Any], description: str | None = None
     ) -> Callable[[Any], Any]:
         """The collator, without the columns the model does not take. Called for every loader."""
-        return self._loopwright._get_collator_with_removed_columns(data_collator, description)
+        return self._loopwright.data._get_collator_with_removed_columns(data_collator, description)
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: Any, total_train_batch_size: int | None = None
@@ -265,11 +265,11 @@ class Trainer(BaseTrainer):
 
         Called when the run is planned if overridden.
         """
-        return self._loopwright.set_initial_training_values(args, dataloader, total_train_batch_size)
+        return self._loopwright.data.set_initial_training_values(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples of one update over all processes: the effective batch size."""
-        return self._loopwright.get_total_train_batch_size(args)
+        return self._loopwright.data.get_total_train_batch_size(args)
 
     # ---- model -------------------------------------------------------------------------------------------------------
 
@@ -304,45 +304,45 @@ class Trainer(BaseTrainer):
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set `self.optimizer` and `self.lr_scheduler`, unless they were given. Called once, when training begins."""
-        self._loopwright.create_optimizer_and_scheduler(num_training_steps)
+        self._loopwright.optim.create_optimizer_and_scheduler(num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The optimizer the arguments name, over the trainable parameters.
 
         Called by `create_optimizer_and_scheduler`.
         """
-        return self._loopwright.create_optimizer(model)
+        return self._loopwright.optim.create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule the arguments name. Called by `create_optimizer_and_scheduler`, after the optimizer."""
-        return self._loopwright.create_scheduler(num_training_steps, optimizer)
+        return self._loopwright.optim.create_scheduler(num_training_steps, optimizer)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """The class and keyword arguments of the optimizer the arguments name. Called by `create_optimizer`."""
-        return TorchOptimizerMethods.get_optimizer_cls_and_kwargs(args, model)
+        return TorchOptim.get_optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The parameters that weight decay applies to: no biases, no norms. Called by `create_optimizer`."""
-        return self._loopwright.get_decay_parameter_names(model)
+        return self._loopwright.optim.get_decay_parameter_names(model)
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The options of the group a parameter belongs to, or of all groups."""
-        return self._loopwright.get_optimizer_group(param)
+        return self._loopwright.optim.get_optimizer_group(param)
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of every parameter group."""
-        return self._loopwright.get_learning_rates()
+        return self._loopwright.optim.get_learning_rates()
 
     def _get_learning_rate(self) -> float:
         """The learning rate that is logged. Called after every update."""
-        return self._loopwright._get_learning_rate()
+        return self._loopwright.optim._get_learning_rate()
 
     def get_num_trainable_parameters(self) -> int:
         """The number of trainable parameters."""
-        return self._loopwright.get_num_trainable_parameters()
+        return self._loopwright.optim.get_num_trainable_parameters()
 
     # ---- evaluation and prediction -----------------------------------------------------------------------------------
 
@@ -353,13 +353,13 @@ class Trainer(BaseTrainer):
 
         Called by the user, and during training whenever `control.should_evaluate` is set.
         """
-        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
         """Predictions in the dataset's order, its labels if it has any, and metrics. Called by the user."""
-        return self._loopwright.predict(test_dataset, ignore_keys, metric_key_prefix)
+        return self._loopwright.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
         self,
@@ -373,7 +373,7 @@ class Trainer(BaseTrainer):
 
         Called by `evaluate` and `predict`.
         """
-        return self._loopwright.evaluation_loop(
+        return self._loopwright.evaluation.evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
@@ -381,7 +381,7 @@ class Trainer(BaseTrainer):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of one batch. Called for every batch of an evaluation or prediction."""
-        return self._loopwright.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._loopwright.evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
@@ -424,7 +424,7 @@ class Trainer(BaseTrainer):
 
     def speed_report(self) -> SpeedReport:
         """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
-        return self._loopwright.speed_report()
+        return self._loopwright.pacing.speed_report()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -433,26 +433,26 @@ class Trainer(BaseTrainer):
 
         Called by the user, and for every checkpoint if overridden.
         """
-        self._loopwright.save_model(output_dir, _internal_call)
+        self._loopwright.saving.save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the files of `save_model` into a folder, on the process that writes."""
-        self._loopwright._save(output_dir, state_dict)
+        self._loopwright.saving._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
         """Write a checkpoint of the last finished update. Called whenever `control.should_save` is set."""
-        self._loopwright._save_checkpoint(model, trial)
+        self._loopwright.saving._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint. Called when training resumes."""
-        self._loopwright._load_from_checkpoint(resume_from_checkpoint, model)
+        self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 
         Called after training, with `load_best_model_at_end`.
         """
-        self._loopwright._load_best_model()
+        self._loopwright.saving._load_best_model()
 
     # ---- callbacks and processes -------------------------------------------------------------------------------------
 

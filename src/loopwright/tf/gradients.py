@@ -1,4 +1,4 @@
-"""The trainer's methods that take gradients with TensorFlow, inside the compiled update."""
+"""Gradients with TensorFlow, inside the compiled update."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from ..args.paths import working_folder
+from ..core.incident import write_incident
 from ..errors import ModelError
-from ..keras.loss_step import LossMethods, LossNote
+from ..keras.host_batch import HostBatch
+from ..keras.loss_step import LossNote, LossStep
 from .hooks import TFHooks
+from .incident import bad_weights, examine
 from .strategy import TFStrategy
 from .variables import raw
 
 
-class GradientMethods(LossMethods):
+class TFLossStep(LossStep):
     """Gradients on one replica; every public method may be overridden, and is traced."""
 
     trainer: TFHooks
@@ -23,8 +27,8 @@ class GradientMethods(LossMethods):
         """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
         variables = [raw(variable) for variable in self.model.trainable_variables]
         with tf.GradientTape() as tape:
-            loss = self._called_compute_loss(features, labels, nb_instances_in_global_batch)
-            total, items = self._summed(loss, labels)
+            loss = self.called_compute_loss(features, labels, nb_instances_in_global_batch)
+            total, items = self.summed(loss, labels)
             total = total / nb_instances_in_global_batch
             scaled = self.trainer.optimizer.scale_loss(total) if self._scales_loss() else total
         self.trainer.train_loss.update_state(total, items)
@@ -42,7 +46,7 @@ class GradientMethods(LossMethods):
 
     # ---- inside the compiled update ---------------------------------------------------------------------------------
 
-    def _apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
+    def apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
         """What one replica does in an update: `apply_gradients`, an override's result made complete."""
         self._weights_of = [each[2] for each in batches] if not loop else batches[2]
         self._loops = loop
@@ -64,9 +68,9 @@ class GradientMethods(LossMethods):
         context = tf.distribute.get_replica_context()
         return context.all_reduce("SUM", loss) if self.strategy.spreads and context is not None else loss
 
-    def _micro_gradients(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[list[Any], Any, Any]:
+    def micro_gradients(self, features: Any, labels: Any, weights: Any, items: Any) -> tuple[list[Any], Any, Any]:
         """Gradients, loss and items of one micro-batch; dense, so that repeated indices add up."""
-        self._row_weights = weights
+        self.row_weights = weights
         before = (self.trainer.train_loss.loss, self.trainer.train_loss.items)
         with self.trainer.train_loss.collecting() as note:
             gradients = self._called_training_step(features, labels, items)
@@ -80,9 +84,33 @@ class GradientMethods(LossMethods):
         ]
         return dense, tf.constant(float("nan")) if loss is None else loss, summed
 
-    def _bind_overrides(self) -> None:
-        super()._bind_overrides()
+    def bind_overrides(self) -> None:
+        super().bind_overrides()
         self._called_training_step = self.trainer.training_step
 
     def _scales_loss(self) -> bool:
         return self.strategy.scales and hasattr(self.trainer.optimizer, "scale_loss")
+
+    # ---- updates that were not finite -------------------------------------------------------------------------------
+
+    def write_incident(self, step: int) -> str:
+        place = self.run.places.get(step)
+        found = self.internals.data.samples_at(place) if place is not None else None
+        ids, batches = found if found else (None, None)
+        folder = write_incident(
+            working_folder(self.args.output_dir),
+            step=step,
+            sample_ids=ids,
+            bad_weights=bad_weights(self.model),
+            examine=None if batches is None else lambda place: examine(place, self.model, batches, self._run_again),
+        )
+        return str(folder)
+
+    def _run_again(self, batch: HostBatch) -> tuple[list[Any], Any]:
+        items = tf.constant(float(max(self.trainer._compute_nb_instances((batch.features, batch.labels)), 1)))
+        found = tf.function(self.micro_gradients)(_tensors(batch.features), _tensors(batch.labels), None, items)
+        return found[0], found[1]
+
+
+def _tensors(value: Any) -> Any:
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf), value)

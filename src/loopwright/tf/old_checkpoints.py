@@ -17,7 +17,7 @@ VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
 """How TensorFlow's own checkpoints end the name of a variable."""
 
 
-class OldCheckpointMethods(KerasInternals):
+class OldCheckpoints(KerasInternals):
     """Going on from a folder of the old trainer."""
 
     _old_checkpoint: str | None = None
@@ -35,7 +35,7 @@ class OldCheckpointMethods(KerasInternals):
             resume_from_checkpoint = False
         return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old_names)
 
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
         if self._old_checkpoint is not None:
             self._resume_old(self._old_checkpoint)
 

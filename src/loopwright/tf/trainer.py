@@ -19,7 +19,7 @@ class TFTrainer(KerasTrainer):
 
     def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> list[Any]:
         """The gradients of one micro-batch on one replica, divided by the items of the whole update."""
-        return self._loopwright.training_step(features, labels, nb_instances_in_global_batch)
+        return self._loopwright.loss.training_step(features, labels, nb_instances_in_global_batch)
 
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
         """One update on one replica: `features` and `labels` are lists of its micro-batches.
@@ -27,4 +27,4 @@ class TFTrainer(KerasTrainer):
         Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
         (None without it). Gradients are summed over replicas before they are clipped.
         """
-        return self._loopwright.apply_gradients(features, labels, nb_instances_in_global_batch)
+        return self._loopwright.loss.apply_gradients(features, labels, nb_instances_in_global_batch)

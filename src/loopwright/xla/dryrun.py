@@ -201,7 +201,7 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
     others = {name: value for name, value in batch.items() if name not in arrays}
     accounting = trainer._loopwright.run.accounting
     items = accounting.items_in(batch) if accounting.wants_items else None
-    loss = _Loss(model, trainer._loopwright.called_compute_loss, None if items is None else int(items) * chips)
+    loss = _Loss(model, trainer._loopwright.loss.called_compute_loss, None if items is None else int(items) * chips)
     return Step(
         _training_step(_loss_function(loss, others, args), options, float(args.max_grad_norm or 0)),
         weights,

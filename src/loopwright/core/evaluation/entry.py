@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import DataError
-from ..internals import Internals
 from ..outputs import EvalLoopOutput, PredictionOutput, speed_metrics
+from ..part import Part
 from ..randomness import untouched_rng
 from .loop import EvalPlan
 from .metric_objects import MetricObjects
@@ -23,7 +23,7 @@ def named_eval_dataset(datasets: Any, name: str) -> Any:
     return sets[name]
 
 
-class AssessingMethods(Internals):
+class Evaluation(Part):
     """Evaluation and prediction from the outside."""
 
     _wants_predictions: bool = False
@@ -59,12 +59,12 @@ class AssessingMethods(Internals):
         """Run the evaluation loop with every random stream left as it was found, and time it."""
         started = time.time()
         if not self.args.skip_memory_metrics:
-            self.memory.start()
+            self.internals.memory.start()
         with self.strategy.alarm, untouched_rng(self.strategy):
             output = self._run_loop(make_loader(), description, loss_only, ignore_keys, prefix)
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
-        self._add_memory_metrics(prefix, output.metrics)
+        self.internals.add_memory_metrics(prefix, output.metrics)
         return output
 
     def _make_evaluation_plan(self, loss_only: bool, expected_rows: int | None) -> EvalPlan:
@@ -103,7 +103,7 @@ class AssessingMethods(Internals):
             ignore_keys=ignore_keys,
             prefix=metric_key_prefix,
         )
-        self._log(output.metrics)
+        self.internals.log_numbers(output.metrics)
         self.callback_handler.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 

@@ -1,4 +1,4 @@
-"""The trainer's methods that resume from a checkpoint, written by any number of ranks."""
+"""Resuming from a checkpoint, written by any number of ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ...core import resume as core
 from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
 from ...core.packing import PackedPlan
+from ...core.resume import Resuming
 from ...core.state import TrainerState
 from ...errors import CheckpointError
 from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
-from ..hooks import TorchBase
+from ..part import TorchPart
 from ..rng import rng_from_json
 from .module_state import ModuleState
 from .rank_state import own_random_states, record_of
@@ -24,10 +24,10 @@ from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
 
-class TorchResumingMethods(TorchBase, core.ResumingMethods):
+class TorchResuming(TorchPart, Resuming):
     """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
 
-    _modules: ModuleState | None = None
+    modules: ModuleState | None = None
     _restored: frozenset[str] = frozenset()
     """Names of the weights that the checkpoint of an adapter held."""
 
@@ -39,33 +39,29 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
     def _load_weights_of(self, folder: str) -> None:
         """Load the best model: its weights, and what its modules had besides when they were saved."""
         self.strategy.load_weights(plain_module(self.model), folder)
-        if self._modules is not None and (Path(folder) / PROGRESS).is_file():
+        if self.modules is not None and (Path(folder) / PROGRESS).is_file():
             self._resume_modules(read_json(Path(folder) / PROGRESS).get("parts", {}))
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
-    def _start_modules(self) -> None:
+    def start_modules(self) -> None:
         """Remember what modules hold besides their state dict, to save what training changes of it."""
         module = plain_module(self.model)
-        if self._modules is None or self._modules.module is not module:
-            self._modules = ModuleState(module)
-        self._modules.restored |= self._restored
+        if self.modules is None or self.modules.module is not module:
+            self.modules = ModuleState(module)
+        self.modules.restored |= self._restored
 
     def part_states(self) -> dict[str, Any]:
-        states = super().part_states()
-        return states if self._modules is None else {
-            **states, "modules": self._modules.state_dict(self.notices.warn_once)
-        }  # fmt: skip
+        return {} if self.modules is None else {"modules": self.modules.state_dict(self.notices.warn_once)}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        super().load_part_states(states)
         self._resume_modules(states)
 
     def _resume_modules(self, states: dict[str, Any]) -> None:
-        if self._modules is not None and states.get("modules"):
-            self._modules.load_state_dict(states["modules"], self.notices.warn_once)
+        if self.modules is not None and states.get("modules"):
+            self.modules.load_state_dict(states["modules"], self.notices.warn_once)
 
-    def _resume(self, checkpoint: str) -> None:
+    def resume(self, checkpoint: str) -> None:
         """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
@@ -161,7 +157,7 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         )
         return kept
 
-    def _updates_scheduled(self, checkpoint: str) -> int | None:
+    def updates_scheduled(self, checkpoint: str) -> int | None:
         """The updates the schedule was made for, where the run has changed their size since then; else None."""
         folder = Path(checkpoint)
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file():
@@ -171,7 +167,7 @@ class TorchResumingMethods(TorchBase, core.ResumingMethods):
         return document["scheduled_updates"] if document.get("resized") and is_as_long else None
 
     def _ordered_data(self) -> bool:
-        return ordered_sampler(self.run.loader) is not None  # type: ignore[attr-defined]
+        return ordered_sampler(self.run.loader) is not None
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
         """What this process itself had put aside; with another number of processes a stream is read again instead."""

@@ -1,4 +1,4 @@
-"""The trainer's methods that write checkpoints and models."""
+"""Writing checkpoints and models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
-from .resume import TorchResumingMethods
+from .resume import TorchResuming
 from .round_trip import check_checkpoint, check_companions, export_warning
 from .shards import own_boxes, save_config, write_boxes
 from .tensors import (
@@ -38,12 +38,13 @@ from .transformers_format import write_foreign
 from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
 
 
-class TorchSavingMethods(TorchResumingMethods):
-    """Saving."""
+class TorchSaving(TorchResuming):
+    """Writes checkpoints and models."""
 
-    _copies: HostSnapshot
-    """What a save in the background writes while training goes on."""
-    compiled: Any
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self.copies = HostSnapshot()
+        """What a save in the background writes while training goes on."""
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -103,12 +104,12 @@ class TorchSavingMethods(TorchResumingMethods):
             crew=self.crew,
             records=keep_records,
         )
-        self._keep_compiled()
+        self.keep_compiled()
 
-    def _keep_compiled(self) -> None:
+    def keep_compiled(self) -> None:
         """Put what was compiled beside the checkpoints, not into them."""
-        if self.compiled is not None and self.args.should_save:
-            self.compiled.keep(self.args.output_dir, self.device)
+        if self.internals.compiled is not None and self.args.should_save:
+            self.internals.compiled.keep(self.args.output_dir, self.device)
 
     @cached_property
     def crew(self) -> SavingCrew | None:
@@ -132,7 +133,7 @@ class TorchSavingMethods(TorchResumingMethods):
 
     def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
         """A function that writes everything as it is now; with `copy`, later changes do not show."""
-        keep, leads = self._copies if copy else dict, self.leads_saving
+        keep, leads = self.copies if copy else dict, self.leads_saving
         writers: list[Callable[[Path], Any]] = []
         if self._saves_models_itself():
             save_model = adapt(self.trainer.save_model, "_internal_call")
@@ -157,7 +158,7 @@ class TorchSavingMethods(TorchResumingMethods):
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
-        record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.part_states()}
+        record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.internals.part_states()}
         write_documents = documents_writer(documents if leads else {})
 
         def write(folder: Path) -> Part:
@@ -196,8 +197,8 @@ class TorchSavingMethods(TorchResumingMethods):
 
     def _needed_weights(self, module: Any) -> set[str]:
         """Names a checkpoint must hold even where the rest comes from elsewhere, as with adapters."""
-        if self._modules is not None and self._modules.module is module:
-            return self._modules.changed_weights()
+        if self.modules is not None and self.modules.module is module:
+            return self.modules.changed_weights()
         return {name for name, each in module.state_dict(keep_vars=True).items() if each.requires_grad}
 
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
@@ -226,7 +227,7 @@ class TorchSavingMethods(TorchResumingMethods):
 
     def _fits_in_memory(self) -> bool:
         """Whether the host has room for a copy of everything a checkpoint holds."""
-        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0) + self._copies.size
+        return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0) + self.copies.size
 
     def checkpoint_bytes(self) -> int:
         """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""

@@ -1,4 +1,4 @@
-"""The trainer's methods that turn datasets into batches."""
+"""Datasets to batches: loaders, samplers, columns, and where a run stands in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ...core.evaluation.entry import named_eval_dataset
 from ...core.overrides import adapt, is_overridden
 from ...core.plan import Plan, make_plan
-from ...core.resume import ResumingMethods
 from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
@@ -33,12 +32,12 @@ from .loaders import (
     training_sampler,
 )
 from .packing import packed_plan, packed_sampler, packed_samples
-from .shape_checks import ShapeMethods
-from .shard import Share, batches_of_all, share_stream, whole_dataset
+from .shape_checks import Shapes
+from .shard import Share, batches_of_all, share_loader, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 
 
-class TorchDataMethods(ShapeMethods, ResumingMethods):
+class TorchData(Shapes):
     """Loaders, samplers, columns; every method may be overridden."""
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         **ignored: Any,
     ) -> DataLoader[Any]:
         if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
-            dataset = share_stream(dataset, self._share(), batch_size)
+            dataset = share_stream(dataset, self.share(), batch_size)
         collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=description)
         return build_loader(
             dataset,
@@ -115,6 +114,12 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         dataset: Any = whole_dataset(dataloader)
         return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
 
+    def share_loader(self, loader: Any) -> Any:
+        """A loader of this rank's part of the data."""
+        if self.strategy.data_world == 1:
+            return loader
+        return share_loader(loader, self.share(), self.strategy.broadcast, self.notices.warn_once)
+
     # ---- order ------------------------------------------------------------------------------------------------------
 
     def _call_train_sampler(self, dataset: Any) -> Any:
@@ -124,19 +129,19 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         """The sampler of the training data: seed, epoch and position decide the order."""
         dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
-        sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self._input_name())
+        sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is None or not self.args.packing:
             return sampler
         is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        names = [self._input_name(), "labels"] if is_pair else [self._input_name()]
+        names = [self.input_name(), "labels"] if is_pair else [self.input_name()]
         return packed_sampler(sampler, dataset, self.args, names)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
         """The sampler of evaluation data; None goes through it in its own order."""
         return None
 
-    def _input_name(self) -> str:
-        names = getattr(self.trainer.processing_class, "model_input_names", None)  # type: ignore[attr-defined]
+    def input_name(self) -> str:
+        names = getattr(self.trainer.processing_class, "model_input_names", None)
         return names[0] if names else getattr(self.model, "main_input_name", "input_ids")
 
     # ---- columns ----------------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         kept = self.run.kept_accumulation
         return self.args.gradient_accumulation_steps if kept is None else kept
 
-    def _make_plan(self, loader: Any) -> Plan:
+    def make_plan(self, loader: Any) -> Plan:
         """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
         plan = self._plan_of_arguments(loader)
         if not is_overridden(self.trainer, "set_initial_training_values"):
@@ -229,7 +234,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             world_size=self.strategy.data_world,
         )
 
-    def _share(self) -> Share:
+    def share(self) -> Share:
         """The part of the data this process takes."""
         return Share(self.strategy.data_rank, self.strategy.data_world)
 
@@ -244,9 +249,9 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
 
     def plan_again(self) -> Plan:
         self.run.kept_accumulation = None  # the user has asked for another one
-        return self._make_plan(self.run.loader)
+        return self.make_plan(self.run.loader)
 
-    def release_data(self) -> None:
+    def release(self) -> None:
         """Stop loading processes that would outlive the run, and then take seconds to be collected."""
         if self.run.loader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
             stop_workers(self.run.loader)
@@ -262,8 +267,8 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         announce_epoch(loader, epoch)
         done = progress.batches_in_epoch
         if done == 0:
-            self._put_back_rng()
-            if self._may_be_undone():
+            self.internals.saving.put_back_rng()
+            if self.internals.may_be_undone():
                 # An epoch whose first update is undone begins again, and its loader draws its seed again.
                 self.run.snapshot = self.strategy.snapshot()
         if self.args.ignore_data_skip:
@@ -273,8 +278,8 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)
         else:
-            batches = self._stream_from(loader, done if self.is_alone else self._share().batches_of(done))
-        self._put_back_rng()
+            batches = self._stream_from(loader, done if self.is_alone else self.share().batches_of(done))
+        self.internals.saving.put_back_rng()
         return batches
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
@@ -291,7 +296,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         return batches
 
     def part_states(self) -> dict[str, Any]:
-        states = super().part_states()
+        states: dict[str, Any] = {}
         if self.run.order_sampler is None and self.run.loader is not None:
             now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
             now = now if self.run.stream is None else self.run.stream  # a save before the stream was put back
@@ -300,7 +305,6 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        super().load_part_states(states)
         self.run.stream = states.get("stream")
         self.run.epoch_rng = rng_from_json(states["epoch_rng"]) if states.get("epoch_rng") else None
 
@@ -308,7 +312,7 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
 
-    def _samples_in(self, batches: list[Any]) -> int:
+    def samples_in(self, batches: list[Any]) -> int:
         """The samples of an update: from the order where it is ours, else as counted in the batches."""
         if self.run.order_sampler is None:
             return sum(map(count_samples, batches))
@@ -335,8 +339,8 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
             batches = [collate([dataset[i] for i in part]) for part in parts]
         return indices, batches
 
-    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        if self.run.order_sampler is None and self._may_be_undone():
+    def next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        if self.run.order_sampler is None and self.internals.may_be_undone():
             self.run.stream_before = stream_state(self.run.loader)
         if self.run.batches_overridden:
             override = adapt(self.trainer.get_batch_samples, "device")
@@ -347,6 +351,3 @@ class TorchDataMethods(ShapeMethods, ResumingMethods):
         """The next micro-batches of one update and the number of targets in them."""
         batches = list(islice(epoch_iterator, num_batches))
         return batches, self.trainer._get_num_items_in_batch(batches, device)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The trainer's methods that keep batches in few shapes, and prove that this changes no result."""
+"""Batches in few shapes, and the proof that this changes no result."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ...core.overrides import is_overridden
+from ...core.part import DataPart
 from ...errors import ArgumentsError
 from ...snapshot import untouched_rng
 from ..device_traits import kind_of
-from ..hooks import TorchBase
 from ..loss.targets import IGNORED, check_loss
+from ..part import TorchPart
 from .columns import forward_parameters
 from .static_shapes import Static, StaticCollator, StaticShapes
 
@@ -21,9 +21,8 @@ CLOSE = 1e-4
 """How far two ways to compute a mean may be apart, relatively, in single precision."""
 
 
-class ShapeMethods(TorchBase):
+class Shapes(TorchPart, DataPart):
     """Static shapes: asked for by the arguments, or wanted by the device."""
-
 
     def wants_static_shapes(self) -> bool:
         """Whether batches are padded to a few shapes."""
@@ -45,7 +44,7 @@ class ShapeMethods(TorchBase):
         shapes = StaticShapes(
             self.args.static_lengths,
             label_names=self.trainer.label_names,
-            pad_token=self._padding_token(),
+            pad_token=self.padding_token(),
             takes_mask=takes is None or "attention_mask" in takes,
             tell=self.notices.warn_once,
         )
@@ -56,11 +55,11 @@ class ShapeMethods(TorchBase):
             )
         if self.args.dataloader_num_workers == 0:
             shapes.rows_stay = self._why_rows_stay(StaticCollator(collate, shapes, rows), dataset, description)
-        elif self._has_custom_loss():
+        elif self.internals.loss.has_custom_loss():
             shapes.rows_stay = "the loss is user-defined, and with data loading workers it is not tested"
         return StaticCollator(collate, shapes, rows)
 
-    def _padding_token(self) -> int:
+    def padding_token(self) -> int:
         for place in (self.trainer.processing_class, getattr(self.model, "config", None)):
             found = getattr(place, "pad_token_id", None)
             if isinstance(found, int) and found >= 0:
@@ -69,15 +68,13 @@ class ShapeMethods(TorchBase):
 
     # ---- proof ------------------------------------------------------------------------------------------------------
 
-    def _has_custom_loss(self) -> bool:
-        return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
-
     def _why_rows_stay(self, collate: StaticCollator, dataset: Any, description: str) -> str | None:
         """Why rows may not be added to short batches; a loss of the user's own is tried out on copies of one row."""
         couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         if couples and description == "training":
             return "the model normalizes over the batch, where every row counts"
-        if not self._has_custom_loss() or len_or_none(dataset) is None or len(dataset) % collate.rows == 0:
+        is_custom = self.internals.loss.has_custom_loss()
+        if not is_custom or len_or_none(dataset) is None or len(dataset) % collate.rows == 0:
             return None if not isinstance(dataset, IterableDataset) else self._stream_reason()
         try:
             with untouched_rng():
@@ -89,7 +86,8 @@ class ShapeMethods(TorchBase):
         return self._why_loss_minds(batch)
 
     def _stream_reason(self) -> str | None:
-        return "the loss is user-defined, and it is not tested on a stream" if self._has_custom_loss() else None
+        is_custom = self.internals.loss.has_custom_loss()
+        return "the loss is user-defined, and it is not tested on a stream" if is_custom else None
 
     def _why_loss_minds(self, batch: Static) -> str | None:
         """Compare the loss of one row beside ignored copies with the loss of all copies: means are equal."""
@@ -110,15 +108,15 @@ class ShapeMethods(TorchBase):
         return f"the loss includes rows whose labels are {IGNORED}: {one:.6g} with them, {all_rows:.6g} without"
 
     def _mean_loss_of(self, inputs: dict[str, Any]) -> float:
-        items = self.run.accounting.items_in(inputs)  # type: ignore[attr-defined]
-        loss = self._probe().loss(inputs, items)  # type: ignore[attr-defined]
+        items = self.run.accounting.items_in(inputs)
+        loss = self.internals.loss.probe().loss(inputs, items)
         if isinstance(loss, (tuple, list)):
             loss = loss[0] / loss[1]
         return float(check_loss(loss).double().item())
 
     # ---- the way back -----------------------------------------------------------------------------------------------
 
-    def _trimmed(self, batch: Static, logits: Any, labels: Any) -> tuple[Any, Any]:
+    def trimmed(self, batch: Static, logits: Any, labels: Any) -> tuple[Any, Any]:
         """Outputs and labels of a padded batch as the batch without padding would have given them."""
         config = getattr(self.model, "config", None)
         vocabulary, classes = getattr(config, "vocab_size", None), getattr(config, "num_labels", None)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from ...core.evaluation.loop import EvalStep
 from ...core.events import CallbackHandler
-from ...core.signals import WATCHED, Interrupted
+from ...core.signals import WATCHED, Interrupted, SignalWatch
 from ...core.update import Update
 from ...errors import ArgumentsError
-from ..data.shard import share_loader
-from ..loss.step import TorchLossMethods
+from ..evaluation.precheck import Precheck
+from ..loss.step import TorchLoss
 from ..loss.targets import LossKind, count_samples
 from ..strategies.base import on_host
 
@@ -24,16 +24,8 @@ HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
 """What data of one process may say about the loss of all."""
 
 
-class SharingMethods(TorchLossMethods):
-    """Methods for multi-process training: shared updates, evaluation and stopping."""
-
-    # ---- data -------------------------------------------------------------------------------------------------------
-
-    def share_loader(self, loader: Any) -> Any:
-        """A loader of this process's part."""
-        if self.strategy.data_world == 1:
-            return loader
-        return share_loader(loader, self._share(), self.strategy.broadcast, self.notices.warn_once)
+class SharedLoss(TorchLoss):
+    """Updates that several ranks hold parts of."""
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
@@ -63,7 +55,8 @@ class SharingMethods(TorchLossMethods):
         if any(signals):
             self.run.undone = True
             self.strategy.restore(self.run.snapshot)
-            self._leave_together(signals)
+            adopt_signal(self.run.signals, signals)
+            self.internals.save_and_exit()
         if not any(lengths):
             return None
         self._add_dummy_batches(update, lengths, weights)
@@ -82,7 +75,7 @@ class SharingMethods(TorchLossMethods):
         own, work = self._own_items(update), [update.flos, update.tokens]
         weight = own if update.weights is None else float(sum(update.weights))
         return self.processes.all_gather_numbers(
-            [len(update), own, weight, update.samples, update.micro_batches, *work, self._signal(),
+            [len(update), own, weight, update.samples, update.micro_batches, *work, signal_number(self.run.signals),
              self.run.plan.accumulation, doubt]
         )  # fmt: skip
 
@@ -99,7 +92,7 @@ class SharingMethods(TorchLossMethods):
             self.run.accounting.sees_loss_without_items()
             self._report_trouble()
         else:
-            self._learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
+            self.learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
 
     def _batches_of(self, source: int, batches: list[Any]) -> list[Any]:
         """A few micro-batches of one process, for all of them."""
@@ -150,9 +143,9 @@ class SharingMethods(TorchLossMethods):
         if len(found) == 1 and count_samples(found[0]) == 1 and len(holders) > 1:
             found = [*found, *self._batches_of(holders[1], batches)]
         if smoothed:
-            accounting.learn_shift(found[0], self._shift_probe())
+            accounting.learn_shift(found[0], self.shift_probe())
         if accounting.is_open:
-            self._learn_loss(found)
+            self.learn_loss(found)
         elif is_due:
             self._check_loss_again(found, after_change=False)
 
@@ -187,26 +180,30 @@ class SharingMethods(TorchLossMethods):
             self.run.speed.finish()
             self.run.speed = None
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------
 
-    def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+class SharedEvaluation(Precheck):
+    """Evaluations that several ranks hold parts of."""
+
+    _eval_learned = False
+
+    def eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         if self.is_alone:
-            return super()._eval_steps(loader, loss_only, ignore_keys)
+            return super().eval_steps(loader, loss_only, ignore_keys)
         return self._shared_eval_steps(loader, loss_only, ignore_keys)
 
     def _shared_eval_steps(self, loader: Any, loss_only: bool, ignore_keys: Any) -> Iterator[EvalStep]:
         """The steps of all processes, in the order of the data."""
         waiting: list[Any] = []
-        steps = super()._eval_steps(_taken_from(waiting), loss_only, ignore_keys)
+        steps = super().eval_steps(_taken_from(waiting), loss_only, ignore_keys)
         own = iter(loader)
         while True:
             inputs = next(own, None)
             rows = self.processes.all_gather_numbers(
-                [float(inputs is not None), float(self._signal() if self.trainer.is_in_train else 0)]
+                [float(inputs is not None), float(signal_number(self.run.signals) if self.trainer.is_in_train else 0)]
             )
             holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
             if any(signal for _, signal in rows):
-                self._adopt_signal([signal for _, signal in rows])
+                adopt_signal(self.run.signals, [signal for _, signal in rows])
                 raise Interrupted
             if not holders:
                 return
@@ -220,7 +217,7 @@ class SharingMethods(TorchLossMethods):
 
     def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
         """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
-        is_open = self.run.accounting.undecided_shift or self._accounting_of_evaluation().is_open
+        is_open = self.run.accounting.undecided_shift or self.internals.loss.accounting_of_evaluation().is_open
         unknown = is_open and not self._eval_learned
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
         if not unknown and not lacking:
@@ -230,10 +227,10 @@ class SharingMethods(TorchLossMethods):
         batch = self.strategy.broadcast(own, source * self.strategy.copies)
         if unknown:
             self._eval_learned = True
-            if self._labels_in(batch):
-                self.run.accounting.learn_shift(batch, self._shift_probe())
-            if self._has_loss(batch):
-                self._learn_eval_loss([batch])
+            if self.labels_in(batch):
+                self.run.accounting.learn_shift(batch, self.internals.loss.shift_probe())
+            if self.has_loss(batch):
+                self.internals.loss.learn_eval_loss([batch])
         return batch if lacking else None
 
     def _gathered(self, step: EvalStep | None) -> Iterator[EvalStep]:
@@ -244,20 +241,15 @@ class SharingMethods(TorchLossMethods):
             if each is not None:
                 yield EvalStep(*each)
 
-    _eval_learned = False
 
-    # ---- stopping ---------------------------------------------------------------------------------------------------
+def signal_number(signals: SignalWatch) -> int:
+    """The signal this rank received, as a number that fits into a row of numbers; 0 is none."""
+    return SIGNALS.index(signals.noted or "")
 
-    def _signal(self) -> int:
-        return SIGNALS.index(self.run.signals.noted or "")
 
-    def _adopt_signal(self, numbers: list[float]) -> None:
-        """Adopt the signal any rank received; one that saves wins over one that does not."""
-        self.run.signals.received = SIGNALS[int(min(number for number in numbers if number))]
-
-    def _leave_together(self, numbers: list[float]) -> NoReturn:
-        self._adopt_signal(numbers)
-        self.save_and_exit()
+def adopt_signal(signals: SignalWatch, numbers: list[float]) -> None:
+    """Adopt the signal any rank received; one that saves wins over one that does not."""
+    signals.received = SIGNALS[int(min(number for number in numbers if number))]
 
 
 def _taken_from(waiting: list[Any]) -> Iterator[Any]:

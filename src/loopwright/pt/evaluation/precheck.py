@@ -11,12 +11,12 @@ from ...core.overrides import is_overridden
 from ...errors import LoopwrightError, MetricError
 from ...notices import logger
 from ...snapshot import untouched_rng
-from .step import TorchEvaluationMethods, to_numpy
+from .step import TorchEvaluation, to_numpy
 
 ALWAYS = ("runtime", "samples_per_second", "steps_per_second")
 
 
-class RehearsalMethods(TorchEvaluationMethods):
+class Precheck(TorchEvaluation):
     """Checks that would otherwise fail hours into a run."""
 
     def check_metric_name(self) -> None:
@@ -67,11 +67,11 @@ class RehearsalMethods(TorchEvaluationMethods):
         self.strategy.evaluating()
         try:
             with untouched_rng():
-                loader = self.trainer.get_eval_dataloader(key)  # type: ignore[attr-defined]
+                loader = self.trainer.get_eval_dataloader(key)
                 plan = self._evaluation_plan(
                     loader, self.trainer.compute_metrics is None or self.args.prediction_loss_only
                 )
-                steps = self._eval_steps(islice(loader, 1), plan.loss_only, self.run.ignore_keys_for_eval)
+                steps = self.eval_steps(islice(loader, 1), plan.loss_only, self.run.ignore_keys_for_eval)
                 plan.expected_rows = None
                 output = run_evaluation(steps, plan, to_host=to_numpy, read=self.strategy.read, prefix=prefix)
         finally:

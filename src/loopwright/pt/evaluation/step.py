@@ -1,4 +1,4 @@
-"""The trainer's methods that evaluate and predict."""
+"""Evaluation and prediction of PyTorch models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.evaluation.entry import AssessingMethods
+from ...core.evaluation.entry import Evaluation
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
 from ...core.evaluation.predictions import map_nested
@@ -23,29 +23,29 @@ from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
-from ..hooks import TorchBase
 from ..loss.targets import check_loss, count_samples
+from ..part import TorchPart
 from ..precision import full_eval_dtype
 from .metric_inputs import metrics_function
 
 
-class TorchEvaluationMethods(TorchBase, AssessingMethods):
+class TorchEvaluation(TorchPart, Evaluation):
     """evaluate, predict and what they are made of."""
 
     _summed_over: Any = None
     """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
-        return self.trainer.get_eval_dataloader(eval_dataset)  # type: ignore[attr-defined]
+        return self.trainer.get_eval_dataloader(eval_dataset)
 
     def _test_batches(self, test_dataset: Any) -> Any:
-        return self.trainer.get_test_dataloader(test_dataset)  # type: ignore[attr-defined]
+        return self.trainer.get_test_dataloader(test_dataset)
 
     def _run_loop(
         self, batches: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
         output: EvalLoopOutput = self.trainer.evaluation_loop(
-            self.share_loader(batches),  # type: ignore[attr-defined]
+            self.internals.data.share_loader(batches),
             description=description,
             prediction_loss_only=loss_only,
             ignore_keys=ignore_keys,
@@ -81,16 +81,16 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
             not self.trainer.is_in_train
         ):  # a run has bound them, and may have put graphs in the place of its training step
             if self.model is not strategy.model:
-                self._adopt_model(self.model)  # type: ignore[attr-defined]
-            self._bind_overrides()  # type: ignore[attr-defined]
-        self.follow_overrides()
+                self.internals.adopt_model(self.model)
+            self.internals.loss.bind_overrides()
+        self.internals.changes.follow_overrides()
         strategy.evaluating()
         if self.model is not strategy.model:
             self.model.eval()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
         try:
             with casts:
-                steps = self._eval_steps(dataloader, loss_only, ignore_keys)
+                steps = self.eval_steps(dataloader, loss_only, ignore_keys)
                 output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
         finally:
             if was_training:
@@ -103,9 +103,9 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         dataset: Any = whole_dataset(dataloader)
         return self._make_evaluation_plan(loss_only, len(dataset) if has_length(dataset) else None)
 
-    def _eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+    def eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
         predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()
-        plain = TorchEvaluationMethods.prediction_step
+        plain = TorchEvaluation.prediction_step
         step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         for inputs in self._looked_at(loader):
             self._eval_items(inputs, learn=step)
@@ -115,7 +115,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
             loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
             self.strategy.boundary()
             if type(inputs) is Static:
-                logits, labels = self._trimmed(inputs, logits, labels)  # type: ignore[attr-defined]
+                logits, labels = self.internals.data.trimmed(inputs, logits, labels)
             if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
                 logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
@@ -127,7 +127,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
             if self._summed_over is not None:
                 weight = self._summed_over
             else:
-                loss, weight = self._weighed(loss, batch, samples)
+                loss, weight = self.internals.loss.weighed(loss, batch, samples)
             yield EvalStep(loss, logits, labels, kept, weight, samples)
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
@@ -141,26 +141,18 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
             return
         batches = iter(loader)
         first = list(islice(batches, 2))
-        if first and self._has_loss(first[0]):
-            self._learn_eval_loss(first)
+        if first and self.has_loss(first[0]):
+            self.internals.loss.learn_eval_loss(first)
         yield from first
         first.clear()
         yield from batches
 
-    def _has_loss(self, inputs: Any) -> bool:
+    def has_loss(self, inputs: Any) -> bool:
         """Whether evaluation computes a loss for such a batch."""
         if not isinstance(inputs, Mapping):
             return False
         asked = not self.trainer.label_names and bool(inputs.get("return_loss", self.trainer.can_return_loss))
-        return bool(self._labels_in(inputs)) or asked
-
-    def _learn_eval_loss(self, batches: list[Any]) -> None:
-        """Find out what the mean loss of a batch counts for."""
-        raise NotImplementedError
-
-    def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
-        """A batch's mean loss, and what it counts for."""
-        raise NotImplementedError
+        return bool(self.labels_in(inputs)) or asked
 
     def _evaluated_model(self) -> nn.Module:
         """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
@@ -174,7 +166,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
 
     def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
         """The targets of an evaluation batch; with a step to learn from, the first shows which ones the loss counts."""
-        raise NotImplementedError
+        return self.internals.loss.eval_items(inputs, learn)
 
     def _metric_inputs(self, inputs: Any) -> Any:
         """The model's main input; all inputs of a model that does not say which one is the main one."""
@@ -192,8 +184,8 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Loss, logits and labels of one batch."""
-        inputs = self.trainer._prepare_inputs(inputs)  # type: ignore[attr-defined]
-        names = self._labels_in(inputs)
+        inputs = self.trainer._prepare_inputs(inputs)
+        names = self.labels_in(inputs)
         labels = _detached(tuple(inputs[name] for name in names)) if names else None
         with torch.no_grad():
             loss, outputs = self._loss_and_outputs(model, inputs, bool(names))
@@ -202,7 +194,7 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         logits = _logits_of(outputs, self._ignored_outputs(ignore_keys))
         return loss, _single(_detached(logits)), _single(labels)
 
-    def _labels_in(self, inputs: Any) -> list[str]:
+    def labels_in(self, inputs: Any) -> list[str]:
         """The labels a batch carries: all that the model names, or what labels are usually called."""
         if not isinstance(inputs, Mapping):
             return []
@@ -214,8 +206,8 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         if not has_labels and not (
             not self.trainer.label_names and inputs.get("return_loss", self.trainer.can_return_loss)
         ):
-            with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
-                outputs = model(**self.for_model(inputs))  # type: ignore[attr-defined]
+            with self.trainer.compute_loss_context_manager():
+                outputs = model(**self.internals.loss.for_model(inputs))
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
             return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
         items = self._eval_items(inputs)
@@ -223,8 +215,8 @@ class TorchEvaluationMethods(TorchBase, AssessingMethods):
         # An override may return the loss alone: the outputs are then taken as they leave the model.
         handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
         try:
-            with self.trainer.compute_loss_context_manager():  # type: ignore[attr-defined]
-                result = self.called_compute_loss(  # type: ignore[attr-defined]
+            with self.trainer.compute_loss_context_manager():
+                result = self.internals.loss.called_compute_loss(
                     model, inputs, return_outputs=True, num_items_in_batch=items
                 )
         finally:

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ...core.overrides import accepts, is_overridden, reaches_ours
+from ...core.part import LossPart
 from ...speed.proof.audit import is_turn
-from ..acceleration import SpeedMethods
 from ..data.columns import innermost
-from ..data.pipeline import TorchDataMethods
 from ..devices import is_lazy
-from ..evaluation.step import TorchEvaluationMethods
+from ..part import TorchPart
 from ..precision import Autocast
 from ..sandbox import first_iterator, sandbox
 from .accounting import LossAccounting
@@ -26,21 +25,25 @@ from .splitter import BatchSplitter
 from .targets import USES_ITEMS, LossKind, predicts_next_token
 
 
-class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods):
+class LossLearning(TorchPart, LossPart):
     """Looks at the loss where an update or an evaluation has parts."""
 
     splitter: BatchSplitter
     called_compute_loss: Callable[..., Any]
     for_model: Callable[..., Any]
     _items_overridden: bool
-    _forward_takes: list[str] | None
+    forward_takes: list[str] | None
+
+    def has_custom_loss(self) -> bool:
+        """Whether the loss is the user's: `compute_loss` is overridden, or `compute_loss_func` was given."""
+        return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 
-    def _make_accounting(self) -> LossAccounting:
+    def make_accounting(self) -> LossAccounting:
         """Who gets num_items_in_batch, and what is known about the loss before it is computed."""
         has_custom_step = is_overridden(self.trainer, "training_step")
-        has_custom_loss = self._has_custom_loss()
+        has_custom_loss = self.has_custom_loss()
         kind = None
         if self.trainer.loss_is_scaled_for_ga is not None:
             kind = LossKind.SCALED if self.trainer.loss_is_scaled_for_ga else LossKind.MEAN
@@ -64,13 +67,13 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
             tells_items=self.trainer.model_accepts_loss_kwargs
             or (loss_function is not None and accepts(loss_function, "num_items_in_batch")),
             is_trusted=is_of_transformers or (self.trainer.label_smoother is not None and not has_custom_loss),
-            padding=self._padding_token(),
+            padding=self.internals.data.padding_token(),
         )
         accounting.may_compare = not is_lazy(self.device)
         accounting.may_pad_labels = self.device.type == "cpu" or is_of_transformers
         return accounting
 
-    def _make_splitter(self) -> BatchSplitter:
+    def make_splitter(self) -> BatchSplitter:
         config = getattr(innermost(self.model), "config", None)
         token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
         return BatchSplitter(
@@ -104,7 +107,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     def _why_not_tried(self) -> str | None:
         """Why the loss may not be computed just to see what it is."""
-        drawn = first_iterator(self.trainer) if self._has_custom_loss() else None
+        drawn = first_iterator(self.trainer) if self.has_custom_loss() else None
         if drawn is None:
             return None
         return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
@@ -114,7 +117,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         empty = self.run.accounting.empty_in(batches)
         for batch in empty if empty and self._why_not_tried() is None else []:
             try:
-                found = self._probe(with_gradients=False).measure(batch, 1)
+                found = self.probe(with_gradients=False).measure(batch, 1)
             except Exception as error:  # the user's loss may refuse a batch without targets
                 if is_out_of_memory(error):
                     raise
@@ -125,27 +128,27 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
                 return True
         return False
 
-    def _learn_loss(self, batches: Any, *, reports: bool = True) -> bool:
+    def learn_loss(self, batches: Any, *, reports: bool = True) -> bool:
         """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
         accounting = self.run.accounting
         reason = self._why_not_tried()
         if reason is not None:
             accounting.give_up(reason)
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
-            accounting.learn(batches, self._probe(), self.splitter)
-            if self.args.gradient_accumulation_steps > 1 and self._has_custom_loss():
+            accounting.learn(batches, self.probe(), self.splitter)
+            if self.args.gradient_accumulation_steps > 1 and self.has_custom_loss():
                 first = batches[0] if type(batches) is list else batches
-                accounting.learn_division(first, self._probe(), self._said_to_accumulate)
+                accounting.learn_division(first, self.probe(), self._said_to_accumulate)
             # Only a model whose loss really changes with num_items_in_batch gets it from now on.
-            self.trainer.model_accepts_loss_kwargs &= accounting.kind in USES_ITEMS or self._has_custom_loss()
+            self.trainer.model_accepts_loss_kwargs &= accounting.kind in USES_ITEMS or self.has_custom_loss()
         elif accounting.kind is LossKind.SCALED:
-            accounting.learn_shift(batches[0] if type(batches) is list else batches, self._shift_probe())
+            accounting.learn_shift(batches[0] if type(batches) is list else batches, self.shift_probe())
         normed = any(getattr(module, "track_running_stats", False) for module in self.model.modules())
         if accounting.is_additive is False and normed and "running" not in accounting.reason:
             accounting.reason += " (the model keeps running statistics of its batches)"
         if reports:
             self._report_trouble()
-        return self._loss_is_additive()
+        return self.is_additive()
 
     def _is_recheck_due(self) -> bool:
         """Whether a custom loss is checked again in this update, at the updates that are audited for speed too.
@@ -155,14 +158,14 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         accounting = self.run.accounting
         if not is_turn(self.state.global_step + 1, is_small=True) or accounting.is_additive is not True:
             return False
-        is_custom = self._has_custom_loss() or not accounting.is_trusted
+        is_custom = self.has_custom_loss() or not accounting.is_trusted
         return is_custom and accounting.may_compare and not accounting.is_claimed
 
     def _check_loss_again(self, batches: list[Any], *, after_change: bool) -> None:
         """Infer again what the loss is the mean of; unless the model was changed, only a contradiction counts."""
         before, known = self.run.accounting, (self.trainer.model_accepts_loss_kwargs, self._eval_accounting)
-        self.run.accounting = now = self._make_accounting()
-        self._learn_loss(batches, reports=False)
+        self.run.accounting = now = self.make_accounting()
+        self.learn_loss(batches, reports=False)
         if not after_change and not _contradicts(now, before):
             self.run.accounting = before
             self.trainer.model_accepts_loss_kwargs, self._eval_accounting = known
@@ -170,7 +173,7 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         now.keep_weights_of(before)
         self._report_trouble()
 
-    def _loss_is_additive(self) -> bool:
+    def is_additive(self) -> bool:
         return self.run.accounting.kind is not None and self.run.accounting.is_additive is True
 
     def _report_trouble(self) -> None:
@@ -194,13 +197,13 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
 
     _eval_accounting: LossAccounting | None = None
 
-    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+    def eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
         unknown = learn is not None and self.run.accounting.undecided_shift and self.is_alone
-        if unknown and self._labels_in(inputs) and self._why_not_tried() is None:
-            self.run.accounting.learn_shift(inputs, self._shift_probe(learn if is_lazy(self.device) else None))
+        if unknown and self.internals.evaluation.labels_in(inputs) and self._why_not_tried() is None:
+            self.run.accounting.learn_shift(inputs, self.shift_probe(learn if is_lazy(self.device) else None))
         return self.run.accounting.items_in(inputs)
 
-    def _accounting_of_evaluation(self) -> LossAccounting:
+    def accounting_of_evaluation(self) -> LossAccounting:
         """What is known about the loss of training, where that is enough; otherwise evaluation finds out for itself."""
         known = self.run.accounting
         if not known.may_compare or (known.is_additive and known.kind is not None):
@@ -213,20 +216,20 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
                 shift=None if own.undecided_shift else own.shifts,
                 tells_items=own.tells_items,
                 is_trusted=own.is_trusted,
-                padding=self._padding_token(),
+                padding=self.internals.data.padding_token(),
             )
             self._eval_accounting.may_compare = own.may_compare
             self._eval_accounting.may_pad_labels = own.may_pad_labels
         return self._eval_accounting
 
-    def _learn_eval_loss(self, batches: list[Any]) -> None:
+    def learn_eval_loss(self, batches: list[Any]) -> None:
         """Find out what the loss of evaluation is, where its batches have to be weighed."""
-        accounting = self._accounting_of_evaluation()
+        accounting = self.accounting_of_evaluation()
         if not accounting.may_compare or not accounting.wants_look(batches):
             return
         if self._why_not_tried() is not None:
             return
-        accounting.learn(batches, self._probe(with_gradients=False), self.splitter)
+        accounting.learn(batches, self.probe(with_gradients=False), self.splitter)
         accounting.trouble = None
         if accounting.kind is LossKind.OTHER or accounting.is_additive is False:
             self.notices.warn_once(
@@ -239,9 +242,9 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
                 "the loss is a sum over its batch: eval_loss is the total divided by the number of samples"
             )
 
-    def _weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
+    def weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
         """A batch's mean loss, and what it counts for."""
-        accounting = self._accounting_of_evaluation()
+        accounting = self.accounting_of_evaluation()
         if accounting.kind is LossKind.TOTAL:
             return (None if loss is None else loss / samples), samples
         if accounting.kind is None or not accounting.rivals or accounting.denominator.is_usual:
@@ -249,22 +252,23 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
             return loss, samples if items is None else items
         return loss, accounting.weight_in(inputs)
 
-    def _probe(self, step: Callable[[Any], Any] | None = None, *, with_gradients: bool = True) -> LossProbe:
+    def probe(self, step: Callable[[Any], Any] | None = None, *, with_gradients: bool = True) -> LossProbe:
         """Computes the loss as training does; given a step of evaluation, in that, whose graph is needed anyway."""
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
-            self.is_probing = True  # what an override logs here belongs to no update
+            self.internals.is_probing = True  # what an override logs here belongs to no update
             try:
                 if step is not None:
                     outputs = step(inputs)  # all of them are kept until the graph is made, as in an evaluation
                     self.strategy.boundary()
                     return outputs[0].cpu()
                 inputs = self.trainer._prepare_inputs(inputs)
-                with self.trainer.compute_loss_context_manager(), self._in_full(probe), self._as_written():
+                as_written = self.internals.acceleration.as_written()
+                with self.trainer.compute_loss_context_manager(), self._in_full(probe), as_written:
                     model = self.strategy.unwrap(self.trainer.model_wrapped)
                     return self.called_compute_loss(model, inputs, num_items_in_batch=items)
             finally:
-                self.is_probing = False
+                self.internals.is_probing = False
 
         # Gradients of shards are exchanged while they are computed, which only training does right.
         with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
@@ -276,18 +280,18 @@ class LossLearningMethods(SpeedMethods, TorchDataMethods, TorchEvaluationMethods
         """Around what is compared: half precision would hide small differences. Weights in half stay as they are."""
         return torch.autocast(self.device.type, enabled=False) if probe.may_leave_half else nullcontext()
 
-    def _shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
+    def shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
         if (
             self.trainer.label_smoother is None
-            or self._has_custom_loss()
-            or "labels" not in (self._forward_takes or ())
+            or self.has_custom_loss()
+            or "labels" not in (self.forward_takes or ())
         ):
-            return self._probe(step)
+            return self.probe(step)
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
             inputs = self.trainer._prepare_inputs(inputs)
-            with self.trainer.compute_loss_context_manager(), self._as_written():
+            with self.trainer.compute_loss_context_manager(), self.internals.acceleration.as_written():
                 loss = find_loss(self.strategy.unwrap(self.trainer.model_wrapped)(**self.for_model(inputs)))
             return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
 

@@ -1,4 +1,4 @@
-"""The trainer's methods around the loss: forward, backward, weighting."""
+"""Forward, backward and weighting of micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .accounting import settle
 from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
 from .incident import bad_weights, examine
-from .learning import LossLearningMethods
+from .learning import LossLearning
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
 from .splitter import BatchSplitter, CannotSplit
@@ -32,13 +32,11 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not change what its loss is the mean of."""
 
 
-class TorchLossMethods(LossLearningMethods):
+class TorchLoss(LossLearning):
     """Forward and backward of micro-batches; every public method may be overridden."""
 
-    _modules: Any
-    has_new_overrides: Callable[[Any], bool]
-    _forward_takes: list[str] | None
-    _forward_takes_any: bool
+    forward_takes: list[str] | None
+    forward_takes_any: bool
     splitter: BatchSplitter
 
     # ---- loss -------------------------------------------------------------------------------------------------------
@@ -90,8 +88,8 @@ class TorchLossMethods(LossLearningMethods):
 
     def for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
         """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
-        takes = self._forward_takes
-        if takes is not None and not self._forward_takes_any:
+        takes = self.forward_takes
+        if takes is not None and not self.forward_takes_any:
             for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
                 if label in inputs and label not in takes:
                     inputs = {name: value for name, value in inputs.items() if name != label}
@@ -117,7 +115,7 @@ class TorchLossMethods(LossLearningMethods):
     def _prepare_input(self, data: Any) -> Any:
         return self.strategy.put(data)
 
-    def _bind_overrides(self) -> None:
+    def bind_overrides(self) -> None:
         """Look at the user's methods once, so that calling them costs nothing per step."""
         self.run.step = adapt(self.trainer.training_step, "num_items_in_batch")
         self.called_compute_loss = self._bound_compute_loss()
@@ -125,10 +123,10 @@ class TorchLossMethods(LossLearningMethods):
         self._autocast_overridden = is_overridden(self.trainer, "autocast_smart_context_manager")
         self._items_overridden = is_overridden(self.trainer, "_get_num_items_in_batch")
 
-    def _follow_loss(self) -> None:
+    def follow_loss(self) -> None:
         """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
-        self.run.accounting = self._make_accounting()
-        self._bind_overrides()
+        self.run.accounting = self.make_accounting()
+        self.bind_overrides()
         if self.run.speed is not None:
             self.run.speed.finish()
             self.notices.warn_once(
@@ -136,7 +134,7 @@ class TorchLossMethods(LossLearningMethods):
                 "accelerations are chosen again"
             )
             # Several processes would have to decide together, and only those where it was replaced come here.
-            self.run.speed = self._start_speed() if self.is_alone else None
+            self.run.speed = self.internals.acceleration.start() if self.is_alone else None
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
         """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
@@ -156,13 +154,13 @@ class TorchLossMethods(LossLearningMethods):
 
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples on the host, before the batches travel."""
-        update = Update(batches, samples=self._samples_in(batches), micro_batches=len(batches))
+        update = Update(batches, samples=self.internals.data.samples_in(batches), micro_batches=len(batches))
         if self.run.work.counts:
             self.run.work.measure(update)
         if self.trainer.label_smoother is not None and self.is_alone:
-            self.run.accounting.learn_shift(batches[0], self._shift_probe())
+            self.run.accounting.learn_shift(batches[0], self.shift_probe())
         if len(self.run.accounting.rivals) > 1 and self.is_alone and self.run.accounting.disagrees(batches):
-            self._learn_loss(batches)  # as they were made: laid out anew they tell less
+            self.learn_loss(batches)  # as they were made: laid out anew they tell less
         if self.is_alone and len(batches) > 1 and self._is_recheck_due():
             self._check_loss_again(batches, after_change=False)
         speed = None if self.run.speed is None or self.run.speed.is_idle else self.run.speed
@@ -205,9 +203,9 @@ class TorchLossMethods(LossLearningMethods):
         has_parts = len(update.batches) > 1
         has_parts_or_items = has_parts or self._items_overridden  # these count only for a loss that divides by them
         if self.is_alone and as_made and has_parts_or_items and self.run.accounting.is_open:
-            self._learn_loss(update.batches)
+            self.learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
-            self.run.accounting.learn_shift(update.batches[0], self._probe())  # num_items_in_batch needs it
+            self.run.accounting.learn_shift(update.batches[0], self.probe())  # num_items_in_batch needs it
         batches = update.batches
         self.count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
@@ -238,7 +236,8 @@ class TorchLossMethods(LossLearningMethods):
 
     def _may_be_cut_short(self) -> bool:
         """Whether an update can be undone: one that changes plain attributes of modules is finished instead."""
-        return self._modules is None or not self._modules.state_dict(lambda text: None)["values"]
+        modules = self.internals.saving.modules
+        return modules is None or not modules.state_dict(lambda text: None)["values"]
 
     def _stamp_model(self, update: Update) -> None:
         """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
@@ -246,7 +245,7 @@ class TorchLossMethods(LossLearningMethods):
             self.run.stamp = None
         elif self.run.stamp is None:
             self.strategy.training()
-            self.run.stamp = ModelStamp(self.model, self._training_objects)
+            self.run.stamp = ModelStamp(self.model, self.internals.acceleration.training_objects)
 
     def _follow_model(self, update: Update) -> None:
         """Look at the loss and at the speed plan again, if the model was changed since the last update."""
@@ -267,8 +266,7 @@ class TorchLossMethods(LossLearningMethods):
             speed.follow_changes(update, changes)
 
     def begin_update(self, update: Update) -> None:
-        super().begin_update(update)
-        if self.run.known is not None and self.is_alone and self.has_new_overrides(self.run.known):
+        if self.run.known is not None and self.is_alone and self.internals.changes.has_new_overrides(self.run.known):
             self._make_again(update)
         self._follow_model(update)
         self.run.micro_batches = len(update.batches)
@@ -296,7 +294,7 @@ class TorchLossMethods(LossLearningMethods):
     def _make_again(self, update: Update) -> None:
         """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
         made = self.run.speed.as_made(update) if self.run.speed is not None else update.batches
-        self.follow_overrides()
+        self.internals.changes.follow_overrides()
         vars(update).update(vars(self.make_update(made)))
 
     def _halve(self, update: Update) -> bool:
@@ -331,7 +329,7 @@ class TorchLossMethods(LossLearningMethods):
 
     def write_incident(self, step: int) -> str:
         place = self.run.places.get(step)
-        found = self.samples_at(place) if place is not None else None
+        found = self.internals.data.samples_at(place) if place is not None else None
         ids, batches = found if found else (None, None)
         self.strategy.zero_grad()
         own = working_folder(self.args.output_dir)
@@ -357,19 +355,18 @@ class TorchLossMethods(LossLearningMethods):
     def part_states(self) -> dict[str, Any]:
         speed = None if self.run.speed is None else self.run.speed.state_dict()
         loss = {"stamp": stamp_of(self.trainer), **self.run.accounting.state_dict()}
-        return {**super().part_states(), "micro_split": self.run.micro_split, "speed": speed, "loss": loss}
+        return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        super().load_part_states(states)
         self.run.micro_split = states.get("micro_split", 1)
         loss = states.get("loss")
         if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.run.accounting.is_claimed:
             self.run.accounting.load_state_dict(loss)
-            self.trainer.model_accepts_loss_kwargs &= self.run.accounting.kind in USES_ITEMS or self._has_custom_loss()
+            self.trainer.model_accepts_loss_kwargs &= self.run.accounting.kind in USES_ITEMS or self.has_custom_loss()
         if self.run.speed is not None and states.get("speed"):
             self.run.speed.load_state_dict(states["speed"])
             if self.run.speed.is_decided:
-                self._announce_plan(self.run.speed.plan)  # the run may go on in another folder
+                self.internals.acceleration.announce(self.run.speed.plan)  # the run may go on in another folder
 
 
 def _has_empty(update: Update, batches: list[Any]) -> bool:

@@ -1,13 +1,13 @@
-"""The trainer's methods that follow what callbacks and overrides change while it trains."""
+"""What callbacks and overrides change while a model trains."""
 
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
+from ...core.changes import Changes
 from ...errors import ModelError
-from ..hooks import TorchBase
 from ..optim.schedulers import steps_on_metric
+from ..part import TorchPart
 from .known import Known
 
 METHODS = attrgetter(
@@ -26,7 +26,7 @@ IN_STATE = ("logging_steps", "eval_steps", "save_steps")
 """Arguments that the state has taken over, where callbacks may change them."""
 
 
-class ChangeMethods(TorchBase):
+class TorchChanges(TorchPart, Changes):
     """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
 
     def begin_following(self) -> None:
@@ -37,16 +37,13 @@ class ChangeMethods(TorchBase):
         known.data = (self.trainer.train_dataset, self.trainer.data_collator)
         known.arguments = {name: getattr(self.args, name, None) for name in (*TAKEN_ONCE, *IN_STATE)}
 
-    def _adopt_assigned_model(self) -> None:
+    def adopt_assigned_model(self) -> None:
         """Take a model that was assigned between two runs; an optimizer of the model before it is let go."""
         held = {id(p) for group in getattr(self.trainer.optimizer, "param_groups", ()) for p in group["params"]}
         if held and held.isdisjoint(map(id, self.model.parameters())):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
             self.notices.warn_once("trainer.model was replaced: creating a new optimizer and scheduler")
-        self._adopt_model(self.model)
-
-    def _adopt_model(self, model: Any) -> None:
-        raise NotImplementedError
+        self.internals.adopt_model(self.model)
 
     # ---- before each update -----------------------------------------------------------------------------------------
 
@@ -55,7 +52,7 @@ class ChangeMethods(TorchBase):
         if self.run.known is not None and self.has_new_overrides(self.run.known):
             self.run.known.methods = METHODS(self.trainer)
             self.run.known.losses = (self.trainer.compute_loss_func, self.trainer.label_smoother)
-            self._follow_loss()
+            self.internals.loss.follow_loss()
             self.strategy.note_change()
 
     def has_new_overrides(self, known: Known) -> bool:
@@ -104,9 +101,6 @@ class ChangeMethods(TorchBase):
                 f"trainer.optimizer was replaced after step {self.state.global_step}, but the scheduler still "
                 "updates the previous one; the new one keeps its own learning rates. Assign trainer.lr_scheduler too"
             )
-
-    def _follow_loss(self) -> None:
-        raise NotImplementedError
 
     # ---- what cannot be followed ------------------------------------------------------------------------------------
 

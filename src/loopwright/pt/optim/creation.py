@@ -1,4 +1,4 @@
-"""The trainer's methods that make the optimizer and the schedule."""
+"""Making the optimizer and the schedule."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ...args.optimizer import OptimizerArgs
 from ...args.reading import read_dict
 from ...core.overrides import adapt, is_overridden
 from ...errors import ModelError
-from ..hooks import TorchBase
+from ..part import TorchPart
 from ..precision import check_fp16_weights
 from .optimizers.decay import decay_parameter_names
 from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
 
 
-class TorchOptimizerMethods(TorchBase):
+class TorchOptim(TorchPart):
     """Optimizer, schedule and learning rates."""
 
     _own_scheduler: bool = False
     """Whether the scheduler was made by a run, and not given."""
 
-    def _prepare_optimizer(self) -> None:
+    def prepare(self) -> None:
         if self.trainer.lr_scheduler is not None and self._own_scheduler:
             self.trainer.lr_scheduler = None
         self._own_scheduler = self.trainer.lr_scheduler is None

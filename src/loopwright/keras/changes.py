@@ -1,0 +1,23 @@
+"""What callbacks change while a Keras model trains: an update is compiled, so it is compiled again or refused."""
+
+from __future__ import annotations
+
+from ..core.changes import Changes
+from .part import KerasPart
+
+
+class KerasChanges(KerasPart, Changes):
+    """Compiles updates again for new rules; says what cannot be followed."""
+
+    def follow_changes(self) -> None:
+        """Compile updates anew for another max_grad_norm or on_nonfinite."""
+        rules = self.internals.rules()
+        if rules != self.strategy.rules:
+            self.strategy.prepare(self.internals.loss.micro_gradients, rules)
+
+    def tell_unfollowed(self) -> None:
+        if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
+            self.notices.warn_once(
+                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
+                "they began with; call train() again after such a change"
+            )

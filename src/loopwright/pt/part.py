@@ -1,0 +1,43 @@
+"""What the parts behind a trainer of PyTorch models have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.part import Part
+from .arguments import TrainingArguments
+from .hooks import TorchHooks
+from .run import TorchRun
+from .strategies.base import ManyProcesses
+from .strategies.single import SingleDevice
+
+if TYPE_CHECKING:
+    from .internals import TorchInternals
+
+
+class TorchPart(Part):
+    """One subject behind a trainer of PyTorch models."""
+
+    internals: TorchInternals  # type: ignore[assignment]
+    trainer: TorchHooks
+    strategy: SingleDevice  # type: ignore[assignment]
+
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self.device: torch.device = internals.device
+
+    @property
+    def run(self) -> TorchRun:
+        return self.internals.run
+
+    @property
+    def args(self) -> TrainingArguments:
+        return self.trainer.args
+
+    @property
+    def processes(self) -> ManyProcesses:
+        """The strategy, where processes talk to each other."""
+        assert isinstance(self.strategy, ManyProcesses)
+        return self.strategy
