@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from loopwright.args.base import BaseArguments
 from loopwright.callbacks.flow import DefaultFlowCallback
 from loopwright.callbacks.metrics_file import MetricsFileCallback
+from loopwright.core.changes import Changes
 from loopwright.core.checkpoint.folder import (
     ARGUMENTS,
     MODEL,
@@ -28,13 +29,16 @@ from loopwright.core.checkpoint.folder import (
     folder_name,
 )
 from loopwright.core.checkpoint.json_files import read_json, write_json
-from loopwright.core.evaluation.entry import AssessingMethods
+from loopwright.core.evaluation.entry import Evaluation
 from loopwright.core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
+from loopwright.core.internals import Internals
 from loopwright.core.numpy_strategy import Array, LinearModel, Loss, Momentum, NumpyStrategy
 from loopwright.core.order import Order
 from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+from loopwright.core.pacing import Pacing
+from loopwright.core.part import DataPart, LossPart
 from loopwright.core.plan import Plan, make_plan
-from loopwright.core.resume import ResumingMethods
+from loopwright.core.resume import Resuming
 from loopwright.core.schedules import build_schedule
 from loopwright.core.signals import Interrupted
 from loopwright.core.state import TrainerState
@@ -69,38 +73,10 @@ class ScheduledRate:
         self.optimizer.learning_rate = self.base * self.schedule(self.updates)
 
 
-class NumpyInternals(AssessingMethods, ResumingMethods):
-    """What is behind a NumpyTrainer."""
+class NumpyData(DataPart):
+    """Samples by index, in the order of seed and epoch."""
 
-    strategy: NumpyStrategy
-
-    def construct(self, args: BaseArguments, callbacks: Sequence[Any]) -> None:
-        """What the constructor of the trainer does."""
-        random.seed(args.seed)
-        np.random.seed(args.seed)
-        self.strategy = NumpyStrategy(lambda folder: load_file(Path(folder) / MODEL))
-        self.set_up(args, [DefaultFlowCallback(), MetricsFileCallback(), *callbacks])
-        self._check_output_dir()
-        self.trainer.model_wrapped = self.strategy.setup_model(self.model)
-        self.callback_handler.context["model"] = self.model
-        self.callback_handler.fire("on_init_end")
-
-    # ---- getting ready ----------------------------------------------------------------------------------------------
-
-    def prepare_training(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.trainer._load_from_checkpoint(checkpoint)
-        self.run.plan = self.plan_again()
-        if checkpoint is not None:
-            self.run.plan = self.plan_to_go_on(checkpoint)
-        self._start_state()
-        self.run.step = self.trainer.training_step
-        self._prepare_optimizer()
-        if checkpoint is not None:
-            self._resume(checkpoint)
-        self.check_saving()
-        self.strategy.training()
-        self.strategy.zero_grad()
+    trainer: Any
 
     def plan_again(self) -> Plan:
         args, samples = self.args, len(self.trainer.train_dataset)
@@ -114,20 +90,6 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
             num_train_epochs=args.num_train_epochs,
         )
 
-    def _prepare_optimizer(self) -> None:
-        args, updates = self.args, self.plan_again().max_steps  # the schedule stays that of the run's beginning
-        optimizer = self.strategy.setup_optimizer(Momentum(self.model.parameters, args.learning_rate))
-        schedule = build_schedule(args.lr_scheduler_type, args.get_warmup_steps(updates), updates)
-        self.trainer.optimizer = optimizer
-        self.trainer.lr_scheduler = ScheduledRate(optimizer, args.learning_rate, schedule)
-        self.callback_handler.context.update(optimizer=optimizer, lr_scheduler=self.trainer.lr_scheduler)
-
-    def follow_optimizer(self, *, is_clipped: bool = False) -> None:
-        self.strategy.setup_optimizer(self.trainer.optimizer)
-        self.begin_following()
-
-    # ---- data -------------------------------------------------------------------------------------------------------
-
     def epoch_batches(self, epoch: int) -> Iterator[Batch]:
         if self.run.resume_rng is not None:
             self.strategy.load_rng_state(self.run.resume_rng)
@@ -139,10 +101,11 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         end = len(left) - len(left) % size if args.dataloader_drop_last else len(left)
         return (stack([dataset[i] for i in left[first : first + size]]) for first in range(0, end, size))
 
-    def _ordered_data(self) -> bool:
-        return True
 
-    # ---- one update -------------------------------------------------------------------------------------------------
+class NumpyLoss(LossPart):
+    """A mean over the targets of an update."""
+
+    trainer: Any
 
     def make_update(self, batches: list[Batch]) -> Update:
         items = [len(batch["targets"]) for batch in batches]
@@ -158,9 +121,6 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         self.strategy.backward(loss)
         return float(loss.value)
 
-    def _get_learning_rate(self) -> float:
-        return float(self.trainer.optimizer.learning_rate)
-
     def write_incident(self, step: int) -> str:
         """Write the place of a step's samples in the order of their epoch."""
         folder = Path(self.args.output_dir) / f"incident-step-{step}"
@@ -168,7 +128,11 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         write_json(folder / "incident.json", self.run.places[step]._asdict())
         return str(folder)
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------
+
+class NumpyEvaluation(Evaluation):
+    """Evaluation and prediction."""
+
+    trainer: Any
 
     def _eval_batches(self, eval_dataset: Any) -> Iterator[Batch]:
         named = isinstance(eval_dataset, str)
@@ -210,7 +174,15 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
             raise Interrupted
         return EvalStep(loss.value, self.model(batch["inputs"]), batch["targets"], batch["inputs"], samples, samples)
 
-    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+class NumpySaving(Resuming):
+    """Checkpoints of numpy arrays."""
+
+    trainer: Any
+    strategy: NumpyStrategy
+
+    def _ordered_data(self) -> bool:
+        return True
 
     def _save_checkpoint(self, model: LinearModel, trial: Any = None) -> None:
         step, state = self.state.global_step, self.state
@@ -235,7 +207,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
             PROGRESS: {
                 "progress": progress,
                 "meter": self.run.meter.state_dict(),
-                "parts": self.part_states(),
+                "parts": self.internals.part_states(),
                 "resized": self.run.is_resized,
             },
             f"{OPTIMIZER}.json": described,
@@ -260,7 +232,7 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
     def _load_weights_of(self, folder: str) -> None:
         self.strategy.load_weights(self.model, folder)
 
-    def _resume(self, checkpoint: str) -> None:
+    def resume(self, checkpoint: str) -> None:
         folder, trainer = Path(checkpoint), self.trainer
         self._adopt_state(TrainerState.from_dict(read_json(folder / STATE)))
         self._tell_changes(folder)
@@ -271,6 +243,63 @@ class NumpyInternals(AssessingMethods, ResumingMethods):
         self.run.resume_rng = read_json(folder / RNG)
         # Now, for an evaluation that a signal put off; and once more where training goes on.
         self.strategy.load_rng_state(self.run.resume_rng)
+
+
+class NumpyChanges(Changes):
+    """Takes any optimizer a callback assigns."""
+
+    def follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        self.strategy.setup_optimizer(self.trainer.optimizer)
+        self.begin_following()
+
+
+class NumpyInternals(Internals):
+    """What is behind a NumpyTrainer."""
+
+    trainer: Any
+    strategy: NumpyStrategy
+    loss: NumpyLoss
+
+    def make_parts(self) -> None:
+        self.data, self.loss, self.evaluation = NumpyData(self), NumpyLoss(self), NumpyEvaluation(self)
+        self.saving, self.changes, self.pacing = NumpySaving(self), NumpyChanges(self), Pacing(self)
+
+    def construct(self, args: BaseArguments, callbacks: Sequence[Any]) -> None:
+        """What the constructor of the trainer does."""
+        random.seed(args.seed)
+        np.random.seed(args.seed)
+        self.strategy = NumpyStrategy(lambda folder: load_file(Path(folder) / MODEL))
+        self.set_up(args, [DefaultFlowCallback(), MetricsFileCallback(), *callbacks])
+        self._check_output_dir()
+        self.trainer.model_wrapped = self.strategy.setup_model(self.model)
+        self.callback_handler.context["model"] = self.model
+        self.callback_handler.fire("on_init_end")
+
+    def prepare_training(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.trainer._load_from_checkpoint(checkpoint)
+        self.run.plan = self.data.plan_again()
+        if checkpoint is not None:
+            self.run.plan = self.saving.plan_to_go_on(checkpoint)
+        self._start_state()
+        self.run.step = self.trainer.training_step
+        self._prepare_optimizer()
+        if checkpoint is not None:
+            self.saving.resume(checkpoint)
+        self.saving.check_saving()
+        self.strategy.training()
+        self.strategy.zero_grad()
+
+    def _prepare_optimizer(self) -> None:
+        args, updates = self.args, self.data.plan_again().max_steps  # the schedule stays that of the run's beginning
+        optimizer = self.strategy.setup_optimizer(Momentum(self.model.parameters, args.learning_rate))
+        schedule = build_schedule(args.lr_scheduler_type, args.get_warmup_steps(updates), updates)
+        self.trainer.optimizer = optimizer
+        self.trainer.lr_scheduler = ScheduledRate(optimizer, args.learning_rate, schedule)
+        self.callback_handler.context.update(optimizer=optimizer, lr_scheduler=self.trainer.lr_scheduler)
+
+    def _get_learning_rate(self) -> float:
+        return float(self.trainer.optimizer.learning_rate)
 
 
 class NumpyTrainer(BaseTrainer):
@@ -298,16 +327,16 @@ class NumpyTrainer(BaseTrainer):
         return self._loopwright.train(resume_from_checkpoint)
 
     def training_step(self, model: LinearModel, inputs: Batch, num_items_in_batch: int) -> float:
-        return self._loopwright.training_step(model, inputs, num_items_in_batch)
+        return self._loopwright.loss.training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: LinearModel, inputs: Batch, num_items_in_batch: int) -> Loss:
         return model.loss(inputs["inputs"], inputs["targets"], num_items_in_batch)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        return self._loopwright.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Sequence[Sample]) -> PredictionOutput:
-        return self._loopwright.predict(test_dataset)
+        return self._loopwright.evaluation.predict(test_dataset)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         self._loopwright.log(logs, start_time)
@@ -322,13 +351,13 @@ class NumpyTrainer(BaseTrainer):
         return self._loopwright._get_learning_rate()
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        self._loopwright._save_checkpoint(model, trial)
+        self._loopwright.saving._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._loopwright._load_from_checkpoint(resume_from_checkpoint, model)
+        self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        self._loopwright._load_best_model()
+        self._loopwright.saving._load_best_model()
 
     def is_world_process_zero(self) -> bool:
         return True

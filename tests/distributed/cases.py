@@ -500,14 +500,14 @@ def planned(folder: str, *, n: int, model: str, resume: Any = None, listener: in
     trainer = trainer_of(MODELS[model](), samples(LENGTHS[:n]), folder, **{**given, **options})
     if trainer.args.process_index == listener:
         trainer.add_callback(Substeps())
-    make_update, rows = trainer._loopwright.make_update, []
+    make_update, rows = trainer._loopwright.loss.make_update, []
 
     def seen(batches: list[Any]) -> Any:
         update = make_update(batches)
         rows.append([len(batch["input_ids"]) for batch in update.batches])
         return update
 
-    trainer._loopwright.make_update = seen
+    trainer._loopwright.loss.make_update = seen
     trainer.train(resume_from_checkpoint=resume)
     has_speed = trainer._loopwright.run.speed is not None
     return {**result_of(trainer), "plan": trainer._loopwright.run.speed_plan, "rows": rows, "has_speed": has_speed}
@@ -576,7 +576,7 @@ def family(folder: str, *, model: str, **options: Any) -> dict[str, Any]:
     with torch.no_grad():
         for each in trainer.model.parameters():
             each.zero_()
-    trainer._loopwright._load_weights_of(f"{folder}/exported")
+    trainer._loopwright.saving._load_weights_of(f"{folder}/exported")
     return {"best": best, "back": full_weights(trainer.model), "seen": seen.weights,
             "best_step": trainer.state.best_global_step}  # fmt: skip
 

@@ -218,5 +218,5 @@ def test_images_go_with_the_prompts(tmp_path: Any) -> None:
     trainer.model.generate = generate
     batch = {**collate("right")(SAMPLES), "pixel_values": torch.zeros(5, 3, 4, 4)}
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
-    trainer._loopwright._generate_from_prompts(trainer.model, batch, {"max_new_tokens": 1})
+    trainer._loopwright.evaluation._generate_from_prompts(trainer.model, batch, {"max_new_tokens": 1})
     assert set(given[0]) == {"input_ids", "attention_mask", "pixel_values", "max_new_tokens"}

@@ -100,8 +100,9 @@ def audit(event, values):
 
 sys.addaudithook(audit)
 import pickle
-ours = trainer._loopwright
-resume, load = ours._resume, trainer._load_from_checkpoint
+from loopwright.core.checkpoint.manager import CheckpointManager
+saving = trainer._loopwright.saving
+resume, load = saving.resume, trainer._load_from_checkpoint
 
 def watching(call):
     def run(*args, **kwargs):
@@ -112,8 +113,8 @@ def watching(call):
             watched.pop()
     return run
 
-ours._resume, trainer._load_from_checkpoint = watching(resume), watching(load)
-ours.checkpoints.find = watching(ours.checkpoints.find)
+saving.resume, trainer._load_from_checkpoint = watching(resume), watching(load)
+CheckpointManager.find = watching(CheckpointManager.find)
 trainer.train(resume_from_checkpoint=True)
 watched.append(1)
 pickle.loads(pickle.dumps(runs.Rows))  # the hook does hear of pickles

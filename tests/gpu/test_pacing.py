@@ -95,8 +95,8 @@ def test_every_log_point_says_how_well_the_device_is_used() -> None:
         return
     weights = WIDTH * (8 * WIDTH + VOCAB)
     assert (
-        trainer._loopwright.operations is not None
-        and abs(trainer._loopwright.operations.per_token / (6 * weights) - 1) < 1e-6
+        trainer._loopwright.pacing.operations is not None
+        and abs(trainer._loopwright.pacing.operations.per_token / (6 * weights) - 1) < 1e-6
     )
     assert all(0 < row["mfu"] < 1 for row in rows)
     # All updates of the run cannot have taken longer than the run.

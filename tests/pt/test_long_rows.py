@@ -34,7 +34,7 @@ class Seen(ShiftedTokens):
 
 def learned(model: Any, data: Any, folder: Path, **options: Any) -> Any:
     trainer = trainer_of(model, data, folder, **options)
-    trainer._loopwright._learn_loss(pad(data))
+    trainer._loopwright.loss.learn_loss(pad(data))
     return trainer
 
 

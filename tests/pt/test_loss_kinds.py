@@ -468,7 +468,7 @@ def test_losses_of_transformers_that_are_no_mean_over_labels(name: str, tmp_path
     for size in (1, 3, 4):
         trainer = trainer_of(model, data, tmp_path, eval_dataset=data, per_device_eval_batch_size=size, collator=None)
         losses.append(trainer.evaluate()["eval_loss"])
-        assert trainer._loopwright._accounting_of_evaluation().kind is kind
+        assert trainer._loopwright.loss.accounting_of_evaluation().kind is kind
     with torch.no_grad():
         by_hand = float(model.eval()(**batch).loss) / (len(data) if kind is LossKind.TOTAL else 1)
     # CTC is computed in single precision, whatever the model's is.
@@ -511,7 +511,7 @@ def test_a_resumed_run_knows_the_loss(name: str, tmp_path: Any) -> None:
     through.train()
     again = trainer_of(made(Tokens), data, tmp_path, **options)
     looks: list[int] = []
-    again._loopwright._learn_loss = lambda batches, reports=True: looks.append(again.state.global_step + 1)  # type: ignore[method-assign]
+    again._loopwright.loss.learn_loss = lambda batches, reports=True: looks.append(again.state.global_step + 1)  # type: ignore[method-assign]
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again._loopwright.run.accounting.kind is kind and looks == [4]
     for mine, theirs in zip(again.model.parameters(), through.model.parameters(), strict=True):

@@ -149,7 +149,7 @@ def test_a_flag_comes_back_only_without_what_it_stands_for(what: str, tmp_path: 
 
     whole = trainer_of(lazy(), DATA, tmp_path / "run", speed="off", **RUN)
     whole.train()
-    assert ("ready" in str(whole._loopwright._modules.state_dict(print)["values"])) == (what == "nothing")
+    assert ("ready" in str(whole._loopwright.saving.modules.state_dict(print)["values"])) == (what == "nothing")
     assert bool([text for text in whole._loopwright.notices.told if "together with made" in text]) == (what == "object")
     again = trainer_of(lazy(), DATA, tmp_path / "again", speed="off", **RUN)
     again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
@@ -173,7 +173,7 @@ def test_two_names_of_one_tensor_are_not_confused() -> None:
 def test_loading_again_is_not_needed_where_nothing_was_saved(tmp_path: Path) -> None:
     """Checkpoints of before have no such part."""
     trainer = trainer_of(made(Counting), DATA, tmp_path, speed="off", **RUN)
-    trainer._loopwright._start_modules()
+    trainer._loopwright.saving.start_modules()
     trainer.model.calls = 5
-    trainer._loopwright._resume_modules({})
+    trainer._loopwright.saving._resume_modules({})
     assert trainer.model.calls == 5 and isinstance(trainer, loopwright.Trainer)

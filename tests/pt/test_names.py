@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import loopwright
-from loopwright.pt.internals import TorchInternals
+from loopwright.core.part import Part
 
 transformers = pytest.importorskip("transformers")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "house.py"
@@ -31,7 +31,10 @@ def names() -> list[str]:
     """Every name of what is behind a trainer, and a thousand that nobody has thought of."""
     live = house.trained(loopwright)
     taken = {*dir(loopwright.Trainer), *vars(house.trained(transformers)), "_loopwright"}
-    ours = {name for name in (*dir(TorchInternals), *vars(live._loopwright)) if not name.startswith("__")}
+    internals = live._loopwright
+    parts = [internals, internals.run, *(each for each in vars(internals).values() if isinstance(each, Part))]
+    assert len(parts) == 10  # the internals, the run and eight parts
+    ours = {name for part in parts for name in (*dir(type(part)), *vars(part)) if not name.startswith("__")}
     draws = random.Random(1)
     others = {"".join(draws.choices(string.ascii_lowercase + "_", k=draws.randint(1, 9))) for _ in range(1000)}
     return sorted((ours | {name for name in others if name.isidentifier() and not name.startswith("__")}) - taken)

@@ -11,6 +11,7 @@ from torch import nn
 
 import loopwright.pt.acceleration as speeding
 from loopwright import Trainer
+from loopwright.pt.distributed.sync import SharedLoss
 from loopwright.pt.internals import TorchInternals
 from loopwright.speed.compile.blocks import repeated_blocks
 from loopwright.speed.layouts.samples import take_apart
@@ -200,13 +201,16 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     options = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     seen: list[bool] = []
 
-    class Looking(TorchInternals):
+    class Looking(SharedLoss):
         def micro_batch(self, *args: Any, **kwargs: Any) -> Any:
             seen.append(recomputing(Run(self.trainer, 0.0, [], {}, [])))
             return super().micro_batch(*args, **kwargs)
 
+    class LookingInternals(TorchInternals):
+        loss_class = Looking
+
     class Looks(Trainer):
-        _loopwright_class = Looking
+        _loopwright_class = LookingInternals
 
     run = train(deep(), DATA, tmp_path / "run", **options)
     assert run.plan.activations == policy and run.plan.budget > 0, run.plan.lines()

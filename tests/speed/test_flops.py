@@ -158,7 +158,7 @@ def test_a_cpu_run_counts_nothing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch
     trainer = trainer_of(Tokens(), samples([20] * 4), tmp_path, num_train_epochs=1)
     trainer.train()
     assert (
-        trainer._loopwright.operations is None
+        trainer._loopwright.pacing.operations is None
         and trainer._loopwright.run.work.sample is None
         and "mfu" not in trainer.speed_report().numbers
     )
@@ -169,9 +169,8 @@ def test_a_device_with_a_peak_shows_its_utilization(tmp_path: Any, monkeypatch: 
     plain = trainer_of(Tokens(), samples([20] * 4), tmp_path / "a", num_train_epochs=2, logging_steps=2)
     plain.train()
     matrices = sum(p.numel() for n, p in plain.model.named_parameters() if p.ndim == 2 and "embed" not in n)
-    assert plain._loopwright.operations is not None and plain._loopwright.operations.per_token == pytest.approx(
-        6 * matrices
-    )
+    counted = plain._loopwright.pacing.operations
+    assert counted is not None and counted.per_token == pytest.approx(6 * matrices)
     assert plain._loopwright.run.work.sample is None
     numbers = plain.speed_report().numbers
     assert numbers["mfu"] == pytest.approx(numbers["tokens_per_second"] * 6 * matrices / 1e9, rel=1e-3)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import loopwright.speed.cuda_graphs.graphed_step as graphing
 import loopwright.speed.planner.decision as speed_plan
+from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.internals import TorchInternals
 from loopwright.speed.layouts.rows import BORDERS, LONGEST, PLACES, Limits, lay_unpadded
 from loopwright.speed.layouts.samples import take_apart
@@ -165,7 +166,7 @@ def test_a_resumed_run_has_graphs_of_the_same_shapes(
 ) -> None:
     """Also where more shapes repeat than are recorded."""
     monkeypatch.setattr(graphing, "MOST_ROWS", 2)
-    monkeypatch.setattr(TorchInternals, "graph_recorder", Telling())
+    monkeypatch.setattr(Acceleration, "graph_recorder", Telling())
     options: dict[str, Any] = {**ROWS, "max_steps": 20, "save_strategy": "steps", "save_steps": 1, "kind": InOrder}
     short, long = samples(30, "causal", longest=20), samples(90, "causal", seed=1, longest=60)
     data = [*short[:12], *long[:60], *short[12:], *long[60:]]
@@ -182,7 +183,7 @@ def fails(function: Any) -> Any:
 
 
 def given_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Run:
-    monkeypatch.setattr(TorchInternals, "graph_recorder", staticmethod(fails))
+    monkeypatch.setattr(Acceleration, "graph_recorder", staticmethod(fails))
     options = {**ROWS, "max_steps": 12, "save_strategy": "steps", "save_steps": 1, "kind": InOrder, **more}
     return train(dropping("bert", "class"), samples(96, "class", longest=60), tmp_path, **options)
 
@@ -205,9 +206,9 @@ def test_rows_made_shorter_for_want_of_memory_leave_no_graphs_of_longer_ones(tmp
         """Runs out of memory once, in the last but three."""
 
         def run_micro_batches(self, update: Any) -> Any:
-            if self.state.global_step == 12 and self._speed is not None:
-                step = self._speed._graphed.step
-                assert step._graphs and self._halve(update)
+            if self.state.global_step == 12 and self.run.speed is not None:
+                step = self.run.speed._graphed.step
+                assert step._graphs and self.loss._halve(update)
                 kept.append((len(step._graphs), len(update.batches)))
             return super().run_micro_batches(update)
 

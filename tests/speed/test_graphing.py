@@ -17,7 +17,7 @@ import loopwright.speed.planner.decision as speed_plan
 import loopwright.speed.planner.planner as planning
 from loopwright import Trainer, TrainerCallback
 from loopwright.core.update import MicroBatch, Update
-from loopwright.pt.internals import TorchInternals
+from loopwright.pt.acceleration import Acceleration
 from loopwright.speed.cuda_graphs.graphed_step import GraphedTraining, operations_of
 from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED, SpeedPlan
 from loopwright.speed.planner.planner import GRAPHS
@@ -49,7 +49,7 @@ class Recorder:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Graphs on a CPU, decided on after three updates, however short the run."""
     found = Recorder()
-    monkeypatch.setattr(TorchInternals, "graph_recorder", found)
+    monkeypatch.setattr(Acceleration, "graph_recorder", found)
     monkeypatch.setattr(planning, "LOOKS", 3)
     monkeypatch.setitem(speed_plan.WORTH_SECONDS, "cpu", 0.0)
     return found
@@ -223,7 +223,7 @@ def test_a_recording_that_fails_is_taken_back(
     def fails(function: Any) -> Any:
         raise RuntimeError("not while recording")
 
-    monkeypatch.setattr(TorchInternals, "graph_recorder", staticmethod(fails))
+    monkeypatch.setattr(Acceleration, "graph_recorder", staticmethod(fails))
     data = even(24, "class")
     plain = train(dropping("bert", "class"), data, tmp_path, speed="off", max_steps=6)
     with caplog.at_level(logging.INFO, logger="loopwright"):
@@ -296,7 +296,7 @@ def test_rows_that_cannot_be_recorded_are_rows_still(
 
     data = uneven("class")
     plain = train(build("bert", "class"), data, tmp_path, speed="off", kind=InOrder, **ROWS)
-    monkeypatch.setattr(TorchInternals, "graph_recorder", staticmethod(fails))
+    monkeypatch.setattr(Acceleration, "graph_recorder", staticmethod(fails))
     run = train(build("bert", "class"), data, tmp_path, kind=InOrder, **ROWS)
     assert run.plan.layout == UNPADDED and not run.plan.graphed and reason_of(run) == "not while recording"
     assert run.losses == pytest.approx(plain.losses, rel=1e-6)

@@ -23,6 +23,7 @@ from loopwright.core.order import Order
 from loopwright.core.packing import next_fit
 from loopwright.core.update import Place
 from loopwright.pt.data.loaders import torch_permutation
+from loopwright.pt.distributed.sync import SharedLoss
 from loopwright.pt.internals import TorchInternals
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
@@ -43,20 +44,24 @@ def fresh() -> nn.Module:
     return build("llama", "causal")
 
 
-class Watching(TorchInternals):
+class Watching(SharedLoss):
     def make_update(self, batches: list[Any]) -> Any:
         trainer: Any = self.trainer
         trainer.seen.append([identify(batch) for batch in batches])
-        trainer.places.append((self.progress.epoch, self.progress.samples_in_epoch))
+        trainer.places.append((self.run.progress.epoch, self.run.progress.samples_in_epoch))
         update = super().make_update(batches)
         assert update.samples == sum(map(len, trainer.seen[-1]))
         return update
 
 
+class WatchedInternals(TorchInternals):
+    loss_class = Watching
+
+
 class Watched(Trainer):
     """Keeps which samples every micro-batch came with, known by their tokens."""
 
-    _loopwright_class = Watching
+    _loopwright_class = WatchedInternals
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.seen: list[list[list[int]]] = []
@@ -417,7 +422,7 @@ def test_with_another_budget_the_rest_of_the_epoch_still_comes_once(
 def test_the_samples_of_an_update_can_be_loaded_again(tmp_path: Any) -> None:
     run = packed(fresh(), tmp_path, gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=2)
     for update, (epoch, first) in zip(run.trainer.seen, run.trainer.places, strict=True):
-        indices, batches = run.trainer._loopwright.samples_at(Place(epoch, first, sum(map(len, update))))
+        indices, batches = run.trainer._loopwright.data.samples_at(Place(epoch, first, sum(map(len, update))))
         assert indices == [index for batch in update for index in batch]
         assert [identify(batch) for batch in batches] == update
 

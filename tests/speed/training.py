@@ -75,14 +75,14 @@ def train(
         callbacks=callbacks, **given,
     )  # fmt: skip
     shapes: list[list[tuple[int, ...]]] = []
-    make_update = trainer._loopwright.make_update
+    make_update = trainer._loopwright.loss.make_update
 
     def seen(batches: list[Any]) -> Any:
         update = make_update(batches)
         shapes.append([tuple(batch["input_ids"].shape) for batch in update.batches])
         return update
 
-    trainer._loopwright.make_update = seen  # type: ignore[method-assign]
+    trainer._loopwright.loss.make_update = seen  # type: ignore[method-assign]
     result = trainer.train(resume_from_checkpoint=resume)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return Run(trainer, result.training_loss, losses, watch.gradients, shapes)

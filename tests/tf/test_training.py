@@ -146,7 +146,7 @@ def test_epochs_do_not_mix_and_drop_last_drops(tmp_path: Any) -> None:
     """`.repeat().shuffle()` mixed epochs, and nothing was ever dropped."""
     made = trainer(tmp_path, data=pipeline(10), num_train_epochs=1, max_steps=-1, dataloader_drop_last=True)
     rows_of_epochs = [
-        np.concatenate([batch.features for batch in made._loopwright._training_source().open(epoch)])
+        np.concatenate([batch.features for batch in made._loopwright.data.training_source().open(epoch)])
         for epoch in range(2)
     ]
     assert [len(each) for each in rows_of_epochs] == [8, 8]

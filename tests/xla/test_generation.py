@@ -69,7 +69,8 @@ def test_longer_answers_need_no_more_graphs(name: str, allowed: int, tmp_path: A
 def test_a_cache_the_user_chooses_is_used(tmp_path: Any) -> None:
     run = generating("llama", tmp_path)
     for options in ({"use_cache": False}, {"cache_implementation": "dynamic"}):
-        assert run._loopwright._with_fixed_cache(run.model, dict(options)) == options
-    assert run._loopwright._with_fixed_cache(run.model, {"max_new_tokens": 2}).get("cache_implementation") == "static"
+        assert run._loopwright.evaluation._with_fixed_cache(run.model, dict(options)) == options
+    fixed = run._loopwright.evaluation._with_fixed_cache(run.model, {"max_new_tokens": 2})
+    assert fixed.get("cache_implementation") == "static"
     tokens = run.predict(run.eval_dataset).predictions
     assert (run.predict(run.eval_dataset, use_cache=False, max_new_tokens=9).predictions == tokens).all()
