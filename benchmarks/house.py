@@ -116,7 +116,7 @@ def loops() -> int:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             text = ast.unparse(node.iter) if isinstance(node, ast.For) else ""
             found += "update.batches" in text and any(
-                word in ast.unparse(node) for word in ("micro_step", "self.step(")
+                word in ast.unparse(node) for word in ("micro_step", "run.step(")
             )
     return found
 

@@ -187,14 +187,13 @@ class Acceleration(TorchPart):
         return cannot_capture(self.model, self.device) if found is None and kind == "cuda" else found
 
     def _graph_micro_batches(self) -> GraphedTraining:
-        internals: Any = self
         if self.run.split is not None:
             self.run.split.detach()  # its hooks are no reason to refuse
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
                 model = self.trainer.model_wrapped
-                return check_loss(internals.loss.called_compute_loss(model, inputs, num_items_in_batch=items))
+                return check_loss(self.internals.loss.called_compute_loss(model, inputs, num_items_in_batch=items))
 
         def put(inputs: Any) -> Any:
             self.strategy.training()  # as the training step does in whose place graphs are replayed

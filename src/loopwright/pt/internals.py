@@ -215,6 +215,7 @@ class TorchInternals(Internals):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
             self.changes.adopt_assigned_model()
+        self.run.accounting = self.loss.make_accounting()  # the shapes of batches may be proved on the loss
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)

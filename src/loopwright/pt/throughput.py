@@ -114,9 +114,8 @@ class TorchPacing(TorchPart, Pacing):
             logger.info(f"MFU is unknown, since the FLOPs of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
-        internals: Any = self
         with self.trainer.compute_loss_context_manager():
-            return self.model(**internals.loss.for_model(self.trainer._prepare_inputs(inputs)))
+            return self.model(**self.internals.loss.for_model(self.trainer._prepare_inputs(inputs)))
 
     def _number_format(self) -> str:
         """What the model's matrix products are computed in, by the names of the table of peaks."""
