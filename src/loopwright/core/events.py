@@ -55,22 +55,22 @@ class TrainerCallback:
     docs/changes-while-training.md.
     """
 
-    def on_init_end(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """The trainer was created."""
 
-    def on_train_begin(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Training starts."""
 
-    def on_train_end(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Training is over."""
 
-    def on_epoch_begin(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An epoch starts."""
 
-    def on_epoch_end(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An epoch is over."""
 
-    def on_step_begin(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An update starts."""
 
     def on_pre_optimizer_step(
@@ -83,22 +83,22 @@ class TrainerCallback:
     ) -> Any:
         """The optimizer has stepped; gradients still exist."""
 
-    def on_substep_end(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """A micro-batch ended that was not the last of its update."""
 
-    def on_step_end(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An update ended."""
 
-    def on_evaluate(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An evaluation ended; `metrics` holds its numbers."""
 
-    def on_predict(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_predict(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """A prediction ended; `metrics` holds its numbers."""
 
-    def on_save(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """A checkpoint was saved."""
 
-    def on_log(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Numbers were logged; `logs` holds them."""
 
     def on_prediction_step(
@@ -106,7 +106,7 @@ class TrainerCallback:
     ) -> Any:
         """A batch of an evaluation or prediction ended."""
 
-    def on_push_begin(self, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_push_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """A push to a hub is about to start."""
 
 
@@ -189,19 +189,19 @@ class CallbackHandler:
         """`fire` in the calling style of other trainers' handlers."""
         return self.fire(event, **kwargs)
 
-    def on_log(self, args: BaseArguments, state: Any, control: Any, logs: dict[str, Any]) -> TrainerControl:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> TrainerControl:
         return self.fire("on_log", logs=logs)
 
-    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
         return self.fire("on_evaluate", metrics=metrics)
 
-    def on_predict(self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
         return self.fire("on_predict", metrics=metrics)
 
-    def on_prediction_step(self, args: BaseArguments, state: Any, control: Any) -> TrainerControl:
+    def on_prediction_step(self, args: Any, state: Any, control: Any) -> TrainerControl:
         return self.fire("on_prediction_step")
 
-    def on_save(self, args: BaseArguments, state: Any, control: Any) -> TrainerControl:
+    def on_save(self, args: Any, state: Any, control: Any) -> TrainerControl:
         return self.fire("on_save")
 
     def listening_to(self, event: str) -> list[tuple[Any, Callable[..., Any]]]:
