@@ -13,10 +13,10 @@ REFUSED = {
     "xla": Refusal("JAX always compiles with XLA"),
     "torch_compile": Refusal("every update is compiled with XLA already"),
     "torch_compile_scope": Refusal("every update is compiled with XLA already", lambda value: value != "blocks"),
-    "fp16": Refusal("there is no loss scaling here yet; bf16=True needs none"),
-    "tpu_name": Refusal("JAX finds the TPU of this machine by itself"),
-    "tpu_zone": Refusal("JAX finds the TPU of this machine by itself"),
-    "gcp_project": Refusal("JAX finds the TPU of this machine by itself"),
+    "fp16": Refusal("loss scaling is not available with JAX; use bf16=True, which does not need it"),
+    "tpu_name": Refusal("JAX detects the TPU of this machine automatically"),
+    "tpu_zone": Refusal("JAX detects the TPU of this machine automatically"),
+    "gcp_project": Refusal("JAX detects the TPU of this machine automatically"),
     "on_nonfinite": Refusal("use 'skip'", lambda value: value == "raise"),
 }
 """What JAX refuses, or refuses for another reason than TensorFlow."""

@@ -28,7 +28,7 @@ class JaxInternals(KerasInternals):
             )
         dead = [name for name in ("training_step", "apply_gradients") if hasattr(self.trainer, name)]
         if dead:
-            raise OverrideError(f"JAXTrainer never calls {', '.join(dead)}: override compute_loss or run_model instead")
+            raise OverrideError(f"JAXTrainer does not call {', '.join(dead)}; override compute_loss or run_model")
         return JaxStrategy(args.strategy.devices)
 
     def _writer_callback(self, writer: Any) -> Any:

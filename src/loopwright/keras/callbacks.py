@@ -30,7 +30,7 @@ class KerasCallbackAdapter(TrainerCallback):
     def __init__(self, callback: Any) -> None:
         if not _is_keras_callback(callback):
             kind = type(callback).__name__
-            raise ArgumentsError(f"KerasCallbackAdapter takes a keras.callbacks.Callback, not {kind}")
+            raise ArgumentsError(f"KerasCallbackAdapter needs a keras.callbacks.Callback, not {kind}")
         self.callback = callback
         self._validation: dict[str, float] = {}
         self._logs: dict[str, float] = {}

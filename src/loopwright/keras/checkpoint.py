@@ -71,16 +71,16 @@ def load_values(variables: list[Any], values: Mapping[str, Any], *, source: str)
     else:
         missing = [name for name in named if name not in values][:5]
         raise CheckpointError(
-            f"the values in {source} do not fit: {len(values)} saved, {len(named)} wanted; missing: "
+            f"the variables in {source} do not match: {len(values)} saved, {len(named)} expected; missing: "
             f"{', '.join(missing) or 'none'}"
         )
     wrong = [
-        f"{name}: {value.shape} saved, {tuple(variable.shape)} wanted"
+        f"{name}: {value.shape} saved, {tuple(variable.shape)} expected"
         for variable, value, name in pairs
         if tuple(value.shape) != tuple(variable.shape)
     ]
     if wrong:
-        raise CheckpointError(f"the values in {source} do not fit. Of another shape: {'; '.join(wrong[:5])}")
+        raise CheckpointError(f"the variables in {source} have different shapes: {'; '.join(wrong[:5])}")
     for variable, value, _ in pairs:
         variable.assign(value.view(ml_dtypes.bfloat16) if keras_dtype(variable) == "bfloat16" else value)
 
@@ -89,7 +89,7 @@ def load_model_values(model: Any, folder: str | os.PathLike[str]) -> None:
     """Load the weights of a checkpoint, or of `save_model`, into the model."""
     path = Path(folder) / MODEL
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
+        raise CheckpointError(f"{folder} has no {MODEL}, so there are no weights to load")
     load_values(list(model.variables), read_values(path), source=str(folder))
 
 

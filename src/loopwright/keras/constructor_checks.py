@@ -23,7 +23,7 @@ def old_names(
     """`tokenizer=` and `prediction_loss_only=`, which the constructor took before."""
     loss_only = others.pop("prediction_loss_only", None)
     if loss_only is not None:
-        logger.warning(f"{trainer}(prediction_loss_only=...) is now an argument: {arguments.__name__}(...)")
+        logger.warning(f"{trainer}(prediction_loss_only=...) is deprecated; set it in {arguments.__name__}(...)")
     return adopt_tokenizer(trainer, PARAMETERS, processing_class, others), loss_only
 
 
@@ -45,11 +45,11 @@ def check_constructor(
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         problems.append(f"optimizers must be a pair (optimizer, schedule), not {type(optimizers).__name__}")
     elif model_init is not None and any(part is not None for part in optimizers):
-        problems.append("optimizers= holds variables of one model and cannot go with model_init")
+        problems.append("optimizers= belongs to one model and cannot be combined with model_init")
     if (model is None) == (model_init is None):
-        problems.append("give exactly one of model and model_init")
+        problems.append("pass exactly one of model and model_init")
     if isinstance(compute_metrics, Mapping):
-        problems.append("compute_metrics must be a function: metric objects are fed tensors of PyTorch")
+        problems.append("compute_metrics must be a function; metric objects need PyTorch tensors")
     problems += problems_of_arguments(
         args,
         train_length=train is None or has_length(train),

@@ -78,18 +78,18 @@ class DataMethods(KerasBase, ResumingMethods):
             order = self._order(dataset, n) if training else Order(n, 0, "sequential")
             return MapSource(pick, n, order, size=size, drop_last=drop, finish=finish)
         if training and self._sampling() == "group_by_length":
-            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset that can be indexed")
         return StreamSource(dataset, collate, size=size, drop_last=drop, finish=finish)
 
     def _pipeline_source(self, dataset: Any, what: str, size: int, *, training: bool, drop: bool) -> Source:
         batched = is_batched(dataset)
         if batched:
             self.notices.warn_once(
-                f"the {what} pipeline is batched already: its batches are taken as they are, over all replicas, and "
-                "the order is its own"
+                f"the {what} pipeline is already batched: its batches are split across all replicas, and it is not "
+                "shuffled"
             )
         if training and self._sampling() == "group_by_length":
-            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset that can be indexed")
         seed = self._data_seed() if training and self._sampling() == "random" else None
         return self._open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
 
@@ -112,7 +112,7 @@ class DataMethods(KerasBase, ResumingMethods):
         surplus = [name for name in features if name not in inputs]
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
-            self.notices.warn_once(f"withheld because the model does not take them: {', '.join(surplus)}")
+            self.notices.warn_once(f"columns removed because the model does not accept them: {', '.join(surplus)}")
         return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
 
     # ---- order ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class DataMethods(KerasBase, ResumingMethods):
 
     def _make_plan(self, source: Any) -> Plan:
         if source.batches is None and self.args.max_steps <= 0:
-            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+            raise ArgumentsError("the training dataset has no length; set max_steps")
         return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
@@ -167,7 +167,7 @@ class DataMethods(KerasBase, ResumingMethods):
         if is_tf_data(given):
             return self._open_pipeline(given)
         if not is_overridden(self.trainer, "get_train_tfdataset") or not hasattr(given, "__iter__"):
-            raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
+            raise DataError(f"get_train_tfdataset returned a {type(given).__name__}; return an iterable of batches")
         return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
 
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
@@ -197,7 +197,7 @@ class DataMethods(KerasBase, ResumingMethods):
 
     def _begin_skip(self, done: int) -> None:
         self.notices.warn_once(
-            f"this data cannot be positioned: {done} batches already trained on are read again and left out"
+            f"this dataset cannot seek: re-reading and skipping the {done} batches already trained on"
         )
         if self._epoch_rng is not None:
             self.strategy.streams.restore(self._epoch_rng)  # whatever the data draws from is drawn again
@@ -237,7 +237,7 @@ class DataMethods(KerasBase, ResumingMethods):
         folder = source.files()
         if getattr(source, "cannot_save", None):
             self.notices.warn_once(
-                f"TensorFlow cannot save where this pipeline stands ({source.cannot_save}): a resumed run reads the "
-                "batches of its epoch again and leaves them out"
+                f"TensorFlow cannot save the position of this pipeline ({source.cannot_save}): a resumed run re-reads "
+                "and skips the batches of its epoch"
             )
         return folder

@@ -54,7 +54,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         if isinstance(dataset, Source):
             return dataset
         if not is_tf_data(dataset):
-            raise DataError(f"a {type(dataset).__name__} holds no batches; return a batched tf.data pipeline")
+            raise DataError(f"the override returned a {type(dataset).__name__}; return a batched tf.data pipeline")
         return self._open_pipeline(dataset)
 
     def _run_loop(
@@ -92,7 +92,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         plan = self._make_evaluation_plan(only, source.examples)
         output = run_evaluation(steps, plan, to_host=lambda value: value, read=self.strategy.read, prefix=prefix)
         if output.num_samples == 0:
-            raise DataError(f"{description}: the data gave no batch")
+            raise DataError(f"{description}: the dataset returned no batches")
         return output
 
     # ---- one batch --------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         names = self._names_of_one_batch()
         if names is not None and full_name(wanted) not in {*names, *(f"eval_{each}" for each in TIMES)}:
             known = ", ".join(sorted(names))
-            problem = f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives"
+            problem = f"metric_for_best_model={wanted!r} is not a metric of this evaluation; available"
             raise MetricError(f"{problem}: {known}")
 
     def _names_of_one_batch(self) -> set[str] | None:
@@ -186,7 +186,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         except (DataError, MetricError):
             raise
         except Exception as error:  # a metric that needs more than one batch is no reason to stop
-            logger.info(f"one batch is not enough to name the metrics of the evaluation: {error}")
+            logger.info(f"metric_for_best_model is not checked; evaluating one batch failed: {error}")
             return None
         finally:
             self.callback_handler.callbacks = callbacks

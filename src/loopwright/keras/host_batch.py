@@ -52,7 +52,7 @@ def rows_of(value: Any) -> int:
     first = first_leaf(value)
     shape = getattr(first, "shape", None)
     if shape is None or len(shape) == 0:
-        raise DataError(f"a batch must hold arrays with one row per sample, not {type(first).__name__}")
+        raise DataError(f"a batch must contain arrays with one row per sample, not {type(first).__name__}")
     return int(shape[0])
 
 
@@ -85,7 +85,7 @@ def stack_samples(samples: list[Any]) -> Any:
     except ValueError:
         shapes = sorted({str(array.shape) for array in arrays})
         raise DataError(
-            f"samples of shapes {', '.join(shapes[:4])} cannot make a batch; give a data_collator that pads them"
+            f"samples of shapes {', '.join(shapes[:4])} cannot be stacked; pass a data_collator that pads them"
         ) from None
 
 
@@ -96,7 +96,7 @@ def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
             return batch[0], None
         if len(batch) == 2:
             return batch
-        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; put further inputs into a dict")
+        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; use a dict for more inputs")
     if not isinstance(batch, Mapping):
         return batch, None
     names = [name for name in (label_names or LABEL_COLUMNS) if name in batch]

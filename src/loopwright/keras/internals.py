@@ -169,8 +169,8 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
     def tell_unfollowed(self) -> None:
         if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
             self.notices.warn_once(
-                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
-                "they began with; call train() again after such a change"
+                "layers were frozen, unfrozen or added during training, but updates are compiled for the original "
+                "variables; call train() again after such a change"
             )
 
     def _build_model(self) -> None:
@@ -192,4 +192,4 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
     def _tell_late_events(self) -> None:
         late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
         if late:
-            self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} come after it, not inside it")
+            self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} run after it, not inside it")

@@ -115,7 +115,7 @@ class LossMethods(KerasBase):
         """A loss as the sum over its items, and how many they are on this replica."""
         if loss is None:
             raise ModelError(
-                "there is no loss: compile the model with one (model.compile(loss=...)), give compute_loss_func=, or "
+                "there is no loss: compile the model with one (model.compile(loss=...)), pass compute_loss_func=, or "
                 "override compute_loss or run_model"
             )
         if isinstance(loss, (tuple, list)):

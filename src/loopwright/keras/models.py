@@ -62,7 +62,7 @@ class ModelInfo:
 def look_at(model: Any) -> ModelInfo:
     """What the model's call takes."""
     if not callable(model):
-        raise ModelError(f"model must be a Keras model or anything that can be called, not {type(model).__name__}")
+        raise ModelError(f"model must be a Keras model or another callable, not {type(model).__name__}")
     call = getattr(model, "call", model)
     return ModelInfo(
         family=family_of(model),
@@ -143,8 +143,8 @@ def check_policy(model: Any, policy: str | None) -> None:
     computes.add(getattr(model, "compute_dtype", None))
     if half is not None and half not in computes:
         raise ModelError(
-            f"{half} was asked for, but the model was built to compute in float32. Build it after args.strategy is "
-            "read (with args.strategy.scope(): model = ...), or give model_init=, which is called at the right time"
+            f"{half} was requested, but the model was built for float32. Build it inside the scope "
+            "(with args.strategy.scope(): model = ...), or pass model_init="
         )
 
 

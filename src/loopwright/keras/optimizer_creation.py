@@ -65,7 +65,7 @@ class OptimizerMethods(KerasBase):
 
     def get_learning_rates(self) -> list[float]:
         if self.trainer.optimizer is None:
-            raise ModelError("there is no optimizer yet: call train() first")
+            raise ModelError("there is no optimizer yet; call train() first")
         return [self.trainer._get_learning_rate()]
 
     def _get_learning_rate(self) -> float:

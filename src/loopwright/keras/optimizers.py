@@ -60,10 +60,10 @@ def optimizer_name_and_options(args: Any, family: Any) -> tuple[str, dict[str, A
     name, own = OPTIMIZERS[asked]
     cls = getattr(family.optimizers, name, None)
     if cls is None:
-        raise ArgumentsError(f"optim={asked!r} needs {family.__name__}.optimizers.{name}, which is missing here")
+        raise ArgumentsError(f"optim={asked!r} needs {family.__name__}.optimizers.{name}, which does not exist")
     decay = {"weight_decay": args.weight_decay or None} if "weight_decay" in inspect.signature(cls).parameters else {}
     if args.weight_decay and not decay:
-        raise ArgumentsError(f"weight_decay={args.weight_decay}: {family.__name__}'s {name} has none; leave it out")
+        raise ArgumentsError(f"weight_decay={args.weight_decay}: {family.__name__}'s {name} does not support it")
     if name == "AdamW":
         decay = {"weight_decay": args.weight_decay}
     return name, {**own(args), **decay, **_extra_options(args.optim_args, cls)}

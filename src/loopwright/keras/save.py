@@ -59,7 +59,7 @@ class SavingMethods(KerasBase, ResumingMethods):
             self.model.save(str(path))
         except (NotImplementedError, TypeError, ValueError) as error:
             path.unlink(missing_ok=True)
-            logger.warning(f"no {path.name}: the model cannot describe itself ({error}); its weights are in {MODEL}")
+            logger.warning(f"Keras cannot save the model as {path.name} ({error}); its weights are in {MODEL}")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def build_rate(args: Any, strategy: KerasStrategy, base: float, total_updates: i
         known = [each for each in inspect.signature(PlateauRate).parameters if each not in ("strategy", "base")]
         unknown = [key for key in options if key not in known]
         if unknown:
-            raise ArgumentsError(f"The schedule '{name}' has no option '{unknown[0]}'. It accepts {', '.join(known)}.")
+            raise ArgumentsError(f"The schedule '{name}' has no option '{unknown[0]}'. Options: {', '.join(known)}.")
         mode = {"mode": "max"} if args.greater_is_better else {}
         return PlateauRate(strategy, base, **{**mode, **options})
     if args.poly_power != 1.0:

@@ -185,15 +185,15 @@ def check_data(dataset: Any, what: str) -> None:
     """Refuse what is no dataset, or has no samples."""
     if isinstance(dataset, Iterator) and not is_tf_data(dataset):
         raise DataError(
-            f"the {what} dataset is a {type(dataset).__name__}, which can be read once only; give the function that "
-            "makes it, or an object whose iter() starts at the beginning"
+            f"the {what} dataset is a {type(dataset).__name__}, which can be read only once; pass the function that "
+            "creates it, or an object whose iter() starts at the beginning"
         )
     known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
     if not known:
-        raise DataError(f"the {what} dataset is a {type(dataset).__name__}; give tf.data, arrays, samples or a stream")
+        raise DataError(f"the {what} dataset is a {type(dataset).__name__}; pass tf.data, arrays, samples or a stream")
     empty = int(dataset.cardinality()) == 0 if is_tf_data(dataset) else is_map_style(dataset) and len(dataset) == 0
     if empty:
-        raise DataError(f"the {what} dataset is empty: there is nothing to go through")
+        raise DataError(f"the {what} dataset is empty")
 
 
 def is_batched(dataset: Any) -> bool:

@@ -52,7 +52,7 @@ class TFTrainingArguments(KerasTrainingArguments):
             tf.tpu.experimental.initialize_tpu_system(resolver)
             return tf.distribute.TPUStrategy(resolver)
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            raise RuntimeError(f"Couldn't connect to TPU {self.tpu_name}! {error}") from error
+            raise RuntimeError(f"cannot connect to TPU {self.tpu_name}: {error}") from error
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
@@ -77,4 +77,4 @@ def _cluster() -> dict[str, Any]:
     try:
         return dict(json.loads(text)) if text else {}
     except ValueError as error:
-        raise ArgumentsError(f"the environment variable TF_CONFIG is not JSON: {error}") from None
+        raise ArgumentsError(f"the environment variable TF_CONFIG is not valid JSON: {error}") from None

@@ -43,7 +43,7 @@ class TFInternals(GradientMethods, OldCheckpointMethods):
             return model
         model = rebuilt(model, self.args.strategy, info.family)
         self.notices.warn_once(
-            "the model was built outside args.strategy.scope(): trainer.model is a copy of it, built inside"
+            "the model was built outside args.strategy.scope(); trainer.model is a copy built inside the scope"
         )
         return model
 

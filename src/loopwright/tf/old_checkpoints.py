@@ -52,8 +52,8 @@ class OldCheckpointMethods(KerasInternals):
         for _ in range(step):
             self.trainer.lr_scheduler.step()
         self.notices.warn_once(
-            f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
-            f"the run goes on at step {step} with the order of epoch {self.progress.epoch}"
+            f"{prefix} is a TensorFlow checkpoint without data position and RNG state: training resumes at step "
+            f"{step}, with the data order of epoch {self.progress.epoch}"
         )
 
 
@@ -76,8 +76,8 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
         tf.train.Checkpoint(model=model).restore(prefix).assert_existing_objects_matched()
     except (AssertionError, ValueError) as error:
         raise CheckpointError(
-            f"{prefix} does not fit the model ({str(error).splitlines()[0]}). Weights of tf_keras models load into "
-            "tf_keras models (TF_USE_LEGACY_KERAS=1)"
+            f"{prefix} does not match the model ({str(error).splitlines()[0]}). Load weights of a tf_keras model "
+            "into a tf_keras model (TF_USE_LEGACY_KERAS=1)"
         ) from error
     if any(".OPTIMIZER_SLOT/optimizer/" in name for name in saved):
         _restore_slots(prefix, saved, model, optimizer)
@@ -89,7 +89,7 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
             step = int(tf.train.load_variable(prefix, key))
             optimizer.iterations.assign(step)
             return step
-    logger.warning(f"{prefix} does not say how many updates it had done: the run counts from 0")
+    logger.warning(f"{prefix} does not contain the number of updates: counting starts at 0")
     return 0
 
 

@@ -143,7 +143,7 @@ class GradientAccumulator:
     def gradients(self) -> list[Any]:
         """The sums so far."""
         if not self._gradients:
-            raise ValueError("the accumulator holds nothing yet: call it with gradients first")
+            raise ValueError("the accumulator is empty; call it with gradients first")
         return [None if each is None else tf.convert_to_tensor(each) for each in self._gradients]
 
     def __call__(self, gradients: Iterable[Any]) -> None:
@@ -154,7 +154,7 @@ class GradientAccumulator:
             zeros = [None if each is None else tf.zeros_like(each) for each in gradients]
             self._gradients = [None if each is None else _local_variable(each) for each in zeros]
         if len(gradients) != len(self._gradients):
-            raise ValueError(f"{len(gradients)} gradients cannot be added to {len(self._gradients)}")
+            raise ValueError(f"expected {len(self._gradients)} gradients, got {len(gradients)}")
         for total, gradient in zip(self._gradients, gradients, strict=True):
             if total is not None and gradient is not None:
                 total.assign_add(tf.convert_to_tensor(gradient))

@@ -35,8 +35,8 @@ def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
                 variable.assign(value)
     except Exception as error:  # a model's own get_config and build may raise anything
         raise ModelError(
-            f"the model was built outside args.strategy.scope() and cannot be built again inside it ({error}). Build "
-            "it there (with args.strategy.scope(): model = ...), or give model_init="
+            f"the model was built outside args.strategy.scope() and cannot be rebuilt inside it ({error}). Build it "
+            "inside (with args.strategy.scope(): model = ...), or pass model_init="
         ) from error
     return fresh
 

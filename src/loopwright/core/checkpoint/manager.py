@@ -178,7 +178,7 @@ class CheckpointManager:
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
-            logger.error(f"the disk is full: {folder_name(step)} was not saved; training goes on. {error}")
+            logger.error(f"the disk is full: {folder_name(step)} was not saved; training continues. {error}")
             return False
         return True
 

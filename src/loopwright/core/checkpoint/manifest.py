@@ -90,7 +90,7 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
         if hashes and _hash(path) != expected["sha256"]:
-            return f"{name} has other contents than when it was written; it was damaged after saving"
+            return f"{name} does not match its checksum; it was damaged after saving"
     return None
 
 

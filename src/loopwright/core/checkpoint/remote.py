@@ -194,7 +194,7 @@ class FsspecStorage:
             size = (staged / file).stat().st_size
             if arrived.get(file) != size:
                 raise OSError(
-                    f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}"
+                    f"{file} has {size:,} bytes, but {arrived.get(file, 0):,} arrived at {self.place(name)}"
                 )
         self._fs.put_file(str(staged / MANIFEST), self._inside(name, MANIFEST))
 

@@ -19,7 +19,7 @@ def named_eval_dataset(datasets: Any, name: str) -> Any:
     sets = datasets if isinstance(datasets, Mapping) else {}
     if name not in sets:
         known = ", ".join(sets) or "no named sets"
-        raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
+        raise DataError(f"there is no evaluation dataset {name!r}; eval_dataset has {known}")
     return sets[name]
 
 

@@ -52,7 +52,7 @@ class Column:
         if block.ndim != data.ndim:
             per_sample = data.shape[1:]
             raise ValueError(
-                f"a batch of shape {block.shape} cannot follow batches of shape {per_sample} per sample"
+                f"cannot concatenate a batch of shape {block.shape} with batches of shape {per_sample} per sample"
             )
         needed = self._rows + len(block)
         rows = len(data) if needed <= len(data) else max(needed, 2 * len(data))
