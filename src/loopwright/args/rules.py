@@ -1,4 +1,4 @@
-"""Rules that span fields, one function each; a rule returns what is wrong, or None."""
+"""Rules about several fields, one function each; a rule returns the problem, or None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Put a function into RULES, with the fields it reads."""
+    """Add a function to RULES, with the fields it reads."""
 
     def keep(function: Rule) -> Rule:
         RULES.append((names, function))
@@ -30,7 +30,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def apply_rules(args: Any, problems: Problems) -> None:
-    """Note what every rule complains about; rules about broken fields are not asked."""
+    """Add the problem of every violated rule; rules about invalid fields are skipped."""
     for names, function in RULES:
         complaint = None if problems.concern(names) else function(args)
         if complaint:
@@ -39,19 +39,19 @@ def apply_rules(args: Any, problems: Problems) -> None:
 
 @rule("fp16", "bf16")
 def one_half_precision(args: Any) -> str | None:
-    """Mixed precision has one format."""
+    """Mixed precision uses one dtype."""
     return "fp16 and bf16 are both True; set only one of them" if args.fp16 and args.bf16 else None
 
 
 @rule("fp8", "fp16")
 def fp8_beside_bf16(args: Any) -> str | None:
-    """8-bit layers go with bfloat16 or float32 around them."""
+    """FP8 layers need bfloat16 or float32 in the rest of the model."""
     return "fp8 and fp16 are both True; use fp8 with bf16=True" if args.fp8 and args.fp16 else None
 
 
 @rule("per_device_train_batch_tokens", "speed")
 def token_budgets_need_layouts(args: Any) -> str | None:
-    """Tokens per micro-batch are kept by laying samples out anew."""
+    """A token budget needs the layouts of `speed`, which regroup samples."""
     if args.per_device_train_batch_tokens and args.speed == "off":
         return "per_device_train_batch_tokens needs speed='auto' or 'max'; speed='off' keeps the collator's batches"
     return None
@@ -59,7 +59,7 @@ def token_budgets_need_layouts(args: Any) -> str | None:
 
 @rule("packing", "per_device_train_batch_tokens")
 def packing_needs_a_token_budget(args: Any) -> str | None:
-    """Samples are packed into a number of tokens."""
+    """Packing needs a number of tokens per micro-batch."""
     if args.packing and not args.per_device_train_batch_tokens:
         name = shown("packing", args.packing)
         return f"{name} needs per_device_train_batch_tokens, the tokens of a micro-batch, for example 8192"
@@ -68,14 +68,14 @@ def packing_needs_a_token_budget(args: Any) -> str | None:
 
 @rule("fp16_full_eval", "bf16_full_eval")
 def one_evaluation_precision(args: Any) -> str | None:
-    """Evaluation has one format."""
+    """Evaluation uses one dtype."""
     both = args.fp16_full_eval and args.bf16_full_eval
     return "fp16_full_eval and bf16_full_eval are both True; set only one of them" if both else None
 
 
 @rule("half_precision_backend", "fp16")
 def apex_needs_fp16(args: Any) -> str | None:
-    """Apex does float16 only."""
+    """Apex supports float16 only."""
     if args.half_precision_backend == "apex" and not args.fp16:
         return "half_precision_backend='apex' needs fp16=True; Apex supports no other mixed precision"
     return None
@@ -83,7 +83,7 @@ def apex_needs_fp16(args: Any) -> str | None:
 
 @rule("max_steps", "num_train_epochs")
 def some_duration(args: Any) -> str | None:
-    """A run has a length."""
+    """A run needs max_steps or num_train_epochs."""
     if args.max_steps > 0 or args.num_train_epochs > 0:
         return None
     both = f"{shown('num_train_epochs', args.num_train_epochs)} and {shown('max_steps', args.max_steps)}"
@@ -141,7 +141,7 @@ def metric_schedule_needs_evaluation(args: Any) -> str | None:
 
 @rule("dataloader_prefetch_factor", "dataloader_num_workers")
 def prefetching_needs_workers(args: Any) -> str | None:
-    """Only loading processes prefetch."""
+    """Only worker processes prefetch."""
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
         name = shown("dataloader_prefetch_factor", args.dataloader_prefetch_factor)
         return f"{name} needs dataloader_num_workers above 0"
@@ -150,7 +150,7 @@ def prefetching_needs_workers(args: Any) -> str | None:
 
 @rule("dataloader_persistent_workers", "dataloader_num_workers")
 def persistence_needs_workers(args: Any) -> str | None:
-    """Only loading processes can be kept."""
+    """Only worker processes can be persistent."""
     if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
         return "dataloader_persistent_workers=True needs dataloader_num_workers above 0"
     return None
@@ -170,7 +170,7 @@ def layerwise_optimizers_do_not_accumulate(args: Any) -> str | None:
 
 @rule("optim", "optim_target_modules")
 def low_rank_optimizers_need_targets(args: Any) -> str | None:
-    """GaLore and APOLLO have to know which modules to project."""
+    """GaLore and APOLLO need the modules to project."""
     if args.optim.startswith(("galore_", "apollo_")) and not args.optim_target_modules:
         return f"{shown('optim', args.optim)} needs optim_target_modules, for example 'all-linear'"
     return None
@@ -178,7 +178,7 @@ def low_rank_optimizers_need_targets(args: Any) -> str | None:
 
 @rule("report_to")
 def trackers_exist(args: Any) -> str | None:
-    """Trackers go by known names."""
+    """Every tracker in report_to must be known."""
     known = {*SERVED, *TRACKERS}
     unknown = [name for name in args.report_to if name not in known]
     unknown = [name for name in unknown if name not in third_party()] if unknown else []
@@ -190,7 +190,7 @@ def trackers_exist(args: Any) -> str | None:
 
 @rule("fsdp", "fsdp_config")
 def sharding_makes_sense(args: Any) -> str | None:
-    """FSDP's options are known ones."""
+    """FSDP options must be known."""
     if args.fsdp_config is None and not wants_fsdp(args):
         return None
     try:
@@ -202,7 +202,7 @@ def sharding_makes_sense(args: Any) -> str | None:
 
 @rule("parallelism_config")
 def parallel_sizes_make_sense(args: Any) -> str | None:
-    """Parallel dimensions are known ones, with whole sizes."""
+    """Parallel dimensions must be known, with integer sizes."""
     try:
         read_parallelism(args.parallelism_config)
     except (TypeError, ValueError) as error:
@@ -212,6 +212,6 @@ def parallel_sizes_make_sense(args: Any) -> str | None:
 
 @rule("accelerator_config")
 def batches_are_spread_one_way(args: Any) -> str | None:
-    """Some ways of spreading batches have no counterpart here."""
+    """Some options of AcceleratorConfig are not supported."""
     found = unsuited(read_accelerator_config(args.accelerator_config))
     return f"accelerator_config: {'; '.join(found)}" if found else None
