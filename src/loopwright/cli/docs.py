@@ -41,7 +41,7 @@ def tensorflow_page() -> str:
 
 
 def outdated(folder: Path) -> list[str]:
-    """The generated pages that are not what the code says."""
+    """The generated pages that differ from the code."""
     return [name for name, text in pages().items() if _text(folder / name) != text]
 
 
