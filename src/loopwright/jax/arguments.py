@@ -1,4 +1,4 @@
-"""JAXTrainingArguments: all shared arguments, for the devices JAX has in this process."""
+"""JAXTrainingArguments: all shared arguments, for the JAX devices of this process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ REFUSED = {
     "gcp_project": Refusal("JAX detects the TPU of this machine automatically"),
     "on_nonfinite": Refusal("use 'skip'", lambda value: value == "raise"),
 }
-"""What JAX refuses, or refuses for another reason than TensorFlow."""
+"""Arguments that only JAX refuses, or refuses for another reason than TensorFlow."""
 
 
 class Devices:
-    """The devices of this process, in the shape of a tf.distribute strategy: models need no scope."""
+    """The devices of this process, with the interface of a tf.distribute strategy; models need no scope."""
 
     def __init__(self, devices: list[Any]) -> None:
         self.devices, self.num_replicas_in_sync = devices, len(devices)
@@ -46,15 +46,15 @@ class JAXTrainingArguments(KerasTrainingArguments):
 
     @property
     def world_size(self) -> int:
-        """One process: JAX's multi-process runs are not supported."""
+        """Always 1: JAX's multi-process runs are not supported."""
         return 1
 
     @property
     def process_index(self) -> int:
-        """The only one."""
+        """Always 0."""
         return 0
 
     @property
     def local_process_index(self) -> int:
-        """The only one."""
+        """Always 0."""
         return 0

@@ -1,4 +1,4 @@
-"""JaxInternals: what is behind a trainer of Keras models on JAX."""
+"""JaxInternals: the implementation of JAXTrainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .strategy import JaxStrategy
 
 
 class JaxInternals(KerasInternals):
-    """Updates and predictions as JAX differentiates and compiles them."""
+    """Updates and predictions, differentiated and compiled by JAX."""
 
     trainer_name = "JAXTrainer"
     arguments_class = JAXTrainingArguments
@@ -44,7 +44,7 @@ class JaxInternals(KerasInternals):
     def _micro_gradients(
         self, trained: Any, states: Any, features: Any, labels: Any, weights: Any, items: Any
     ) -> Any:
-        """(loss, items, gradients) of a micro-batch and the other variables after it, as JAX differentiates them."""
+        """(loss, items, gradients) of a micro-batch, and the non-trainable variables after it."""
 
         def loss_of(values: Any) -> Any:
             with self._variables_as(values, states) as scope:

@@ -1,4 +1,4 @@
-"""What the constructor of a trainer of Keras models checks and fills in."""
+"""Constructor checks and defaults of Keras trainers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARAMETERS = (
 def old_names(
     trainer: str, arguments: type[KerasTrainingArguments], processing_class: Any, others: dict[str, Any]
 ) -> tuple[Any, bool | None]:
-    """`tokenizer=` and `prediction_loss_only=`, which the constructor took before."""
+    """Handle `tokenizer=` and `prediction_loss_only=`, old parameters of the constructor."""
     loss_only = others.pop("prediction_loss_only", None)
     if loss_only is not None:
         logger.warning(f"{trainer}(prediction_loss_only=...) is deprecated; set it in {arguments.__name__}(...)")
@@ -37,7 +37,7 @@ def check_constructor(
     *,
     arguments: type[KerasTrainingArguments],
 ) -> None:
-    """Everything that is wrong with the constructor's arguments, at once."""
+    """Raise one error with all problems of the constructor's arguments."""
     if not isinstance(args, arguments):
         raise ArgumentsError(f"args must be a loopwright.{arguments.__name__}, not {kind_of(args)}")
     train, evaluation = datasets

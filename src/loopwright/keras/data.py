@@ -1,4 +1,4 @@
-"""The trainer's methods that turn datasets into batches."""
+"""Methods that turn datasets into batches."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from .sources import (
 
 
 class DataMethods(KerasBase, ResumingMethods):
-    """Sources of batches, their order, and where they stand; every public method may be overridden."""
+    """Sources of batches, their order and their position; every public method may be overridden."""
 
     info: ModelInfo
     source: Any = None
     _stream: Any = None
-    """Where the data stood: the state of a stream, or the folder with a pipeline's own files."""
+    """Saved data position: the state of a stream, or the folder with a pipeline's files."""
     _epoch_rng: Any = None
-    """Random states at the beginning of the epoch, where the data owns its order."""
+    """Random states at the start of the epoch, if the dataset determines its own order."""
 
     # ---- what may be overridden -------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
-        """The batches of the evaluation data, how many they are and how many samples (None if not known)."""
+        """The batches of the evaluation data, and the numbers of batches and samples (None if unknown)."""
         if isinstance(eval_dataset, str):
             eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
@@ -60,7 +60,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return source, source.batches, source.examples
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
-        """The batches of the data to predict, how many they are and how many samples (None if not known)."""
+        """The batches of the data to predict, and the numbers of batches and samples (None if unknown)."""
         source = self._make_source(test_dataset, "test", self.args.eval_batch_size)
         return source, source.batches, source.examples
 
@@ -94,11 +94,11 @@ class DataMethods(KerasBase, ResumingMethods):
         return self._open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
 
     def _open_pipeline(self, dataset: Any, **options: Any) -> Source:
-        """A tf.data pipeline as a source, batched unless the options say so; a user who made one has TensorFlow."""
+        """A tf.data pipeline as a source; with `batched=False` it is batched here. Imports TensorFlow."""
         raise NotImplementedError
 
     def _finish(self, batch: Any) -> HostBatch:
-        """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
+        """Host arrays of a batch, split into features and labels, without columns that the model does not accept."""
         features, labels = split_batch(batch, self.trainer.label_names)
         features = mapped(as_array, self._wanted_columns(features))
         return HostBatch(features, mapped(as_array, labels), rows_of(features))
@@ -108,7 +108,7 @@ class DataMethods(KerasBase, ResumingMethods):
         if not isinstance(features, Mapping) or inputs is None or not self.args.remove_unused_columns:
             return features
         if len(inputs) == 1 and len(features) == 1:
-            return next(iter(features.values()))  # one input, whatever its column is called
+            return next(iter(features.values()))  # a single input may have any column name
         surplus = [name for name in features if name not in inputs]
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
@@ -160,7 +160,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return self._make_plan(self.source)
 
     def _training_source(self) -> Source:
-        """What `get_train_tfdataset` gives, as a source."""
+        """The return value of `get_train_tfdataset` as a source."""
         given = self.trainer.get_train_tfdataset()
         if isinstance(given, Source):
             return given
@@ -171,7 +171,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self._finish)
 
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
-        """The micro-batches of an epoch, from where progress stands."""
+        """The micro-batches of an epoch, from the current position on."""
         progress, source = self.progress, self.source
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = 0
@@ -188,7 +188,7 @@ class DataMethods(KerasBase, ResumingMethods):
         return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
 
     def _then_put_back_rng(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        """The batches; random streams are put back once what was skipped has been read."""
+        """The batches; random states are restored after the skipped batches were read."""
         first = next(batches, None)
         self._put_back_rng()
         if first is not None:
@@ -200,10 +200,10 @@ class DataMethods(KerasBase, ResumingMethods):
             f"this dataset cannot seek: re-reading and skipping the {done} batches already trained on"
         )
         if self._epoch_rng is not None:
-            self.strategy.streams.restore(self._epoch_rng)  # whatever the data draws from is drawn again
+            self.strategy.streams.restore(self._epoch_rng)  # the dataset draws the same random numbers again
 
     def samples_at(self, place: Place) -> tuple[list[int], list[HostBatch]] | None:
-        """An update's samples by index and its micro-batches loaded again; None if the data owns its order."""
+        """Indices and reloaded micro-batches of an update; None if the dataset determines its own order."""
         if not isinstance(self.source, MapSource):
             return None
         with self.strategy.streams.untouched():
@@ -230,7 +230,7 @@ class DataMethods(KerasBase, ResumingMethods):
         self._epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
 
     def _source_files(self) -> Path | None:
-        """The files of a pipeline's own state, made now; None where there are none, said once."""
+        """Write the files of a pipeline's state; None, with one warning, if it cannot be saved."""
         source = self.source
         if source is None or source.ordered or not self.progress.batches_in_epoch:
             return None

@@ -1,4 +1,4 @@
-"""The trainer's methods that evaluate and predict."""
+"""Methods for evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
 class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
-    """evaluate, predict and what they are made of."""
+    """evaluate, predict and their parts."""
 
     _predict: Any = None
     """The compiled prediction step."""
@@ -37,9 +37,9 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        """The metrics of a dataset; by default of eval_dataset, or of each of its named datasets."""
         if isinstance(eval_dataset, Mapping) and is_columns(eval_dataset):
-            eval_dataset = Columns(eval_dataset)  # a dict of arrays is one set, not several
+            eval_dataset = Columns(eval_dataset)  # a dict of arrays is one dataset, not several
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
@@ -49,7 +49,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
         return self._as_source(self.trainer.get_test_tfdataset(test_dataset))
 
     def _as_source(self, given: Any) -> Source:
-        """The source of what an overridden get_*_tfdataset returned: (dataset, steps, examples), or the dataset."""
+        """The source for the result of an overridden get_*_tfdataset: (dataset, steps, examples), or the dataset."""
         dataset = given[0] if isinstance(given, tuple) else given
         if isinstance(dataset, Source):
             return dataset
@@ -60,7 +60,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     def _run_loop(
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
-        """Through `prediction_loop` where it is the user's, else straight through the batches."""
+        """Run `prediction_loop` if it is overridden, else the built-in loop."""
         if not is_overridden(self.trainer, "prediction_loop"):
             return self._evaluation(source, description, loss_only, ignore_keys, prefix)
         self._prefix = prefix
@@ -104,7 +104,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             return self.trainer.run_model(features, None, False)[1]
         result = self._called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
         loss, outputs = _loss_and_outputs(result)
-        if outputs is None:  # an override that returns the loss alone
+        if outputs is None:  # an override that returns the loss only
             outputs = self.trainer.run_model(features, None, False)[1]
         if loss is not None:
             total, items = self._summed(loss, labels)
@@ -158,12 +158,12 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
     # ---- before step 1 ----------------------------------------------------------------------------------------------
 
     def check_metric_name(self) -> None:
-        """Raise now if the metric for the best model is not one that evaluation gives: one batch shows it."""
+        """Evaluate one batch before training and raise if metric_for_best_model is not among its metrics."""
         wanted = self.args.metric_for_best_model
         if wanted is None or self.args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
         if any(is_overridden(self.trainer, name) for name in ("evaluate", "prediction_loop", "log")):
-            return  # only the override knows its names
+            return  # an override may return other names
         if isinstance(self.trainer.eval_dataset, Mapping):
             return
         names = self._names_of_one_batch()
@@ -185,7 +185,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
             return set(found.metrics)
         except (DataError, MetricError):
             raise
-        except Exception as error:  # a metric that needs more than one batch is no reason to stop
+        except Exception as error:  # a metric may need more than one batch; that must not stop training
             logger.info(f"metric_for_best_model is not checked; evaluating one batch failed: {error}")
             return None
         finally:
@@ -193,7 +193,7 @@ class EvaluationMethods(DataMethods, LossMethods, AssessingMethods):
 
 
 def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
-    """(loss, outputs) of a `compute_loss` that was asked for both; an override may have returned the loss alone."""
+    """(loss, outputs) of `compute_loss` with return_outputs; an override may have returned the loss only."""
     if not isinstance(result, tuple) or len(result) != 2:
         return result, None
     loss, outputs = result
@@ -202,5 +202,5 @@ def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
 
 
 def _plain(labels: Any) -> Any:
-    """Labels as metrics get them: the values of a dict as a tuple."""
+    """Labels in the form passed to metrics: a dict becomes a tuple of its values."""
     return tuple(labels.values()) if isinstance(labels, Mapping) else labels

@@ -1,4 +1,4 @@
-"""What the library uses of a trainer of Keras models, and what all parts behind one have."""
+"""The attributes and methods of a Keras trainer that the library uses, and the base class of its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..core.internals import Internals
 
 
 class KerasHooks(Hooks, Protocol):
-    """Of a trainer of Keras models."""
+    """Protocol of a Keras trainer."""
 
     train_dataset: Any
     model_init: Any
@@ -37,9 +37,9 @@ class KerasHooks(Hooks, Protocol):
 
 
 class KerasBase(Internals):
-    """What the parts behind a trainer of Keras models share."""
+    """Base class of the parts of a Keras trainer."""
 
     trainer: KerasHooks
     strategy: Any
     trainer_name: str
-    """What messages call the trainer."""
+    """The trainer's name in messages."""

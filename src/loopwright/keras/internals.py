@@ -1,4 +1,4 @@
-"""KerasInternals: what is behind a trainer of Keras models."""
+"""KerasInternals: the implementation of Keras trainers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .token_counter import WorkCounter
 
 
 class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
-    """The parts of a trainer, and how they are made ready for a run."""
+    """Creates the parts of a trainer and prepares them for a run."""
 
     arguments_class: type[KerasTrainingArguments]
 
@@ -66,7 +66,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             compute_metrics,
             preprocess_logits_for_metrics,
         )
-        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one set, not several named ones
+        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one dataset, not several named ones
         self.trainer.train_dataset, self.trainer.eval_dataset = (
             train_dataset,
             Columns(eval_dataset) if columns else eval_dataset,
@@ -94,19 +94,19 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         raise NotImplementedError
 
     def _writer_callback(self, writer: Any) -> Any:
-        """A callback that logs through a tf.summary writer, which its user has TensorFlow for."""
+        """A callback that logs to a tf.summary writer. Imports TensorFlow."""
         raise NotImplementedError
 
     def _micro_gradients(self, *args: Any) -> Any:
-        """Gradients, loss and items of one micro-batch, as the strategy takes them."""
+        """Gradients, loss and items of one micro-batch, in the form the strategy expects."""
         raise NotImplementedError
 
     def _placed_model(self, model: Any, info: ModelInfo) -> Any:
-        """The model with its variables where the strategy needs them."""
+        """The model, with its variables created in the strategy's scope."""
         return model
 
     def _adopt_model(self, model: Any) -> None:
-        """Find out what the model takes, and see that its variables belong to the strategy."""
+        """Inspect the model's inputs and move its variables into the strategy's scope."""
         info = look_at(model)
         check_policy(model, POLICIES[self.args.mixed_precision])
         self.keras_loss = find_keras_loss(model, info.family)
@@ -156,13 +156,13 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
         self._tell_late_events()
 
     def _begin_anew(self) -> None:
-        """Called where there is no checkpoint to go on from."""
+        """Called if there is no checkpoint to resume from."""
 
     def _rules(self) -> UpdateRules:
         return UpdateRules(self.args.max_grad_norm, str(self.args.on_nonfinite))
 
     def follow_changes(self) -> None:
-        """Compile updates anew for another max_grad_norm or on_nonfinite."""
+        """Recompile updates if max_grad_norm or on_nonfinite has changed."""
         if self._rules() != self.strategy.rules:
             self.strategy.prepare(self._micro_gradients, self._rules())
 
@@ -174,7 +174,7 @@ class KerasInternals(OptimizerMethods, EvaluationMethods, SavingMethods):
             )
 
     def _build_model(self) -> None:
-        """Call a model that makes its variables when it first sees data, so that there is something to load into."""
+        """Call an unbuilt model on a batch, so that its variables exist before a checkpoint is loaded."""
         if is_built(self.model):
             return
         with self.strategy.streams.untouched():

@@ -1,4 +1,4 @@
-"""Optimizers: names of arguments to Keras classes."""
+"""Optimizers: maps values of `optim` to Keras classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ArgumentsError
 from .models import variable_name
 
 UNDECAYED = re.compile(r"bias|layer_?norm|rms_?norm|normalization|(?:^|[/_.])norm(?:[/_.]|$)|/(gamma|beta)(:0)?$", re.I)
-"""Variables weight decay leaves alone: biases and whatever belongs to a norm."""
+"""Variables without weight decay: biases and those of normalization layers."""
 
 
 def _adam(args: Any) -> dict[str, Any]:
@@ -38,11 +38,11 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
     "adafactor": ("Adafactor", _nothing),
     "lion_32bit": ("Lion", _betas),
 }
-"""The value of `optim`: the Keras class, and what of the arguments it takes besides learning rate and weight decay."""
+"""Value of `optim` -> Keras class, and its options besides learning rate and weight decay."""
 
 
 def build_optimizer(args: Any, variables: list[Any], family: Any) -> Any:
-    """The Keras optimizer that `optim` names; `family` is the Keras its variables belong to."""
+    """The Keras optimizer named by `optim`; `family` is the Keras package of the model."""
     name, options = optimizer_name_and_options(args, family)
     optimizer = getattr(family.optimizers, name)(learning_rate=args.learning_rate, **options)
     if args.weight_decay and hasattr(optimizer, "exclude_from_weight_decay"):
@@ -52,7 +52,7 @@ def build_optimizer(args: Any, variables: list[Any], family: Any) -> Any:
 
 
 def optimizer_name_and_options(args: Any, family: Any) -> tuple[str, dict[str, Any]]:
-    """The class's name and keyword arguments; what it does not take is an error."""
+    """The class's name and keyword arguments; raises on unknown options."""
     asked = str(getattr(args.optim, "value", args.optim))
     if asked not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""What of the shared arguments means nothing to Keras and is refused, with what to do instead."""
+"""Shared arguments that are not supported with Keras, with the reason or an alternative."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ REFUSED: dict[str, Refusal] = {
 """Fields whose values are refused."""
 
 IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", "dataloader_in_order")
-"""Fields that change nothing here: batches travel by the backend's own ways, and accelerations are PyTorch's."""
+"""Fields without effect: backends copy batches in their own way, and accelerations work with PyTorch only."""
 
 
 def refusals_table() -> str:
@@ -84,7 +84,7 @@ def refusals_table() -> str:
 
 
 def apply_refusals(args: Any, problems: Problems, *, trainer: str, more: Mapping[str, Refusal]) -> None:
-    """Note everything these arguments ask of a trainer that it cannot do; `more` is what its backend adds."""
+    """Add a problem for every unsupported argument; `more` are the refusals of the backend."""
     for name, refusal in {**REFUSED, **more}.items():
         if name not in problems.broken and refusal.asked(getattr(args, name)):
             problems.add(f"{shown(name, getattr(args, name))}: not with {trainer}: {refusal.why}", name)

@@ -1,4 +1,4 @@
-"""Label smoothing: a share of the target's weight spread over all classes."""
+"""Label smoothing: a fraction of the target's weight is distributed evenly among all classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeuronTrainingArguments: the names optimum-neuron's scripts use, each mapped to what it means here or refused."""
+"""NeuronTrainingArguments: the argument names of optimum-neuron, each supported or refused with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class NeuronArgs(Group):
-    """What is special about Trainium, and the names other trainers for it use."""
+    """Arguments for Trainium, including the names of other Trainium trainers."""
 
     title = "Neuron"
 
@@ -90,11 +90,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
     ),
 }
-"""Arguments that ask for what is not here: when they do, and what to do instead."""
+"""Unsupported arguments: which values are refused, and what to use instead."""
 
 
 class NeuronRules:
-    """What follows from the arguments of NeuronArgs."""
+    """Derived values and checks of NeuronArgs."""
 
     def __post_init__(self) -> None:
         args: Any = self
@@ -111,7 +111,7 @@ class NeuronRules:
 
     @staticmethod
     def _spread(args: Any) -> None:
-        """Several processes: ZeRO-1 is FSDP2 that keeps whole weights, and tensor parallelism torch's own."""
+        """Distributed options: ZeRO-1 is FSDP2 with unsharded weights, tensor parallelism is torch's."""
         several = args.world_size > 1
         if several and args.tensor_parallel_size > 1 and args.parallelism_config is None:
             sizes = {"tp_size": args.tensor_parallel_size}
@@ -122,26 +122,26 @@ class NeuronRules:
 
     @property
     def bf16_weights(self) -> bool:
-        """Whether the weights themselves are bf16."""
+        """Whether the weights are stored in bf16."""
         args: Any = self
         return bool(args.bf16 and not args.use_autocast and not args.optimizer_use_master_weights)
 
     def own_precision(self, device: torch.device) -> Any:
-        """How weights that are bf16 themselves are rounded on a device."""
+        """The rounding of bf16 weights on a device."""
         from .rounding import bf16_weights
 
         return bf16_weights(self, device)
 
     @property
     def spreads(self) -> bool:
-        """Whether one process is to drive all devices of lazy XLA as one."""
+        """Whether one process drives all devices of lazy XLA (SPMD)."""
         args: Any = self
         lazy = bool(os.environ.get("PJRT_DEVICE")) and args.world_size == 1
         return lazy and (args.xla_spmd is not None or args.tensor_parallel_size > 1)
 
     @property
     def is_on_lazy_xla(self) -> bool:
-        """Whether torch_xla's device will be used; asked without starting it."""
+        """Whether torch_xla's device will be used; does not initialize it."""
         args: Any = self
         if args.use_cpu or not os.environ.get("PJRT_DEVICE"):
             return False
@@ -151,14 +151,14 @@ class NeuronRules:
 
     @property
     def device(self) -> torch.device:
-        """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
+        """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else the lazy XLA device, else the CPU."""
         args: Any = self
         from ..pt.devices import choose_device
 
         if args.spreads and not args.use_cpu:
             from ..xla.runtime import use_spmd
 
-            use_spmd()  # before the first operation, or not at all
+            use_spmd()  # only possible before the first operation
         return choose_device(args.use_cpu, args.local_process_index, native_first=True)
 
 
@@ -187,7 +187,7 @@ def _master_problem(args: Any) -> str | None:
     return None
 
 
-# As in Seq2SeqTrainingArguments, what comes first is listed last: output_dir stays the first positional argument.
+# As in Seq2SeqTrainingArguments, the last base comes first: output_dir is the first positional argument.
 @dataclass
 class NeuronTrainingArguments(NeuronRules, NeuronArgs, TrainingArguments):
     """All arguments of a run, and those of Trainium."""

@@ -1,4 +1,4 @@
-"""NeuronTrainer and Seq2SeqNeuronTrainer: the trainers of this library with a policy for Trainium, nothing copied."""
+"""NeuronTrainer and Seq2SeqNeuronTrainer: loopwright's trainers with defaults for Trainium."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CACHE = "NEURON_COMPILE_CACHE_URL"
 
 
 class NeuronInternals(TorchInternals):
-    """Few shapes everywhere, a kept compile cache, bf16 weights, and a run of every graph beforehand."""
+    """Static shapes, a persistent compile cache, bf16 weights, and compilation of every graph in advance."""
 
     def construct(self, model: Any = None, args: Any = None, **given: Any) -> None:  # type: ignore[override]
         use_cache(args)
@@ -48,7 +48,7 @@ class NeuronInternals(TorchInternals):
     # ---- compiling beforehand ---------------------------------------------------------------------------------------
 
     def precompile(self) -> int:
-        """Run every distinct graph of training and evaluation once; weights, optimizer and random streams stay.
+        """Run every distinct graph of training and evaluation once; weights, optimizer and random states are unchanged.
 
         Returns how many graphs were compiled, where the device counts them.
         """
@@ -81,7 +81,7 @@ class NeuronInternals(TorchInternals):
 
     @contextmanager
     def _left_as_found(self) -> Iterator[None]:
-        """Put back weights, the user's optimizer and schedule, random streams and callbacks."""
+        """Context manager: restores weights, the user's optimizer and schedule, random states and callbacks."""
         module = plain_module(self.model)
         weights = host_copy(module.state_dict())
         given = (self.trainer.optimizer, self.trainer.lr_scheduler)
@@ -110,7 +110,7 @@ class Seq2SeqNeuronInternals(NeuronInternals, Seq2SeqInternals):
 
 
 class NeuronTrainer(Trainer):
-    """Trainer on Trainium, natively or through XLA; on any other device the same script runs there."""
+    """Trainer for Trainium, natively or through XLA; the same script also runs on other devices."""
 
     _loopwright: NeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = NeuronInternals
@@ -120,7 +120,7 @@ class NeuronTrainer(Trainer):
         super().__init__(model, args, *positional, **keywords)
 
     def precompile(self) -> int:
-        """Run every distinct graph of training and evaluation once; weights, optimizer and random streams stay.
+        """Run every distinct graph of training and evaluation once; weights, optimizer and random states are unchanged.
 
         Returns how many graphs were compiled, where the device counts them.
         """
@@ -128,7 +128,7 @@ class NeuronTrainer(Trainer):
 
 
 class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer on Trainium: generation in evaluation and prediction."""
+    """Seq2SeqTrainer for Trainium: generation in evaluation and prediction."""
 
     _loopwright: Seq2SeqNeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqNeuronInternals
@@ -143,7 +143,7 @@ class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
 
 
 def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterator[Any]:
-    """A padded batch in every length its loader may give; as it is where static_lengths is not set."""
+    """A padded batch in every length of static_lengths; unchanged if that is not set."""
     shapes = getattr(loader.collate_fn, "shapes", None)
     if not isinstance(batch, Static) or not isinstance(shapes, StaticShapes) or not lengths or not batch.widths:
         yield batch
@@ -162,7 +162,7 @@ def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterat
 
 
 def use_cache(args: Any) -> None:
-    """Keep compiled graphs where the arguments say."""
+    """Store compiled graphs in compile_cache_dir."""
     folder = getattr(args, "compile_cache_dir", None)
     if folder is None:
         return
@@ -174,7 +174,7 @@ def use_cache(args: Any) -> None:
 
 
 def tell_device(device: torch.device, asked_for_cpu: bool) -> None:
-    """Say what was found; where nothing was, how to get it."""
+    """Log the device in use; without an accelerator, what to install."""
     if device.type != "cpu" or asked_for_cpu:
         logger.info(f"training on {device}")
         return

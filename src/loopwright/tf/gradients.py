@@ -1,4 +1,4 @@
-"""The trainer's methods that take gradients with TensorFlow, inside the compiled update."""
+"""Methods that compute gradients with TensorFlow, inside the compiled update."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GradientMethods(LossMethods):
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
         """One update on one replica: `features` and `labels` are lists of its micro-batches.
 
-        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
-        (None without it). Gradients are summed over replicas before they are clipped.
+        Returns the loss, the gradient norm before clipping, and whether loss scaling applied the step (None without
+        it). Gradients are summed over replicas before they are clipped.
         """
         batches, loop = self._micro_batches(features, labels)
         found = self.strategy.accumulate(batches, nb_instances_in_global_batch, loop)
@@ -41,7 +41,7 @@ class GradientMethods(LossMethods):
     # ---- inside the compiled update ---------------------------------------------------------------------------------
 
     def _apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
-        """What one replica does in an update: `apply_gradients`, an override's result made complete."""
+        """One update on one replica: calls `apply_gradients` and adds what an override did not return."""
         self._weights_of = [each[2] for each in batches] if not loop else batches[2]
         self._loops = loop
         features = batches[0] if loop else [each[0] for each in batches]

@@ -1,4 +1,4 @@
-"""TFInternals: what is behind a TFTrainer."""
+"""TFInternals: the implementation of TFTrainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .variables import in_scope, rebuilt
 
 
 class TFInternals(GradientMethods, OldCheckpointMethods):
-    """Updates and predictions as TensorFlow differentiates and compiles them."""
+    """Updates and predictions, differentiated and compiled by TensorFlow."""
 
     trainer_name = "TFTrainer"
     arguments_class = TFTrainingArguments
@@ -53,7 +53,7 @@ class TFInternals(GradientMethods, OldCheckpointMethods):
         return tf.function(self._predicted, reduce_retracing=True)
 
     def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
-        """Outputs of all replicas here, and loss and items summed over them."""
+        """Outputs of the local replicas, and loss and items summed over replicas."""
         strategy = self.strategy
         step: Any = self._traced_prediction
         step = tf.function(step, jit_compile=True) if strategy.xla else step

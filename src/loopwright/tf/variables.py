@@ -1,4 +1,4 @@
-"""Variables as TensorFlow holds them, and models whose variables belong to a tf.distribute strategy."""
+"""TensorFlow variables, and rebuilding models in the scope of a tf.distribute strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_scope(model: Any, strategy: Any) -> bool:
 
 
 def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
-    """The same model with the same weights, made inside the strategy's scope."""
+    """A copy of the model with the same weights, built inside the strategy's scope."""
     try:
         values = [tf.convert_to_tensor(variable).numpy() for variable in model.variables]
         with strategy.scope():
@@ -33,7 +33,7 @@ def rebuilt(model: Any, strategy: Any, family: Any) -> Any:
                 fresh.build_from_config(model.get_build_config())
             for variable, value in zip(fresh.variables, values, strict=True):
                 variable.assign(value)
-    except Exception as error:  # a model's own get_config and build may raise anything
+    except Exception as error:  # a model's get_config and build may raise any exception
         raise ModelError(
             f"the model was built outside args.strategy.scope() and cannot be rebuilt inside it ({error}). Build it "
             "inside (with args.strategy.scope(): model = ...), or pass model_init="
