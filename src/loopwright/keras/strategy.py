@@ -105,7 +105,7 @@ class KerasStrategy(OneProcess):
         """The batch unchanged: the compiled call copies arrays to the device."""
         return batch
 
-    # ---- what the loop asks for after the update -----------------------------------------------------------------
+    # ---- what the loop reads after the update --------------------------------------------------------------------
 
     def backward(self, loss: Any) -> None:
         raise NotImplementedError("gradients are taken inside the compiled update")
