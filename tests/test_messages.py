@@ -1,7 +1,7 @@
-"""Messages, docstrings and comments: plain English and the field's terms. Messages have at most two short sentences.
+"""Messages, docstrings, comments and pages: plain English and the field's terms.
 
 Every string literal of two or more words that is not a docstring counts as a message: errors, warnings, logs, help
-texts and the reasons that reports quote.
+texts and the reasons that reports quote. A message has at most two short sentences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "loopwright"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "loopwright"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 FEWEST_WORDS = 2
 MOST_SENTENCES = 2
@@ -61,7 +63,8 @@ DIALECT = {
     r"rooms?": "package, space",
 }
 WORDS = re.compile(r"\b(?:" + "|".join(DIALECT) + r")\b", re.IGNORECASE)
-QUOTED = re.compile(r"`[^`\n]*`")
+QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
+CODE = re.compile(r"```.*?```", re.DOTALL)
 
 # Texts that are pages or scripts, by file and first words.
 LONGER = {
@@ -184,3 +187,18 @@ def test_docstrings_and_comments_use_the_terms_of_the_field() -> None:
     ]
 
     assert not listed, f"{len(listed)} docstrings or comments to rewrite:\n" + "\n".join(listed)
+
+
+def lines_of_prose() -> Iterator[Message]:
+    """The lines of the pages, without code and headings: other pages link to headings."""
+    for page in PAGES:
+        text = CODE.sub(lambda code: "\n" * code.group().count("\n"), page.read_text(encoding="utf-8"))
+        for number, line in enumerate(text.split("\n"), 1):
+            if line and not line.startswith("#"):
+                yield Message(page.relative_to(ROOT).as_posix(), number, line)
+
+
+def test_pages_use_the_terms_of_the_field() -> None:
+    listed = [f"{line}\n    -> {', '.join(wrong)}" for line in lines_of_prose() if (wrong := list(refused(line.text)))]
+
+    assert not listed, f"{len(listed)} lines to rewrite:\n" + "\n".join(listed)
