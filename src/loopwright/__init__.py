@@ -1,6 +1,6 @@
 """loopwright: a training library with the API of transformers' Trainer.
 
-Public names are imported on first use, so `import loopwright` is quick and brings no framework with it.
+Public names are imported on first use, so `import loopwright` is fast and imports no framework.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Where every public name lives. A new one needs a row here and a line under TYPE_CHECKING below.
+# The module of every public name. A new one needs a row here and a line under TYPE_CHECKING below.
 _MODULES: dict[str, tuple[str, ...]] = {
     "pt.trainer": ("Trainer",),
     "pt.seq2seq": ("Seq2SeqTrainer",),
@@ -101,8 +101,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
 }
 _HOME: dict[str, str] = {name: module for module, names in _MODULES.items() for name in names}
 
-# Handed on from transformers for the scripts that import them beside the Trainer; absent from __all__, because
-# `from loopwright import *` has to work without transformers.
+# Re-exported from transformers for scripts that import them with the Trainer; not in __all__, because
+# `from loopwright import *` must work without transformers.
 _THEIR_MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "DataCollatorForPermutationLanguageModeling",
@@ -159,7 +159,7 @@ def __getattr__(name: str) -> Any:
         value = _take_from_transformers(name)
     else:
         raise AttributeError(_unknown(name))
-    globals()[name] = value  # the next use does not come here
+    globals()[name] = value  # later uses do not call this function
     return value
 
 
@@ -192,7 +192,7 @@ def _take_from_transformers(name: str) -> Any:
 
 def _unknown(name: str) -> str:
     text = f"module 'loopwright' has no attribute {name!r}"
-    if name.startswith("_"):  # asked for by tools, not typed by people
+    if name.startswith("_"):  # requested by tools, not typed by users
         return text
     from difflib import get_close_matches
 

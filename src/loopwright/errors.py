@@ -1,16 +1,16 @@
 """Every error a user can cause, as one tree.
 
 LoopwrightError
- ├─ ArgumentsError (ValueError)        arguments that contradict each other or make no sense, all listed
+ ├─ ArgumentsError (ValueError)        invalid or contradictory arguments, all listed
  │   └─ UnknownArgument (TypeError)    a name that does not exist, with the nearest one that does
- ├─ NotAvailable (NotImplementedError) asked for something loopwright does not do yet, and where to look
- ├─ MissingPackage (ImportError)       an optional package is needed; says what to install
- ├─ DataError (ValueError)             an empty dataset, or samples the model cannot take
+ ├─ NotAvailable (NotImplementedError) a feature that is not available yet
+ ├─ MissingPackage (ImportError)       an optional package is needed, with the install command
+ ├─ DataError (ValueError)             an empty dataset, or samples that the model does not accept
  ├─ ModelError (ValueError)            no loss, a loss that is not a scalar, nothing to train
  ├─ OverrideError (TypeError)          a method was overridden that would never be called
- ├─ MetricError (KeyError)             a metric was asked for that evaluation does not produce
- ├─ NonFiniteError (ArithmeticError)   loss or gradients became NaN or infinite and the run was asked to stop
- ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not fit the model
+ ├─ MetricError (KeyError)             a requested metric that evaluation does not return
+ ├─ NonFiniteError (ArithmeticError)   loss or gradients became NaN or infinite, with on_nonfinite='raise'
+ ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not match the model
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  └─ OutputError (OSError)              the output folder cannot be written
 """
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 
 class LoopwrightError(Exception):
-    """Base of every error loopwright raises on purpose."""
+    """Base class of every error that loopwright raises."""
 
 
 class ArgumentsError(LoopwrightError, ValueError):
-    """Arguments that contradict each other or make no sense; lists every problem found."""
+    """Invalid or contradictory arguments; lists every problem found."""
 
     def __init__(self, problems: list[str] | str) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -41,7 +41,7 @@ class UnknownArgument(ArgumentsError, TypeError):
 
 
 class NotAvailable(LoopwrightError, NotImplementedError):
-    """Something loopwright does not do yet."""
+    """A feature that is not available yet."""
 
 
 class MissingPackage(LoopwrightError, ImportError):
@@ -68,7 +68,7 @@ class OverrideError(LoopwrightError, TypeError):
 
 
 class MetricError(LoopwrightError, KeyError):
-    """A metric name that evaluation does not produce."""
+    """A metric name that evaluation does not return."""
 
     def __str__(self) -> str:  # KeyError would show the text in quotes
         return str(self.args[0]) if self.args else ""
@@ -79,7 +79,7 @@ class NonFiniteError(LoopwrightError, ArithmeticError):
 
 
 class CheckpointError(LoopwrightError, OSError):
-    """A checkpoint that is missing, damaged or does not fit."""
+    """A checkpoint that is missing, damaged or does not match the model."""
 
 
 class OutputError(LoopwrightError, OSError):

@@ -1,4 +1,4 @@
-"""Warnings about what was dropped, guessed, changed or skipped, each logged once; in strict mode they are errors."""
+"""Warnings about dropped, guessed, changed or skipped settings and data, each logged once; errors in strict mode."""
 
 from __future__ import annotations
 

@@ -296,7 +296,8 @@ def delete(home: Any, path: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    ("harm", "words"), [(truncate, "bytes, the manifest says"), (flip, "other contents"), (delete, "is missing")]
+    ("harm", "words"),
+    [(truncate, "bytes, the manifest says"), (flip, "does not match its checksum"), (delete, "is missing")],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_an_older_one_used(
     home: Any, harm: Any, words: str, name: str, caplog: Any
@@ -352,7 +353,7 @@ def test_a_full_disk_costs_one_checkpoint(home: Any, caplog: Any) -> None:
     manager = home.manager()
     save(manager, 1)
     manager.save(2, full)
-    assert "the disk is full: checkpoint-2 was not saved; training goes on" in caplog.text
+    assert "the disk is full: checkpoint-2 was not saved; training continues" in caplog.text
     assert list(manager.complete()) == [1] and len(home.names()) == 1
     manager.save(2, full, background=True)
     manager.wait()

@@ -319,7 +319,7 @@ def test_a_file_that_arrives_cut_short_is_not_vouched_for(url: str, fs: Any, mon
             fs.pipe_file(target, b"this")
 
     monkeypatch.setattr(fs, "put_file", short)
-    with pytest.raises(CheckpointError, match="model.bin has 17 bytes, of which 4 are at"):
+    with pytest.raises(CheckpointError, match="model.bin has 17 bytes, but 4 arrived at"):
         manager_of(url).save(4, write)
     assert manager_of(url).complete() == {}
 

@@ -43,8 +43,8 @@ def full_at(forks: Any, folder: Path, reference: Any, numbers: Any, options: dic
         found: list[str] = [] if status == 0 else [f"ended with {status}: {said(case)[-1500:]}"]
         if status == 0:
             found += differences(case, whole) + leftovers(case)
-            if "the disk is full" not in said(case) or "training goes on" not in said(case):
-                found.append("nobody was told")
+            if "the disk is full" not in said(case) or "training continues" not in said(case):
+                found.append("no message")
             newest_intact(case)
         if found:
             wrong[number] = (struck, found)

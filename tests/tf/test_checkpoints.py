@@ -61,7 +61,7 @@ def test_a_checkpoint_that_does_not_fit_or_was_cut_says_so(tmp_path: Any) -> Non
     made = trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     made.train()
     other = trainer(tmp_path, TF.tokens(), max_steps=2)
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match|have different shapes"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     only = trainer(tmp_path / "only", max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)
     only.train()
@@ -116,7 +116,7 @@ def test_folders_of_the_old_trainer_can_be_resumed_from(tmp_path: Any, caplog: A
     assert (step, iterations, made.state.global_step) == (2, 2, 3)
     for mine, theirs in zip(at_start, saved, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert "a checkpoint of TensorFlow's own kind" in caplog.text
+    assert "is a TensorFlow checkpoint without data position" in caplog.text
 
 
 def test_folders_with_slots_of_legacy_optimizers_can_be_resumed_from(tmp_path: Any) -> None:

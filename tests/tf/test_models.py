@@ -298,7 +298,7 @@ def test_label_smoothing_is_that_of_torch(tmp_path: Any) -> None:
 
 
 def test_what_is_no_model_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ModelError, match="Keras model or anything that can be called"):
+    with pytest.raises(ModelError, match="Keras model or another callable"):
         TF.trainer_class()("a model", TF.arguments(tmp_path))
     with pytest.raises(ArgumentsError, match="exactly one of model and model_init"):
         TF.trainer_class()(None, TF.arguments(tmp_path))

@@ -19,11 +19,11 @@ def _is_given(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Missing:
-    """A part that is still to come."""
+    """A feature that is not available yet."""
 
     part: str
     asked: Callable[[Any], Any] = _is_given
-    """What of a field's value asks for it; something empty when nothing does."""
+    """Returns the part of a field's value that requests the feature; an empty value if none does."""
     when: str = "set"
 
 
@@ -43,11 +43,11 @@ MISSING: dict[str, Missing] = {
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
     "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }
-"""Each field that can ask for a part that is not there yet."""
+"""Each field that can request a feature that is not available yet."""
 
 
 def apply_availability(args: BaseArguments, problems: Problems) -> None:
-    """Note everything these arguments ask for that is not available yet."""
+    """Add a problem for every requested feature that is not available yet."""
     for name, missing in MISSING.items():
         if name in problems.broken:
             continue

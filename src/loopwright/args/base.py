@@ -74,19 +74,19 @@ class BaseArguments(
     OptimizerArgs,
     DurationArgs,
 ):
-    """All arguments of a run. They are settled once, when made, and changed afterwards only by the set_* methods."""
+    """All arguments of a run. Derived and checked on construction; only the set_* methods change them later."""
 
     __signature__ = InitSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse names that do not exist, with the nearest one that does.
 
-        Done here because a dataclass made from this one writes its own __init__.
+        Done here because a dataclass derived from this one generates its own __init__.
         """
         known = accepted_names(cls)
         unknown = [name for name in kwargs if known is not None and name not in known]
         if unknown:
-            rows = specs(cls)  # an old name is reported by its own rule
+            rows = specs(cls)  # old names are handled by legacy.py
             new = [each for each in known or () if each not in rows or rows[each].row is None]
             raise UnknownArgument([f"{cls.__name__} has no argument {name!r}{nearest(name, new)}" for name in unknown])
         return super().__new__(cls)
@@ -95,7 +95,7 @@ class BaseArguments(
         self.settle()
 
     def settle(self) -> None:
-        """Translate old names, read values, fill in what follows from others, and raise all problems together."""
+        """Translate old names, parse, derive and check all values; raises one error with all problems."""
         problems = Problems()
         apply_legacy(self, problems)
         self._read_fields(problems)
@@ -107,7 +107,7 @@ class BaseArguments(
         problems.raise_if_any()
 
     def settle_framework(self, problems: Problems) -> None:
-        """Note what a framework cannot do; its arguments override this."""
+        """Add problems for what a framework does not support; overridden by the framework's arguments."""
 
     def _read_fields(self, problems: Problems) -> None:
         for name, spec in specs(type(self)).items():
@@ -126,7 +126,7 @@ class BaseArguments(
                     problems.add(f"{shown(name, value)}: {complaint}", name)
 
     def without_effect(self) -> list[str]:
-        """Names of the arguments that were given and change nothing in this run."""
+        """Names of the arguments that were set but have no effect in this run."""
         return without_effect(self)
 
     @property
@@ -141,26 +141,26 @@ class BaseArguments(
 
     @property
     def mixed_precision(self) -> str:
-        """The format of mixed precision: fp16, bf16 or no."""
+        """The dtype of mixed precision: fp16, bf16 or no."""
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
 
     def get_process_log_level(self) -> int:
-        """The log level of this process; a passive one is the level loopwright's logger has anyway."""
+        """The log level of this process; for `passive`, the current level of loopwright's logger."""
         level = LEVELS[self.log_level if self.should_log else self.log_level_replica]
         return level or logging.getLogger("loopwright").getEffectiveLevel()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of warm-up in a run of that many updates."""
+        """Number of warmup updates in a run of `num_training_steps` updates."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)
 
     def get_tensorboard_dir(self) -> str:
-        """Where TensorBoard's files go; asked twice without logging_dir, it may name two folders."""
+        """TensorBoard's folder; without logging_dir its name contains the current time, so two calls may differ."""
         return tensorboard_folder(self.logging_dir, str(self.output_dir))
 
     def to_dict(self) -> dict[str, Any]:
-        """All arguments as plain values; tokens are masked, old names left out."""
+        """All arguments as plain values; tokens are masked and old names omitted."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         given = {name: value for name, value in values.items() if value is not UNSET}
         return {name: _masked(name, value) for name, value in given.items()}
@@ -170,7 +170,7 @@ class BaseArguments(
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """All arguments as numbers, booleans and strings, for trackers that take nothing else."""
+        """All arguments as numbers, booleans and strings, for trackers that accept nothing else."""
         sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         values = {**self.to_dict(), **sizes}
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
@@ -181,7 +181,7 @@ class BaseArguments(
 
 
 def accepted_names(cls: Any) -> frozenset[str] | None:
-    """The keywords a class's __init__ takes; None when it takes any."""
+    """The keywords that a class's __init__ accepts; None if it accepts any."""
     return _accepted_names(cls.__init__)
 
 
@@ -200,7 +200,7 @@ def _masked(name: str, value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value made of what JSON knows, as far as that is possible."""
+    """The value converted to JSON types as far as possible."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, os.PathLike):

@@ -1,4 +1,4 @@
-"""Values that follow from other arguments, one function each, in the order they are applied."""
+"""Derived values: one function for each, applied in the order of definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 def derivation(*names: str) -> Callable[[Derivation], Derivation]:
-    """Put a function into DERIVATIONS, with the fields it touches."""
+    """Add a function to DERIVATIONS, with the fields it reads and writes."""
 
     def keep(function: Derivation) -> Derivation:
         DERIVATIONS.append((names, function))
@@ -42,7 +42,7 @@ def derivation(*names: str) -> Callable[[Derivation], Derivation]:
 
 
 def derive(args: BaseArguments, problems: Problems) -> None:
-    """Apply all derivations whose fields are sound."""
+    """Apply all derivations whose fields are valid."""
     for names, function in DERIVATIONS:
         if problems.concern(names):
             continue
@@ -54,7 +54,7 @@ def derive(args: BaseArguments, problems: Problems) -> None:
 
 @derivation("output_dir")
 def output_folder(args: DurationArgs) -> None:
-    """A folder is always named, ~ is the home folder, and file:// is not needed."""
+    """Set the default folder, expand ~ and remove file://."""
     args.output_dir = plain_path(os.path.expanduser(args.output_dir or "trainer_output"))
 
 
@@ -68,7 +68,7 @@ def token_count(args: LoggingArgs) -> None:
 
 @derivation("debug")
 def debug_options(args: ScriptArgs) -> None:
-    """A list of options, from words in a string."""
+    """A list of options, from a string of names."""
     words = args.debug.split() if isinstance(args.debug, str) else args.debug or []
     args.debug = [DebugOption(word) for word in words]
 
@@ -87,7 +87,7 @@ def accelerator(args: DistributedArgs) -> None:
 
 @derivation("logging_steps", "eval_steps", "save_steps", "warmup_steps")
 def whole_steps(args: BaseArguments) -> None:
-    """Step counts are int; only shares stay float."""
+    """Convert step counts to int; only fractions of all steps remain float."""
     for name in ("logging_steps", "eval_steps", "save_steps", "warmup_steps"):
         value = getattr(args, name)
         if value is not None and value == int(value):
@@ -96,13 +96,13 @@ def whole_steps(args: BaseArguments) -> None:
 
 @derivation("eval_strategy", "do_eval")
 def script_evaluates(args: BaseArguments) -> None:
-    """A script evaluates when the trainer does."""
+    """do_eval is True when the trainer evaluates."""
     args.do_eval = args.do_eval or args.eval_strategy != IntervalStrategy.NO
 
 
 @derivation("eval_strategy", "eval_steps", "logging_steps")
 def evaluation_interval(args: BaseArguments) -> None:
-    """Evaluate as often as we log, unless set otherwise."""
+    """eval_steps defaults to logging_steps."""
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
 
@@ -111,7 +111,7 @@ def evaluation_interval(args: BaseArguments) -> None:
     "metric_for_best_model", "greater_is_better", "load_best_model_at_end", "save_strategy", "lr_scheduler_type"
 )
 def best_metric(args: BaseArguments) -> None:
-    """Whatever needs a best evaluation takes the loss; a metric is better when larger unless it is a loss."""
+    """metric_for_best_model defaults to the loss where it is needed; larger is better unless the name ends in loss."""
     needed = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
     if args.metric_for_best_model is None and (needed or args.lr_scheduler_type in METRIC_SCHEDULES):
         args.metric_for_best_model = "loss"
@@ -121,7 +121,7 @@ def best_metric(args: BaseArguments) -> None:
 
 @derivation("torch_compile", "torch_compile_backend", "torch_compile_mode")
 def compilation(args: MemoryArgs) -> None:
-    """A backend or a mode switches compilation on; inductor compiles unless set otherwise."""
+    """Setting a backend or a mode enables compilation; the default backend is inductor."""
     args.torch_compile = args.torch_compile or bool(args.torch_compile_backend or args.torch_compile_mode)
     if args.torch_compile:
         args.torch_compile_backend = args.torch_compile_backend or "inductor"
@@ -129,13 +129,13 @@ def compilation(args: MemoryArgs) -> None:
 
 @derivation("use_cpu", "dataloader_pin_memory")
 def pinned_memory(args: BaseArguments) -> None:
-    """Nothing is copied to a device, so nothing is pinned for it."""
+    """No pinned memory on the CPU: nothing is copied to a device."""
     args.dataloader_pin_memory = args.dataloader_pin_memory and not args.use_cpu
 
 
 @derivation("disable_tqdm")
 def progress_bar(args: LoggingArgs) -> None:
-    """No bar where not even warnings are shown."""
+    """No progress bar if the log level hides warnings."""
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("loopwright").getEffectiveLevel() > logging.WARNING
 
@@ -149,6 +149,6 @@ def kept_checkpoints(args: SavingArgs) -> None:
 
 @derivation("hub_token")
 def token(args: HubArgs) -> None:
-    """The mask that to_dict puts in a token's place is no token."""
+    """Drop a token that is the mask written by to_dict."""
     if args.hub_token == "<HUB_TOKEN>":
         args.hub_token = None

@@ -12,7 +12,7 @@ from .field import Group, arg, nearest, positive
 
 @dataclass
 class DistributedArgs(Group):
-    """Many processes."""
+    """Arguments of distributed training: DDP, FSDP, DeepSpeed, parallel dimensions."""
 
     title = "Many processes"
 
@@ -54,7 +54,7 @@ class AcceleratorConfig:
 
 
 def read_accelerator_config(given: Any) -> AcceleratorConfig:
-    """The configuration from a mapping, from another library's object of the same shape, or the default for None."""
+    """The configuration from a mapping or from an object with the same attributes; the default for None."""
     if given is None or isinstance(given, AcceleratorConfig):
         return given or AcceleratorConfig()
     values = given.to_dict() if hasattr(given, "to_dict") and not isinstance(given, type) else given
@@ -77,7 +77,7 @@ UNSUITED: dict[str, tuple[Any, str]] = {
 
 
 def unsuited(config: AcceleratorConfig) -> list[str]:
-    """What a configuration asks for that does not fit."""
+    """Problems of a configuration: settings that are not supported."""
     found = [f"{key}={value!r}: {why}" for key, (value, why) in UNSUITED.items() if getattr(config, key) == value]
     if config.gradient_accumulation_kwargs:
         found.append("gradient_accumulation_kwargs: use gradient_accumulation_steps instead and remove it")

@@ -23,7 +23,7 @@ NOT_ADAM = ("sgd", "adagrad", "adafactor", "rmsprop", "lomo", "adalomo", "schedu
 
 @dataclass(frozen=True)
 class Idle:
-    """Fields that change nothing when a condition holds."""
+    """Fields without effect when a condition holds."""
 
     names: tuple[str, ...]
     when: Callable[[BaseArguments], bool]
@@ -100,11 +100,11 @@ IDLE = (
         lambda args: not getattr(args, "predict_with_generate", True),
     ),
 )
-"""Which fields change nothing, and when."""
+"""Which fields have no effect, and when."""
 
 
 def without_effect(args: BaseArguments) -> list[str]:
-    """Names of the arguments that differ from their default and change nothing in this run."""
+    """Names of the arguments that differ from their default but have no effect in this run."""
     known = specs(type(args))
     idle = [name for row in IDLE if row.when(args) for name in row.names]
     changed = [name for name in idle if name in known and getattr(args, name) != known[name].default]

@@ -1,4 +1,4 @@
-"""How an argument is declared: default, help and check on one line, read back by everything else."""
+"""How an argument is declared: default, help and check in one place, used by parser, docs and validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, get_type_hints
 
 Check = Callable[[Any], "str | None"]
-"""Looks at a value and returns what is wrong with it, or None."""
+"""Checks a value; returns the problem, or None."""
 
 
 class Unset:
@@ -39,10 +39,10 @@ UNSET: Any = Unset()
 
 
 class Help(str):
-    """The help text of a field, with what only loopwright reads riding on it.
+    """The help text of a field, with loopwright's own metadata attached.
 
-    Parsers built on argparse hand every key of a field's metadata on to `add_argument`, so a check cannot be a key of
-    its own.
+    Parsers based on argparse pass every key of a field's metadata to `add_argument`, so the check cannot be a
+    separate key.
     """
 
     check: Check | None = None
@@ -62,7 +62,7 @@ def arg(
     repr: bool = True,
     row: Any = None,
 ) -> Any:
-    """A dataclass field. `as_given`: the value is not read as its declared type. `row`: what the legacy table says."""
+    """A dataclass field. `as_given`: the value is not parsed. `row`: its row in the legacy table."""
     text = Help(help.replace("%", "%%"))
     text.check, text.as_given, text.row = check, as_given, row
     metadata: dict[str, Any] = {"help": text}
@@ -75,14 +75,14 @@ def arg(
 
 
 class Group:
-    """Base of the dataclasses that hold the arguments of one theme."""
+    """Base class of the argument groups."""
 
     title: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a group says about one of its fields."""
+    """The declaration of one field."""
 
     name: str
     title: str
@@ -96,7 +96,7 @@ class Spec:
 
 
 def specs(cls: Any) -> dict[str, Spec]:
-    """Every argument the groups of a class declare, by name, also where a subclass gave it another default."""
+    """Every argument declared by the groups of a class, by name; subclasses may have changed defaults."""
     return _specs(cls)
 
 
@@ -130,12 +130,12 @@ def _spec(field: dataclasses.Field[Any], title: str, hints: dict[str, Any]) -> S
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """A field's default value, made anew where it is a list or a dict."""
+    """A field's default value; lists and dicts are created for each call."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """'; did you mean ...?' when one of the names is close, else nothing."""
+    """'; did you mean ...?' if one of the names is similar, else an empty string."""
     close = get_close_matches(str(name), list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -159,7 +159,7 @@ def non_negative(value: Any) -> str | None:
 
 
 def between(low: float, high: float, *, below: bool = False) -> Check:
-    """From low to high; `below` leaves high itself out."""
+    """From low to high; `below` excludes high itself."""
 
     def check(value: Any) -> str | None:
         if is_number(value) and low <= value and (value < high if below else value <= high):
@@ -170,7 +170,7 @@ def between(low: float, high: float, *, below: bool = False) -> Check:
 
 
 def steps_or_share(value: Any) -> str | None:
-    """A whole number of steps, or a share of all steps below 1."""
+    """An integer number of steps, or a fraction of all steps below 1."""
     if is_number(value) and value >= 0 and (value < 1 or value == int(value)):
         return None
     return "must be an integer number of steps, or a fraction of all steps between 0 and 1"
@@ -186,7 +186,7 @@ def one_of(*allowed: str) -> Check:
 
 
 def whole_lengths(value: Any) -> str | None:
-    """A list of whole numbers above zero."""
+    """A list of integers above zero."""
     numbers_only = isinstance(value, list | tuple) and all(isinstance(each, int) and each > 0 for each in value)
     return None if numbers_only and value else "must be a list of integers above 0"
 

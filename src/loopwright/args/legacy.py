@@ -1,7 +1,7 @@
-"""Names of transformers 3.x and 4.x: what each became, or why it is gone.
+"""Argument names of transformers 3.x and 4.x: the new name of each, or why it was removed.
 
-Every old name is a real field, so that it also works in a user's dataclass and on a command line. It is UNSET when
-not given and UNSET again once its meaning has moved to the new name.
+Every old name is a real field, so it also works in a user's dataclass and on a command line. It is UNSET if not given,
+and set to UNSET again after translation.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("loopwright")
 
 Translation = Callable[[Any, "BaseArguments"], dict[str, Any]]
-"""From the old value and the arguments to the new names and their values."""
+"""Maps the old value and the arguments to new names and values."""
 
 SEE = "not available yet, see docs/availability.md"
 
 
 @dataclass(frozen=True)
 class LegacyRow:
-    """What became of an old name."""
+    """How an old name is handled."""
 
     word: str
     """One sentence for the user."""
     translate: Translation | None = None
     refused: bool = False
-    """Nothing can be done for its sake; asking for it is a problem."""
+    """Not supported; setting it is a problem."""
     harmless: tuple[Any, ...] = (None,)
-    """Values that ask for nothing (mostly the old default)."""
+    """Values without effect (usually the old default)."""
     adds: bool = False
     """The translation adds to the new argument instead of replacing it, so both may be given."""
 
     def asks_nothing(self, given: Any) -> bool:
-        """Whether a value is one of the harmless ones; 0 is not False here."""
+        """Whether a value is one of the harmless ones; 0 and False differ here."""
         return any(given == value and isinstance(given, bool) == isinstance(value, bool) for value in self.harmless)
 
 
@@ -54,12 +54,12 @@ def _old(row: LegacyRow) -> Any:
 
 
 def renamed(new: str, *, harmless: tuple[Any, ...] = (None,), to: Callable[[Any], Any] = lambda value: value) -> Any:
-    """An old name whose value, perhaps translated, goes to a new one."""
+    """An old name that was renamed; its value may be translated."""
     return _old(LegacyRow(f"it became {new}", lambda value, args: {new: to(value)}, harmless=harmless))
 
 
 def flag(new: str, meaning: Any) -> Any:
-    """An old switch that now is one value of a new argument."""
+    """An old flag that is now one value of a new argument."""
     row = LegacyRow(f"it became {new}={meaning!r}", lambda value, args: {new: meaning}, harmless=(None, False))
     return _old(row)
 
@@ -70,17 +70,17 @@ def added(word: str, translate: Translation, *, harmless: tuple[Any, ...] = (Non
 
 
 def gone(why: str) -> Any:
-    """An old name for which nothing needs to be done."""
+    """An old name that is ignored."""
     return _old(LegacyRow(why))
 
 
 def refused(why: str, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
-    """An old name whose effect cannot be had any more."""
+    """An old name whose effect is no longer supported."""
     return _old(LegacyRow(why, refused=True, harmless=harmless))
 
 
 def _ratio(value: float) -> float:
-    """A share of all steps that stays below 1, where counting steps begins."""
+    """A fraction of all steps, kept below 1 because 1 and above count steps."""
     return math.nextafter(1.0, 0.0) if value == 1 else value
 
 
@@ -197,7 +197,7 @@ OLD_VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
 
 
 def apply_legacy(args: BaseArguments, problems: Problems) -> None:
-    """Move everything given under an old name or with an old value to where it belongs now, and say so."""
+    """Translate old names and old values to the new ones, each with a warning."""
     for spec in specs(type(args)).values():
         if spec.row is not None and getattr(args, spec.name) is not UNSET:
             _move(args, spec.name, problems)
@@ -228,13 +228,13 @@ def _move(args: BaseArguments, name: str, problems: Problems) -> None:
 
 
 def _set(args: BaseArguments, old: tuple[str, Any], new: tuple[str, Any], problems: Problems) -> None:
-    """Give the new argument its value, unless it was given another one itself."""
+    """Set the new argument, unless it was also given with another value."""
     name, value = new
     fields = type(args).__dataclass_fields__
     current, row = getattr(args, name), specs(type(args))[old[0]].row
     if row.adds or current == value or current == default_of(fields[name]):
         setattr(args, name, value)
-    elif old[1] != default_of(fields[old[0]]):  # a default of the user's own class gives way to what was passed
+    elif old[1] != default_of(fields[old[0]]):  # a default of a user's subclass is overridden by what was passed
         text = f"{shown(*old)} is the old form of {shown(name, value)}, but {shown(name, current)} was given too"
         problems.add(f"{text}; keep only {name}", name)
 

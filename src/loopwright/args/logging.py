@@ -17,7 +17,7 @@ LEVELS = {
     "critical": logging.CRITICAL,
     "passive": logging.NOTSET,
 }
-"""Names of log levels; passive leaves the level as it is."""
+"""Names of log levels; passive keeps the current level."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class LoggingArgs(Group):
     include_num_input_tokens_seen: str = arg(
         "no",
         "Count input tokens: all, non_padding or no; True means all and False no.",
-        check=one_of("all", "non_padding", "no"),  # not choices: a command line may also say True or False
+        check=one_of("all", "non_padding", "no"),  # not choices: a command line may also pass True or False
         as_given=True,
         nargs="?",
         const="all",

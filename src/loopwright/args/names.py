@@ -1,4 +1,4 @@
-"""The names an argument can take, as string enums with the members and values transformers' users know."""
+"""The values of arguments as string enums, with the members and values of transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Name(StrEnum):
 
 
 class IntervalStrategy(Name):
-    """When something happens again."""
+    """When to log or evaluate: never, by steps or by epochs."""
 
     NO = "no"
     STEPS = "steps"
@@ -127,7 +127,7 @@ class ParallelMode(Name):
 
 
 class FSDPOption(Name):
-    """Words of a 4.x `fsdp` argument."""
+    """Options of the `fsdp` argument of transformers 4.x."""
 
     FULL_SHARD = "full_shard"
     SHARD_GRAD_OP = "shard_grad_op"
@@ -139,7 +139,7 @@ class FSDPOption(Name):
 
 
 class HPSearchBackend(Name):
-    """Packages that search hyper-parameters."""
+    """Packages for hyper-parameter search."""
 
     OPTUNA = "optuna"
     RAY = "ray"
@@ -147,7 +147,7 @@ class HPSearchBackend(Name):
 
 
 class DebugOption(Name):
-    """Words of the `debug` argument."""
+    """Options of the `debug` argument."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"

@@ -1,4 +1,4 @@
-"""Where a run's files go: output_dir is a folder, or a URL with a working folder on this machine beside it."""
+"""Paths of a run: output_dir is a folder, or a URL with a local working folder."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _LOCAL = ("file", "local")
 
 
 def is_url(place: str | os.PathLike[str] | None) -> bool:
-    """Whether a place is reached through a protocol such as s3://; file:// is this machine."""
+    """Whether a path is a URL with a protocol such as s3://; file:// counts as local."""
     found = _PROTOCOL.match(str(place or ""))
     return found is not None and found.group(1).lower() not in _LOCAL
 
 
 def plain_path(place: str) -> str:
-    """The place without file:// in front of it."""
+    """The path without the prefix file://."""
     found = _PROTOCOL.match(place)
     return place if found is None or is_url(place) else place[found.end() :] or "/"
 
 
 def working_folder(place: str | os.PathLike[str] | None) -> str:
-    """The folder on this machine for what is not a checkpoint: for s3://bucket/run it is trainer_output/s3/bucket/run.
+    """The local folder for everything but checkpoints: for s3://bucket/run it is trainer_output/s3/bucket/run.
 
-    It depends on nothing but the URL, so that a run that is started again finds the files it left here.
+    It depends on the URL only, so a restarted run finds its files.
     """
     text = str(place or ".")
     if not is_url(text):

@@ -1,4 +1,4 @@
-"""Everything found wrong while arguments are settled, raised together at the end."""
+"""Problems found while arguments are checked, raised together at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONGEST_VALUE = 80
 
 
 class Problems:
-    """What was found so far, and which fields can no longer be relied on."""
+    """The problems found so far, and the fields they make invalid."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -19,16 +19,16 @@ class Problems:
         self.broken: set[str] = set()
 
     def add(self, text: str, *names: str) -> None:
-        """Note a problem; what depends on the named fields is not looked at any more."""
+        """Add a problem; rules that depend on the named fields are skipped from now on."""
         self.found.append(text)
         self.broken.update(names)
 
     def concern(self, names: tuple[str, ...]) -> bool:
-        """Whether one of these fields is broken."""
+        """Whether one of these fields is invalid."""
         return not self.broken.isdisjoint(names)
 
     def raise_if_any(self) -> None:
-        """One error with all problems; NotAvailable when nothing else is wrong."""
+        """Raise one error with all problems; NotAvailable if all of them are missing features."""
         if self.found:
             raise ArgumentsError(self.found + self.unavailable)
         if len(self.unavailable) == 1:
@@ -36,12 +36,12 @@ class Problems:
         if self.unavailable:
             lines = "".join(f"\n  - {text}" for text in self.unavailable)
             raise NotAvailable(
-                f"{len(self.unavailable)} of the arguments ask for something that is not available yet:{lines}"
+                f"{len(self.unavailable)} of the arguments request something that is not available yet:{lines}"
             )
 
 
 def shown(name: str, value: Any) -> str:
-    """'name=value' for a message: short, and without secrets."""
+    """'name=value' for a message, shortened and with secrets masked."""
     if name.endswith("_token"):
         return f"{name}=..."
     text = repr(value.value if isinstance(value, Enum) else value)

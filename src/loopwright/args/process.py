@@ -1,4 +1,4 @@
-"""Which process this is, read from the environment a launcher sets; no process group is needed."""
+"""Rank and world size, read from the launcher's environment variables; no process group is needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .names import ParallelMode
 
 
 class ProcessInfo:
-    """Properties about this process and the others."""
+    """Rank, world size and what this rank is responsible for."""
 
     log_on_each_node: bool
     save_on_each_node: bool
@@ -25,12 +25,12 @@ class ProcessInfo:
 
     @property
     def process_index(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return _from_environment("RANK", 0)
 
     @property
     def local_process_index(self) -> int:
-        """This process among those of its machine."""
+        """The rank of this process on its node."""
         return _from_environment("LOCAL_RANK", 0)
 
     @property
@@ -40,22 +40,22 @@ class ProcessInfo:
 
     @property
     def ddp_timeout_delta(self) -> timedelta:
-        """How long to wait for other processes."""
+        """Timeout of collective operations."""
         return timedelta(seconds=self.ddp_timeout)
 
     @property
     def should_log(self) -> bool:
-        """Whether this process prints."""
+        """Whether this rank logs."""
         return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes checkpoints."""
+        """Whether this rank writes checkpoints."""
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the main process do something before the others; with one process there is nothing to wait for."""
+        """Run the body on the main process before the others; a no-op with one process."""
         if self.world_size > 1:
             raise NotAvailable(
                 f"main_process_first({desc!r}) with {self.world_size} processes: not available yet, "

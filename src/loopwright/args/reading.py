@@ -1,4 +1,4 @@
-"""Reading a value as its field's declared type: numbers and names written as text, JSON, paths."""
+"""Parsing a value as its field's declared type: numbers and names given as text, JSON, paths."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .field import Spec, one_of
 from .names import Name
 
 Reader = Callable[[Any], Any]
-"""Turns what was given into the declared type; raises ValueError with the complaint."""
+"""Converts a given value to the declared type; raises ValueError with the problem."""
 
 _WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def read(spec: Spec, value: Any) -> Any:
-    """The value as the field's type; a ValueError says what it must be."""
+    """The value as the field's type; raises ValueError with what it must be."""
     reader = None if spec.as_given else reader_for(spec.hint)
     allows_none = spec.default is None or type(None) in get_args(spec.hint)
     if reader is None or (value is None and allows_none):
@@ -30,7 +30,7 @@ def read(spec: Spec, value: Any) -> Any:
 
 
 def check(spec: Spec, value: Any) -> str | None:
-    """What is wrong with a value that was read, or None."""
+    """The problem of a parsed value, or None."""
     if value is None and spec.default is None:
         return None
     complaint = one_of(*spec.choices)(value) if spec.choices else None
@@ -39,7 +39,7 @@ def check(spec: Spec, value: Any) -> str | None:
 
 @functools.cache
 def reader_for(hint: Any) -> Reader | None:
-    """How values of this type are read; None where they are taken as they are."""
+    """The reader of this type; None if values are used unchanged."""
     is_union = get_origin(hint) in (Union, types.UnionType)
     members = [member for member in (get_args(hint) if is_union else (hint,)) if member is not type(None)]
     for member in members:
@@ -51,7 +51,7 @@ def reader_for(hint: Any) -> Reader | None:
 
 
 def read_bool(value: Any) -> bool:
-    """True or False, also written as a word or as 0 and 1."""
+    """True or False, also as text or as 0 and 1."""
     word = str(value).strip().lower()
     if word not in _WORDS:
         raise ValueError(f"{value!r} is not True or False")
@@ -59,7 +59,7 @@ def read_bool(value: Any) -> bool:
 
 
 def read_int(value: Any) -> int:
-    """A whole number, also written as text or as a float without a fraction."""
+    """An integer, also as text or as a float without a fraction."""
     number = read_float(value)
     if number != int(number):
         raise ValueError(f"{value!r} is not an integer")
@@ -67,14 +67,14 @@ def read_int(value: Any) -> int:
 
 
 def read_float(value: Any) -> float:
-    """A finite number, also written as text (YAML reads 5e-5 as text); whole numbers keep their type."""
+    """A finite number, also as text (YAML reads 5e-5 as text); integers keep their type."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
     try:
         number = value if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = None
-    if number is None or isinstance(number, bool) or number - number != 0:  # infinities and NaN fail the last
+    if number is None or isinstance(number, bool) or number - number != 0:  # the last: infinities and NaN
         raise ValueError(f"{value!r} is not a finite number")
     return number
 
@@ -89,7 +89,7 @@ def read_str(value: Any) -> str:
 
 
 def read_dict(value: Any) -> Any:
-    """A dict, also as JSON text or the path of a JSON file; other objects are left alone."""
+    """A dict, also as JSON text or the path of a JSON file; other objects are unchanged."""
     if not isinstance(value, str | os.PathLike):
         return value
     text = str(os.fspath(value))
@@ -112,7 +112,7 @@ def _text_of(path: str) -> str:
 
 
 def _plain(item: Any) -> Any:
-    """Numbers and booleans that a shell turned into text, at any depth."""
+    """Convert text to numbers and booleans at any depth: a shell passes everything as text."""
     if isinstance(item, dict):
         return {key: _plain(value) for key, value in item.items()}
     if not isinstance(item, str):

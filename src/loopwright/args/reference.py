@@ -1,4 +1,4 @@
-"""The reference of all arguments as Markdown, from the fields alone."""
+"""The reference of all arguments as Markdown, generated from the fields."""
 
 from __future__ import annotations
 

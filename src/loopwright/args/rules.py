@@ -1,4 +1,4 @@
-"""Rules that span fields, one function each; a rule returns what is wrong, or None."""
+"""Rules about several fields, one function each; a rule returns the problem, or None."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULES: list[tuple[tuple[str, ...], Rule]] = []
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Put a function into RULES, with the fields it reads."""
+    """Add a function to RULES, with the fields it reads."""
 
     def keep(function: Rule) -> Rule:
         RULES.append((names, function))
@@ -40,7 +40,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def apply_rules(args: BaseArguments, problems: Problems) -> None:
-    """Note what every rule complains about; rules about broken fields are not asked."""
+    """Add the problem of every violated rule; rules about invalid fields are skipped."""
     for names, function in RULES:
         complaint = None if problems.concern(names) else function(args)
         if complaint:
@@ -49,19 +49,19 @@ def apply_rules(args: BaseArguments, problems: Problems) -> None:
 
 @rule("fp16", "bf16")
 def one_half_precision(args: PrecisionArgs) -> str | None:
-    """Mixed precision has one format."""
+    """Mixed precision uses one dtype."""
     return "fp16 and bf16 are both True; set only one of them" if args.fp16 and args.bf16 else None
 
 
 @rule("fp8", "fp16")
 def fp8_beside_bf16(args: PrecisionArgs) -> str | None:
-    """8-bit layers go with bfloat16 or float32 around them."""
+    """FP8 layers need bfloat16 or float32 in the rest of the model."""
     return "fp8 and fp16 are both True; use fp8 with bf16=True" if args.fp8 and args.fp16 else None
 
 
 @rule("per_device_train_batch_tokens", "speed")
 def token_budgets_need_layouts(args: BaseArguments) -> str | None:
-    """Tokens per micro-batch are kept by laying samples out anew."""
+    """A token budget needs the layouts of `speed`, which regroup samples."""
     if args.per_device_train_batch_tokens and args.speed == "off":
         return "per_device_train_batch_tokens needs speed='auto' or 'max'; speed='off' keeps the collator's batches"
     return None
@@ -69,7 +69,7 @@ def token_budgets_need_layouts(args: BaseArguments) -> str | None:
 
 @rule("packing", "per_device_train_batch_tokens")
 def packing_needs_a_token_budget(args: DataArgs) -> str | None:
-    """Samples are packed into a number of tokens."""
+    """Packing needs a number of tokens per micro-batch."""
     if args.packing and not args.per_device_train_batch_tokens:
         name = shown("packing", args.packing)
         return f"{name} needs per_device_train_batch_tokens, the tokens of a micro-batch, for example 8192"
@@ -78,14 +78,14 @@ def packing_needs_a_token_budget(args: DataArgs) -> str | None:
 
 @rule("fp16_full_eval", "bf16_full_eval")
 def one_evaluation_precision(args: PrecisionArgs) -> str | None:
-    """Evaluation has one format."""
+    """Evaluation uses one dtype."""
     both = args.fp16_full_eval and args.bf16_full_eval
     return "fp16_full_eval and bf16_full_eval are both True; set only one of them" if both else None
 
 
 @rule("half_precision_backend", "fp16")
 def apex_needs_fp16(args: PrecisionArgs) -> str | None:
-    """Apex does float16 only."""
+    """Apex supports float16 only."""
     if args.half_precision_backend == "apex" and not args.fp16:
         return "half_precision_backend='apex' needs fp16=True; Apex supports no other mixed precision"
     return None
@@ -93,7 +93,7 @@ def apex_needs_fp16(args: PrecisionArgs) -> str | None:
 
 @rule("max_steps", "num_train_epochs")
 def some_duration(args: DurationArgs) -> str | None:
-    """A run has a length."""
+    """A run needs max_steps or num_train_epochs."""
     if args.max_steps > 0 or args.num_train_epochs > 0:
         return None
     both = f"{shown('num_train_epochs', args.num_train_epochs)} and {shown('max_steps', args.max_steps)}"
@@ -151,7 +151,7 @@ def metric_schedule_needs_evaluation(args: BaseArguments) -> str | None:
 
 @rule("dataloader_prefetch_factor", "dataloader_num_workers")
 def prefetching_needs_workers(args: DataArgs) -> str | None:
-    """Only loading processes prefetch."""
+    """Only worker processes prefetch."""
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
         name = shown("dataloader_prefetch_factor", args.dataloader_prefetch_factor)
         return f"{name} needs dataloader_num_workers above 0"
@@ -160,7 +160,7 @@ def prefetching_needs_workers(args: DataArgs) -> str | None:
 
 @rule("dataloader_persistent_workers", "dataloader_num_workers")
 def persistence_needs_workers(args: DataArgs) -> str | None:
-    """Only loading processes can be kept."""
+    """Only worker processes can be persistent."""
     if args.dataloader_persistent_workers and args.dataloader_num_workers == 0:
         return "dataloader_persistent_workers=True needs dataloader_num_workers above 0"
     return None
@@ -180,7 +180,7 @@ def layerwise_optimizers_do_not_accumulate(args: BaseArguments) -> str | None:
 
 @rule("optim", "optim_target_modules")
 def low_rank_optimizers_need_targets(args: OptimizerArgs) -> str | None:
-    """GaLore and APOLLO have to know which modules to project."""
+    """GaLore and APOLLO need the modules to project."""
     if args.optim.startswith(("galore_", "apollo_")) and not args.optim_target_modules:
         return f"{shown('optim', args.optim)} needs optim_target_modules, for example 'all-linear'"
     return None
@@ -188,7 +188,7 @@ def low_rank_optimizers_need_targets(args: OptimizerArgs) -> str | None:
 
 @rule("report_to")
 def trackers_exist(args: TrackingArgs) -> str | None:
-    """Trackers go by known names."""
+    """Every tracker in report_to must be known."""
     known = {*SERVED, *TRACKERS}
     unknown = [name for name in args.report_to or () if name not in known]
     unknown = [name for name in unknown if name not in third_party()] if unknown else []
@@ -200,7 +200,7 @@ def trackers_exist(args: TrackingArgs) -> str | None:
 
 @rule("fsdp", "fsdp_config")
 def sharding_makes_sense(args: DistributedArgs) -> str | None:
-    """FSDP's options are known ones."""
+    """FSDP options must be known."""
     if args.fsdp_config is None and not wants_fsdp(args):
         return None
     try:
@@ -212,7 +212,7 @@ def sharding_makes_sense(args: DistributedArgs) -> str | None:
 
 @rule("parallelism_config")
 def parallel_sizes_make_sense(args: DistributedArgs) -> str | None:
-    """Parallel dimensions are known ones, with whole sizes."""
+    """Parallel dimensions must be known, with integer sizes."""
     try:
         read_parallelism(args.parallelism_config)
     except (TypeError, ValueError) as error:
@@ -222,6 +222,6 @@ def parallel_sizes_make_sense(args: DistributedArgs) -> str | None:
 
 @rule("accelerator_config")
 def batches_are_spread_one_way(args: DistributedArgs) -> str | None:
-    """Some ways of spreading batches have no counterpart here."""
+    """Some options of AcceleratorConfig are not supported."""
     found = unsuited(read_accelerator_config(args.accelerator_config))
     return f"accelerator_config: {'; '.join(found)}" if found else None

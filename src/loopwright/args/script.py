@@ -10,7 +10,7 @@ from .names import DebugOption
 
 @dataclass
 class ScriptArgs(Group):
-    """What scripts and launchers pass along, debugging and strictness."""
+    """Arguments for scripts and launchers, debugging and strict mode."""
 
     title = "Scripts and debugging"
 

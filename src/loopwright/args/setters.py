@@ -1,4 +1,4 @@
-"""The set_* methods: several arguments of one theme in one call, checked like a construction."""
+"""The set_* methods: set several related arguments in one call, with the checks of the constructor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .names import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, 
 
 
 class Setters:
-    """Methods that change arguments after construction; when the result makes no sense nothing is changed.
+    """Methods that change arguments after construction; if the result is invalid, nothing is changed.
 
     Their defaults are those of the fields.
     """
@@ -22,7 +22,7 @@ class Setters:
             setattr(self, name, value)
         try:
             self.settle()
-        except Exception:  # whatever went wrong, the arguments stay as they were
+        except Exception:  # after any error the arguments keep their old values
             vars(self).update(before)
             raise
         return self
@@ -38,7 +38,7 @@ class Setters:
         seed: int = 42,
         gradient_checkpointing: bool = False,
     ) -> Self:
-        """Set what training needs most."""
+        """Set the most common training arguments."""
         return self._change(
             do_train=True,
             learning_rate=learning_rate,
@@ -72,7 +72,7 @@ class Setters:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Set how to predict."""
+        """Set the arguments of prediction."""
         return self._change(do_predict=True, per_device_eval_batch_size=batch_size, prediction_loss_only=loss_only)
 
     def set_save(
@@ -82,7 +82,7 @@ class Setters:
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Self:
-        """Set when to save and how much to keep."""
+        """Set when to save and how many checkpoints to keep."""
         return self._change(
             save_strategy=strategy, save_steps=steps, save_total_limit=total_limit, save_on_each_node=on_each_node
         )
@@ -140,7 +140,7 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer and its numbers."""
+        """Set the optimizer and its hyper-parameters."""
         return self._change(
             optim=name,
             learning_rate=learning_rate,
@@ -159,7 +159,7 @@ class Setters:
         warmup_steps: float = 0,
         warmup_ratio: float = 0.0,
     ) -> Self:
-        """Set the schedule; `warmup_ratio` is an old way to give warmup_steps below 1."""
+        """Set the schedule; `warmup_ratio` is the old form of warmup_steps below 1."""
         return self._change(
             lr_scheduler_type=name,
             num_train_epochs=num_epochs,

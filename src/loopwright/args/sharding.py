@@ -1,4 +1,4 @@
-"""What `fsdp`, `fsdp_config` and `parallelism_config` ask for, in any of the spellings they are known by."""
+"""Parsing of `fsdp`, `fsdp_config` and `parallelism_config`, in every supported form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD_WORDS = {
     "hybrid_shard_zero2": {"hybrid": True, "reshard_after_forward": False},
     "offload": {"cpu_offload": True},
 }
-"""Words of the time when `fsdp` was a string, and what they mean now."""
+"""Options of the string form of `fsdp`, and their meaning."""
 
 GONE = {
     "forward_prefetch": "FSDP2 prefetches automatically",
@@ -29,7 +29,7 @@ GONE = {
     "sync_module_states": "weights that only rank 0 has are always broadcast",
     "limit_all_gathers": "FSDP2 limits all-gathers automatically",
 }
-"""Keys that were FSDP1's, and why they are not needed: accepted, with a warning."""
+"""Keys of FSDP1 and why they are not needed; they are accepted with a warning."""
 
 XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
 NOT_ON = {"no_shard": "is DistributedDataParallel; remove fsdp"}
@@ -44,7 +44,7 @@ class FsdpOptions:
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
     whole_checkpoints: bool = False
-    """Whether checkpoints hold whole tensors (FULL_STATE_DICT) instead of one shard per process."""
+    """Whether checkpoints contain full tensors (FULL_STATE_DICT) instead of one shard per rank."""
     wrap: str = WRAPS[0]
     layer_classes: tuple[str, ...] = ()
     min_num_params: int = 0
@@ -56,7 +56,7 @@ class FsdpOptions:
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Sizes of the parallel dimensions; their product is the number of processes."""
+    """Sizes of the parallel dimensions; their product is the world size."""
 
     dp_replicate_size: int = 1
     dp_shard_size: int = 1
@@ -66,19 +66,19 @@ class ParallelSizes:
     pp_size: int = 1
     ep_size: int = 1
     tp_plan: Mapping[str, str] | None = None
-    """Name pattern -> colwise, rowwise ..., for models that carry no plan of their own."""
+    """Name pattern -> colwise, rowwise ..., for models without a plan of their own."""
 
     def other_than_data(self) -> int:
         return self.tp_size * self.cp_size * self.sp_size * self.pp_size * self.ep_size
 
 
 def wants_fsdp(args: DistributedArgs) -> bool:
-    """Whether these arguments ask for FSDP."""
+    """Whether these arguments enable FSDP."""
     return bool(args.fsdp) and str(args.fsdp).lower() not in ("false", "none", "")
 
 
 def read_fsdp(fsdp: Any, config: Any) -> FsdpOptions:
-    """The options in `fsdp` (True, or words) and `fsdp_config`; raises ValueError on what makes no sense."""
+    """The options in `fsdp` (True, or option names) and `fsdp_config`; raises ValueError on invalid ones."""
     given = {str(key).removeprefix("fsdp_"): value for key, value in dict(config or {}).items()}
     if int(given.pop("version", 2)) != 2:
         raise ValueError("version 1 is not supported; remove 'version' to use FSDP2")
@@ -150,7 +150,7 @@ def unneeded_keys(config: Any) -> dict[str, str]:
 
 
 def read_parallelism(given: Any) -> ParallelSizes:
-    """The sizes in a mapping or in another library's object of that shape; raises ValueError on what makes no sense."""
+    """The sizes in a mapping, or in an object with the same attributes; raises ValueError on invalid ones."""
     if given is None:
         return ParallelSizes()
     values = dict(given) if isinstance(given, Mapping) else dict(vars(given))

@@ -9,7 +9,7 @@ from .field import Group, arg
 
 @dataclass
 class SpeedArgs(Group):
-    """Accelerations that are switched on by themselves."""
+    """Arguments of accelerations that are enabled automatically."""
 
     title = "Speed"
 

@@ -9,7 +9,7 @@ from .field import Group, arg, positive
 
 @dataclass
 class TensorFlowArgs(Group):
-    """What only TensorFlow is asked."""
+    """Arguments that only TensorFlow uses."""
 
     title = "TensorFlow"
 

@@ -13,7 +13,7 @@ from .field import Group, arg
 from .paths import working_folder
 
 SERVED = ("tensorboard",)
-"""Trackers loopwright sends numbers to."""
+"""Trackers that loopwright supports."""
 
 TRACKERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",),
@@ -31,15 +31,15 @@ TRACKERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",),
     "wandb": ("wandb",),
 }
-"""Names users know, and the packages of which one has to be installed."""
+"""Known trackers, each with packages of which one must be installed."""
 
 ENTRY_POINTS = "loopwright.reporters"
-"""The group under which other packages announce reporters of their own."""
+"""The entry point group under which other packages register reporters."""
 
 
 @dataclass
 class TrackingArgs(Group):
-    """Where numbers are sent."""
+    """Arguments of experiment trackers."""
 
     title = "Tracking"
 
@@ -55,7 +55,7 @@ class TrackingArgs(Group):
 
 
 def named_trackers(report_to: Any) -> list[str]:
-    """`report_to` as a list of names: none of them, all that are served and installed, or those given."""
+    """`report_to` as a list of names: none, all that are supported and installed, or the given ones."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if names == ["all"]:
         return [name for name in SERVED if any(map(find_spec, TRACKERS[name]))] + third_party()
@@ -63,14 +63,14 @@ def named_trackers(report_to: Any) -> list[str]:
 
 
 def third_party() -> list[str]:
-    """Reporters that other installed packages announce."""
-    from importlib.metadata import entry_points  # a fifth of the time it takes to import this package, rarely needed
+    """Reporters registered by other installed packages."""
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
 
     return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
 
 
 def tensorboard_folder(logging_dir: str | None, output_dir: str) -> str:
-    """Where TensorBoard's files go; named after the moment of asking when nothing says otherwise."""
+    """TensorBoard's folder; by default its name contains the current time."""
     given = logging_dir or os.environ.get("TENSORBOARD_LOGGING_DIR")
     if given:
         return os.path.expanduser(given)

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: `auto` values filled in from the arguments, and everything that contradicts them."""
+"""DeepSpeed's configuration: fills in `auto` values from the arguments and checks the others against them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 Value = Callable[["BaseArguments", int], Any]
-"""A value that follows from the arguments and the number of processes."""
+"""A value derived from the arguments and the world size."""
 
 FILLED: dict[str, tuple[str, Value]] = {
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", lambda a, w: a.per_device_train_batch_size),
@@ -31,24 +31,24 @@ FILLED: dict[str, tuple[str, Value]] = {
     "bf16.enabled": ("bf16", lambda a, w: bool(a.bf16)),
     "checkpoint.use_node_local_storage": ("save_on_each_node", lambda a, w: bool(a.save_on_each_node)),
 }
-"""Keys that say again what an argument says: which one, and its value."""
+"""Keys that duplicate an argument: its name and its value."""
 
 FREE: dict[str, Value] = {"scheduler.params.warmup_min_lr": lambda a, w: 0.0}
-"""Keys that no argument speaks of, and what `auto` means there."""
+"""Keys without an argument, and the value of `auto`."""
 
 OF_MODEL: dict[str, Callable[[int], int]] = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-"""Keys whose `auto` follows from the width of the model."""
+"""Keys whose `auto` depends on the hidden size of the model."""
 
 OF_PLAN = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
-"""Keys whose `auto` follows from the length of the run, which the trainer's own schedule knows."""
+"""Keys whose `auto` depends on the length of the run; the trainer's own schedule covers them."""
 
 OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch"}
 SECTIONS_OF_OURS = ("optimizer", "scheduler")
-"""Sections that say again what optim and lr_scheduler_type say: checked, and left to the trainer."""
+"""Sections that duplicate optim and lr_scheduler_type: checked, then removed; the trainer creates both."""
 
 
 def get(config: Mapping[str, Any], path: str) -> Any:
@@ -70,7 +70,7 @@ def put(config: dict[str, Any], path: str, value: Any) -> None:
 
 
 def filled_config(given: Mapping[str, Any], args: BaseArguments, world: int, hidden_size: int | None) -> dict[str, Any]:
-    """The configuration without any `auto`; raises ValueError with all contradictions together."""
+    """The configuration with every `auto` filled in; raises ValueError with all contradictions."""
     problems = contradictions(given, args, world)
     config = copy.deepcopy(dict(given))
     for path, (_, value) in FILLED.items():
@@ -94,7 +94,7 @@ def filled_config(given: Mapping[str, Any], args: BaseArguments, world: int, hid
 
 
 def contradictions(given: Mapping[str, Any], args: BaseArguments, world: int) -> list[str]:
-    """Every value of a configuration that says something else than the arguments do."""
+    """Every value of a configuration that contradicts the arguments."""
     problems = []
     for path, (argument, value) in FILLED.items():
         found, expected = get(given, path), value(args, world)
@@ -121,12 +121,12 @@ def _alike(found: Any, expected: Any) -> bool:
 
 
 def autos(config: Any, path: str = "") -> list[str]:
-    """Paths that still say `auto`."""
+    """Paths whose value is still `auto`."""
     if isinstance(config, Mapping):
         return [found for key, value in config.items() for found in autos(value, f"{path}.{key}".lstrip("."))]
     return [path] if config == AUTO else []
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage a configuration asks for."""
+    """The ZeRO stage of a configuration."""
     return int(get(config, "zero_optimization.stage") or 0)

@@ -1,1 +1,1 @@
-"""Callbacks that come with the trainer, one file each."""
+"""Built-in callbacks, one file each."""

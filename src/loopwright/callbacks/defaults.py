@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def default_callbacks(args: BaseArguments) -> list[TrainerCallback]:
-    """Flow, something on the screen, metrics.jsonl and the reporters named in `report_to`."""
+    """The flow callback, a progress display, metrics.jsonl and the reporters named in `report_to`."""
     return [
         DefaultFlowCallback(),
         progress_class(args)(),
@@ -28,7 +28,7 @@ def default_callbacks(args: BaseArguments) -> list[TrainerCallback]:
 
 
 def progress_class(args: LoggingArgs) -> type[TrainerCallback]:
-    """What shows progress here: a printer when bars are not wanted, a table in a notebook, else the live line."""
+    """The progress display: a printer if bars are disabled, a table in a notebook, else a live line."""
     if getattr(args, "disable_tqdm", False):
         return PrinterCallback
     return NotebookProgressCallback if in_notebook() else ProgressCallback

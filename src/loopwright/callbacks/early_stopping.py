@@ -1,4 +1,4 @@
-"""Stopping when a metric no longer gets better."""
+"""Early stopping: ends training when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops after `early_stopping_patience` evaluations without improvement of `metric_for_best_model`.
 
     An improvement must exceed `early_stopping_threshold`. The callback keeps its own best value, so it needs neither
-    `load_best_model_at_end` nor a checkpoint at each evaluation; counter and best value travel with the checkpoint, so
-    a resumed run stops at the step at which an uninterrupted one does. Evaluations outside training do not count.
+    `load_best_model_at_end` nor a checkpoint at each evaluation. Counter and best value are saved in checkpoints, so a
+    resumed run stops at the same step as an uninterrupted one. Evaluations outside training do not count.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
@@ -41,7 +41,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if state.global_step == 0:
             self.early_stopping_patience_counter, self.best_value = 0, None
         elif self.best_value is None:
-            # A checkpoint that did not carry our best value, such as one written by another trainer.
+            # A checkpoint without this callback's best value, such as one written by another trainer.
             self.best_value = state.best_metric
         if self._is_exhausted():
             logger.warning(f"Early stopping already ended this run at step {state.global_step}; it is not resumed.")
@@ -67,11 +67,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self._is_training = False
 
     def left(self) -> None:
-        """Training is over, with or without its last event."""
+        """Called when training has ended, even if on_train_end was not called."""
         self._is_training = False
 
     def count(self, value: float, *, greater_is_better: bool) -> None:
-        """Take in one more evaluation. NaN is never an improvement."""
+        """Compare one more evaluation with the best value. NaN is never an improvement."""
         gain = _gain(value, self.best_value, greater_is_better)
         if gain > 0:
             self.best_value = value
@@ -80,7 +80,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {
-            "args": {},  # patience and threshold are the user's words: a resumed run takes them as they are given then
+            "args": {},  # patience and threshold are not restored: a resumed run uses the given ones
             "attributes": {
                 "early_stopping_patience_counter": self.early_stopping_patience_counter,
                 "best_value": self.best_value,
@@ -91,9 +91,9 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 
     def _miss(self, name: str, metrics: dict[str, Any], step: int) -> None:
-        """Raise when the metric cannot come any more.
+        """Raise if the metric is missing.
 
-        With several evaluation datasets each brings its own metrics, so the metric may be in a later one of this step.
+        Each of several evaluation datasets has its own metrics, so the metric may be in a later one of this step.
         """
         self._names_seen.update(metrics)
         is_whole_evaluation = "eval_runtime" in metrics
@@ -118,7 +118,7 @@ def _greater_is_better(args: SavingArgs) -> bool:
 
 
 def _gain(value: float, best: float | None, greater_is_better: bool) -> float:
-    """By how much the value is better than the best one: negative when worse, infinite for the first."""
+    """The improvement over the best value: negative if worse, infinite for the first value."""
     if math.isnan(value):
         return -math.inf
     if best is None:

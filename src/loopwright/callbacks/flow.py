@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Turns the intervals and limits of the arguments into wishes on `control`.
+    """Sets the flags of `control` according to the intervals and limits of the arguments.
 
-    The step and epoch rules are those every Trainer user knows. What needs a clock, a file or a count of samples
-    (`save_minutes`, `save_samples`, `save_trigger_file`, `max_runtime`) is a watch, built only when asked for.
+    The step and epoch rules are those of transformers. `save_minutes`, `save_samples`, `save_trigger_file` and
+    `max_runtime` are triggers (triggers.py), created only if set.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class DefaultFlowCallback(TrainerCallback):
         self._watches = watches_for(args, state, self._clock)
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        # Runs at every update: plain comparisons, no calls unless a watch was asked for.
+        # Runs at every update: plain comparisons, no calls unless there are triggers.
         step = state.global_step
         is_last = step >= state.max_steps
         if step == 1 and args.logging_first_step:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: everything that was logged, each step exactly once through any number of crashes and resumes."""
+"""metrics.jsonl: every logged metric, each step exactly once even after crashes and resumes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 FILE_NAME = "metrics.jsonl"
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""JSON has no such numbers; they are written as these strings and read back as floats."""
+"""JSON has no such numbers: they are written as these strings and parsed as floats."""
 _POSITION = frozenset({"step", "epoch", "time"})
 
 
 class MetricsFileCallback(TrainerCallback):
     """Appends each log to metrics.jsonl in the output folder as {"step", "epoch", "time", **logs}.
 
-    A row of training also holds how fast it was, as {"pace": {"tokens_per_second", ...}}.
-    A resumed run first drops the rows after the step it resumes from, and a row it logs a second time for that step
-    takes the place of the old one. A new run keeps the file of the previous run as metrics.<n>.jsonl.
+    A training row also contains its throughput, as {"pace": {"tokens_per_second", ...}}.
+    A resumed run first drops the rows after the step it resumes from; a row logged again for that step replaces the
+    old one. A new run renames the file of the previous run to metrics.<n>.jsonl.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
@@ -74,18 +74,18 @@ class MetricsFileCallback(TrainerCallback):
     def on_predict(
         self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        # Predictions are not logged, so their numbers come only with this event.
+        # Metrics of predictions are not logged; they are only passed to this event.
         self.on_log(args, state, control, logs=metrics)
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        # The rows before a checkpoint are never logged again, so they must survive what the checkpoint survives.
+        # The rows before a checkpoint are never logged again, so they must be as durable as the checkpoint.
         path = _path(args)
         if state.is_world_process_zero and path.exists():
             with suppress(OSError), open(path, "rb+") as file:
                 os.fsync(file.fileno())
 
     def left(self) -> None:
-        """Training is over, with or without its last event."""
+        """Called when training has ended, even if on_train_end was not called."""
         self._is_training = False
 
     def rewind(self, args: BaseArguments, state: Any) -> None:
@@ -105,7 +105,7 @@ class MetricsFileCallback(TrainerCallback):
                 self._write(path, self._unwritten[0])
                 del self._unwritten[0]
         except OSError as error:
-            self._mended = None  # half a line may have been written
+            self._mended = None  # the last line may be incomplete
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 logger.warning(
                     f"the disk is full; {len(self._unwritten)} rows of {path} will be written when there is space"
@@ -113,7 +113,7 @@ class MetricsFileCallback(TrainerCallback):
                 return
             if self._is_training:
                 raise _cannot_write(path, error) from error
-            # An evaluation alone must not fail because its numbers cannot also be kept.
+            # An evaluation without training must not fail because this file cannot be written.
             self._is_off = True
             logger.warning(
                 f"{path} cannot be written ({error}); the metrics of this evaluation are not recorded there."
@@ -127,7 +127,7 @@ class MetricsFileCallback(TrainerCallback):
         self._inherited = {(step, kind_of(row)) for row in kept if row["step"] == step}
 
     def _start_anew(self, path: Path) -> None:
-        """Begin with the rows this process wrote before training; what was there before goes to metrics.<n>.jsonl."""
+        """Start with the rows this process wrote before training; older rows are moved to metrics.<n>.jsonl."""
         is_own = self._mended == path and not self._has_begun
         foreign = self._own_from if is_own else _size(path)
         if foreign:
@@ -150,7 +150,7 @@ class MetricsFileCallback(TrainerCallback):
             file.write(_line(row))
 
     def _mend(self, path: Path) -> None:
-        """Make the file one that can be appended to: a last line cut off by a crash would swallow the next row."""
+        """Remove an incomplete last line left by a crash: the next row would be appended to it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if _size(path):
             content = path.read_bytes()
@@ -166,7 +166,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def kind_of(row: dict[str, Any]) -> str:
-    """What sort of row this is: two rows of one step and one kind say the same thing twice."""
+    """The kind of a row; of two rows with the same step and kind, one is a duplicate."""
     if "loss" in row:
         return "training"
     for name in row:
@@ -176,7 +176,7 @@ def kind_of(row: dict[str, Any]) -> str:
 
 
 def _rows_of(path: Path) -> list[dict[str, Any]]:
-    """All complete rows; a line that is not one (cut off by a crash) is left out and reported."""
+    """All complete rows; an incomplete line (after a crash) is skipped with a warning."""
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line:
@@ -211,7 +211,7 @@ def _plain(value: Any) -> Any:
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    # Arrays, tensors and their scalars say what they hold in Python's types.
+    # Arrays, tensors and their scalars convert themselves to Python types.
     tolist = getattr(value, "tolist", None)
     return _plain(tolist()) if tolist is not None else str(value)
 
@@ -225,7 +225,7 @@ def _restored(value: Any) -> Any:
 
 
 def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Give the file these rows and no others, or leave it as it is."""
+    """Replace the file's contents with these rows atomically."""
     temporary = _temporary(path)
     with open(temporary, "w", encoding="utf-8") as file:
         file.writelines(map(_line, rows))

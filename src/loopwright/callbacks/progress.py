@@ -23,14 +23,14 @@ REFRESH_SECONDS = 0.1
 RATE_WINDOW_SECONDS = 30.0
 BAR_WIDTH = 24
 TEXT_WIDTH = 70
-"""What the words and numbers of a line may need; the bar gets what is left of a narrow terminal."""
+"""Columns reserved for text; the bar gets the rest of a narrow terminal."""
 
 
 class ProgressCallback(TrainerCallback):
     """Shows step and total, the latest loss, updates per second and the time left; prints each log as one line.
 
-    Drawing happens in the training thread at most ten times a second: a drawing thread would be copied into data
-    workers, and an update that is not drawn costs one look at the clock.
+    It draws in the training thread, at most ten times a second: a drawing thread would be copied into forked data
+    workers, and an update that is not drawn costs only one clock reading.
     """
 
     _drawing: ProgressCallback | None = None
@@ -118,7 +118,7 @@ class ProgressCallback(TrainerCallback):
         self._close()
 
     def left(self) -> None:
-        """Training is over, with or without its last event."""
+        """Called when training has ended, even if on_train_end was not called."""
         self.training = self.evaluation = None
         self._close()
 
@@ -129,7 +129,7 @@ class ProgressCallback(TrainerCallback):
         if self.training is None:
             self._close()
         else:
-            # The time of an evaluation says nothing about the speed of updates.
+            # The time of an evaluation must not change the speed of updates.
             self.training.skip_to(self._clock())
             self._draw(self._clock())
 
@@ -142,7 +142,7 @@ class ProgressCallback(TrainerCallback):
         return f"step {self.training.position()}  {line}{speed}"
 
     def _print(self, line: str) -> None:
-        # soft_wrap: a log is one line in a file, however long.
+        # soft_wrap: a log is one line in a file, of any length.
         self._output.print(Text(line), soft_wrap=True)
 
     @property
@@ -162,9 +162,9 @@ class ProgressCallback(TrainerCallback):
         try:
             live.start()
         except LiveError:
-            # Somebody else's display owns the terminal: plain lines then.
+            # Another live display uses the terminal: print plain lines.
             return
-        # Visible again at once, so that a crash does not leave a terminal without a cursor.
+        # Show the cursor at once, so that a crash does not leave the terminal without one.
         self._output.show_cursor(True)
         self._live, self._due = live, -math.inf
         ProgressCallback._drawing = self
@@ -195,7 +195,7 @@ class ProgressCallback(TrainerCallback):
 
 
 class Pace:
-    """How far something is, how fast it goes and how long it will take."""
+    """Progress, speed and remaining time."""
 
     def __init__(self, unit: str, done: int, total: int | None, now: float) -> None:
         self.unit, self.done, self.total = unit, done, total
@@ -205,13 +205,13 @@ class Pace:
         self._last_done, self._last_time = done, now
 
     def start(self, done: int, now: float) -> None:
-        """Count from here: the first update, which compiles and fills caches, says little about the rest."""
+        """Start counting after the first update, which compiles and fills caches and is not representative."""
         self.has_started = True
         self.done = self._start_done = self._last_done = done
         self._start_time = self._last_time = now
 
     def advance(self, done: int, now: float) -> None:
-        """Note where things stand; the speed is a mean that forgets what is older than half a minute or so."""
+        """Record the progress; the speed is a moving average over about half a minute."""
         elapsed = now - self._last_time
         self.done = done
         if done <= self._last_done or elapsed <= 0:
@@ -222,11 +222,11 @@ class Pace:
         self._last_done, self._last_time = done, now
 
     def skip_to(self, now: float) -> None:
-        """Leave the time since the last note out of the speed."""
+        """Exclude the time since the last record from the speed."""
         self._last_done, self._last_time = self.done, now
 
     def seconds_left(self) -> float | None:
-        """The mean time of one since the start, with all that happened in between, times those that remain."""
+        """The mean time of one update since the start, pauses included, times the remaining updates."""
         finished = self._last_done - self._start_done
         if not self.total or finished <= 0:
             return None
@@ -251,7 +251,7 @@ def _bar(pace: Pace, title: str, extra: str, width: int, work: str = "") -> Text
 
 
 def evaluation_pace(loader: Any, now: float) -> Pace:
-    """The pace of an evaluation whose first batch has just ended; its length is known if the loader has one."""
+    """The pace of an evaluation after its first batch; the total is known if the loader has a length."""
     try:
         total = len(loader)
     except (TypeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Numbers and times as people read them."""
+"""Formatting of numbers and times for display."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 NOT_SHOWN = frozenset({"total_flos"})
-"""Logged values that are not shown on a screen; they stay in the log history and in files."""
+"""Logged values that are not displayed; the log history and files contain them."""
 
 
 def short(value: Any, max_len: int | None = None) -> Any:
-    """A float with four significant digits, a long string cut, anything else as it is."""
+    """A float with four significant digits, a long string truncated, anything else unchanged."""
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return f"{float(value):.4g}"
     if max_len is not None and isinstance(value, str) and len(value) > max_len:
@@ -20,7 +20,7 @@ def short(value: Any, max_len: int | None = None) -> Any:
 
 
 def shown(logs: Mapping[str, Any], max_len: int | None = None) -> dict[str, Any]:
-    """A copy of the logs for a screen."""
+    """A copy of the logs for display."""
     return {name: short(value, max_len) for name, value in logs.items() if name not in NOT_SHOWN}
 
 
@@ -30,7 +30,7 @@ def log_line(logs: Mapping[str, Any], max_len: int | None = None) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as H:MM:SS, with days in front when there are any."""
+    """Seconds as H:MM:SS, with days if there are any."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -38,7 +38,7 @@ def clock_time(seconds: float) -> str:
 
 
 def rate(updates_per_second: float, unit: str = "updates") -> str:
-    """A speed, in the direction that gives a readable number."""
+    """A speed, per second or in seconds each, whichever is readable."""
     if updates_per_second <= 0:
         return f"- {unit}/s"
     if updates_per_second < 0.1:
@@ -47,7 +47,7 @@ def rate(updates_per_second: float, unit: str = "updates") -> str:
 
 
 def work_line(pace: Mapping[str, float]) -> str:
-    """Tokens per second and the use of the device, where they are known, to stand before a speed."""
+    """Tokens per second and device utilization, where known; shown before a speed."""
     found = []
     if "tokens_per_second" in pace:
         found.append(f"{_thousands(pace['tokens_per_second'])} tokens/s")

@@ -1,4 +1,4 @@
-"""Reasons to save or stop that are not a number of updates: minutes, samples, a file, a time limit."""
+"""Conditions to save or stop other than a number of updates: minutes, samples, a file, a time limit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 Clock = Callable[[], float]
 
 SAVE_MARGIN = 1.5
-"""A checkpoint may take this many times as long as the last one did."""
+"""Factor on the time of the last checkpoint, to estimate the next one."""
 STEP_MEMORY = 0.9
-"""How much of the longest update so far still counts after another one: a slow first update is soon forgotten."""
+"""Decay per update of the longest update time, so that a slow first update soon has no influence."""
 
 
 class Trigger:
-    """A condition checked after every update that may ask to save or stop."""
+    """A condition checked after every update; it may set `should_save` or `should_training_stop`."""
 
     def step_ended(self, state: Any, control: Any) -> None:
         raise NotImplementedError
 
     def evaluated(self) -> None:
-        """An evaluation has just ended."""
+        """Called after an evaluation."""
 
     def saved(self, state: Any) -> None:
-        """A checkpoint has just been written, for whatever reason."""
+        """Called after a checkpoint was written."""
 
 
 class EveryMinutes(Trigger):
@@ -76,7 +76,7 @@ class TriggerFile(Trigger):
         try:
             os.unlink(self.path)
         except OSError as error:
-            # A file that stays would mean a checkpoint at every update.
+            # A file that is not deleted would cause a checkpoint at every update.
             self.ignored = True
             logger.warning(
                 f"save_trigger_file: {self.path} cannot be deleted ({error}). A checkpoint is saved now; the file is "
@@ -85,7 +85,7 @@ class TriggerFile(Trigger):
 
 
 class RuntimeLimit(Trigger):
-    """Save and stop while there is still time for one more update, an evaluation and the checkpoint."""
+    """Save and stop while there is enough time for one more update, an evaluation and the checkpoint."""
 
     def __init__(self, seconds: float, clock: Clock) -> None:
         self.limit, self.clock = seconds, clock
@@ -123,11 +123,11 @@ BUILDERS: dict[str, Callable[[Any, Any, Clock], Trigger]] = {
     "save_trigger_file": lambda value, state, clock: TriggerFile(value),
     "max_runtime": lambda value, state, clock: RuntimeLimit(seconds_in(value), clock),
 }
-"""Each argument that needs a watch, and how to build it. The time limit is last: it sees what the others asked for."""
+"""Arguments with a trigger, and the function that creates it. The time limit is last: it reads what the others set."""
 
 
 def watches_for(args: BaseArguments, state: Any, clock: Clock) -> tuple[Trigger, ...]:
-    """The watches these arguments ask for; their clocks start now."""
+    """The triggers of these arguments; their clocks start now."""
     asked = ((build, getattr(args, name, None)) for name, build in BUILDERS.items())
     return tuple(build(value, state, clock) for build, value in asked if value is not None)
 

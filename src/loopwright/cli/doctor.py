@@ -23,7 +23,7 @@ launcher:
 
 
 def run(words: list[str]) -> int:
-    """Print what there is and check it; 0 when every process can talk to every other."""
+    """Print devices and versions and run the check; 0 if all ranks can communicate."""
     parser = argparse.ArgumentParser(
         "loopwright doctor", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,7 +52,7 @@ def _what_there_is() -> dict[str, Any]:
 
 
 def backends() -> dict[str, str]:
-    """Each way to communicate that torch knows, and whether this build has it."""
+    """Torch's communication backends, and whether this build has them."""
     import torch
     import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def backends() -> dict[str, str]:
 
 
 def _as_one_of_many(options: argparse.Namespace) -> int:
-    """Under a launcher: this process is one of those that check."""
+    """Run the check as one rank of a launched job."""
     from ..launch.checkup import checkup
 
     try:
@@ -80,12 +80,12 @@ def _as_one_of_many(options: argparse.Namespace) -> int:
 
 
 def _among_own_processes(options: argparse.Namespace) -> dict[str, Any]:
-    """Start processes on this machine and let them check."""
+    """Start processes on this machine that run the check."""
     import subprocess
 
     from ..launch.machine import this_machine
 
-    # Two processes cannot share an accelerator; processors are shared anyway.
+    # Two processes cannot share an accelerator; CPUs are shared anyway.
     count = options.processes or (0 if options.cpu else this_machine().devices) or 2
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "figures.json"
@@ -116,7 +116,7 @@ def _show(report: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def connection_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """The check in words."""
+    """The results of the check as rows of text."""
     rows = [
         ("processes", f"{figures['world']} through {figures['backend']} on {figures['device'].split(':')[0]}"),
         *((f"  rank {rank}", host) for rank, host in enumerate(figures["hosts"])),

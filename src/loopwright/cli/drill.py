@@ -1,7 +1,7 @@
 """`loopwright drill -- python train.py ...`: run the user's training under injected faults and report what survived.
 
-Every case runs the script in a process of its own (drill_child.py) with a fault inside, starts it again until it
-finishes, and compares the weights with those of an undisturbed run.
+Every case runs the script in a separate process (drill_child.py) with an injected fault, restarts it until it
+finishes, and compares the weights with those of a run without faults.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
 
 FEWEST_STEPS = 10
 RESTARTS = 3
-"""Times a run is started again before it counts as one that does not finish."""
+"""Restarts before a run counts as not finished."""
 SAVES = 10
-"""Saves in a run: often enough that some are behind every fault."""
+"""Checkpoints in a run; some of them come before any fault."""
 QUIET_SAVES = 4
-"""Saves that are over before a fault strikes, so that losing everything is more than any fault may cost."""
+"""Checkpoints before a fault is injected, so that starting from scratch exceeds the allowed loss of every case."""
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Drill:
         return max(1, self.steps // SAVES)
 
     def undisturbed(self, name: str = "undisturbed") -> Attempt:
-        """The run as it is without a fault."""
+        """The run without a fault."""
         attempt = self._start("none", self.home / name, at=0, number=1, deadline=time.monotonic() + self.timeout)
         shutil.rmtree(self.home / name / OUTPUT, ignore_errors=True)
         return attempt
 
     def attempts(self, name: str) -> list[Attempt]:
-        """The run with the fault, and its restarts until it finishes."""
+        """The run with the fault and its restarts, until it finishes."""
         folder, deadline = self.home / name, time.monotonic() + self.timeout
         fault = CASES[name].fault or name
         attempts = [self._start(fault, folder, at=self._moment(name), number=1, deadline=deadline)]
@@ -70,7 +70,7 @@ class Drill:
         return attempts
 
     def _moment(self, name: str) -> int:
-        """The step at which the fault strikes; a disk fault comes with a save."""
+        """The step at which the fault is injected; disk faults are injected during a save."""
         chosen = random.Random(f"{self.seed} {name}")
         if name in ("kill-in-save", "full-disk", "slow-disk"):
             return chosen.randrange(QUIET_SAVES, self.steps // self.save_every - 2) * self.save_every
@@ -93,7 +93,7 @@ class Drill:
 
 
 def _journal(path: Path) -> list[dict[str, Any]]:
-    """What the process noted; a last line cut short by a kill is left out."""
+    """The entries of the process's journal; an incomplete last line (after a kill) is skipped."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
@@ -102,12 +102,12 @@ def _journal(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_short(path: Path) -> None:
-    """Take away the second half of a file."""
+    """Truncate a file to its first half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def flip_bit(path: Path) -> None:
-    """Change one bit in the middle of a file."""
+    """Flip one bit in the middle of a file."""
     with open(path, "rb+") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]
@@ -127,7 +127,7 @@ def damage_newest(folder: Path, how: Callable[[Path], None]) -> None:
 
 
 def damaged(folder: Path) -> str | None:
-    """What is wrong with the checkpoints a run ended with: each complete one has to be intact."""
+    """Problems of the checkpoints at the end of a run: each complete one must be intact."""
     manager = _manager(folder)
     for path in manager.complete().values():
         try:
@@ -147,7 +147,7 @@ def _manager(folder: Path) -> Any:
 
 
 def run(words: list[str]) -> int:
-    """Drill a script; 0 if every case survived, 1 if not, 2 for bad input."""
+    """Run a drill; 0 if every case survived, 1 if not, 2 for invalid input."""
     own, command = split_at_dashes(words)
     options = _parser().parse_args(own)
     names = _chosen(options.only)
@@ -161,7 +161,7 @@ def run(words: list[str]) -> int:
         with launcher:
             _rehearse(drill)
             rows = _all_rows(drill, names)
-    except BaseException:  # Ctrl-C too: nothing is left behind, and the error goes on
+    except BaseException:  # also Ctrl-C: remove the folder and raise again
         shutil.rmtree(home, ignore_errors=True)
         raise
     print(table(rows))
@@ -195,7 +195,7 @@ def _chosen(only: str | None) -> list[str]:
 
 
 def _rehearse(drill: Drill) -> None:
-    """Run the script undisturbed: what it ends with is what every case is compared with."""
+    """Run the script without faults; every case is compared with its result."""
     _say("undisturbed")
     attempt = drill.undisturbed()
     if not attempt.finished:

@@ -1,7 +1,7 @@
 """The training process of `loopwright drill`: the user's script with an injected fault and a redirected output.
 
-It keeps a journal, one JSON object a line: where the run began, each finished step, the fault, and at the end a digest
-of model and optimizer. The script is left as soon as `train()` has returned.
+It writes a journal, one JSON object per line: the first step, each finished step, the fault, and at the end a digest
+of model and optimizer. The script is ended as soon as `train()` returns.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ OUTPUT = "run"
 KEPT = 3
 """Checkpoints kept when the user's arguments set no limit."""
 FACTS = ("on_nonfinite", "auto_find_batch_size", "enable_jit_checkpoint")
-"""Arguments that decide what surviving means."""
+"""Arguments that decide whether a case counts as survived."""
 
 
 class Finished(BaseException):
-    """Leaves the user's script once training is over; not an Exception, so that scripts let it pass."""
+    """Raised to end the user's script after training; not an Exception, so that scripts do not catch it."""
 
 
 class Journal:
-    """Appends what happens to a file, past anything that may kill the process."""
+    """Appends entries to a file; each is written at once, so that a kill does not lose it."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -106,7 +106,7 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 def _shorten(args: BaseArguments, options: argparse.Namespace, output: Path) -> None:
-    """A short run that saves often, in a folder of its own."""
+    """Make the run short, with frequent checkpoints, in a separate folder."""
     asked = args.max_steps if args.max_steps > 0 else options.steps
     changes = {
         **INERT,
@@ -121,7 +121,7 @@ def _shorten(args: BaseArguments, options: argparse.Namespace, output: Path) -> 
 
 
 def _end_after_training(journal: Journal) -> None:
-    """Have `train()` note what it ended with and leave the script."""
+    """Make `train()` write the digest to the journal and end the script."""
     from ..core.internals import Internals
 
     original = Internals.train

@@ -24,7 +24,7 @@ chip, and weights are replicated on all chips. Nothing is computed and nothing r
 
 
 def run(words: list[str]) -> int:
-    """Compile for each topology, print what came of it, return 0 if all of them fit."""
+    """Compile for each topology and print the results; returns 0 if the step fits on all of them."""
     parser = argparse.ArgumentParser(prog="loopwright dryrun", description=TEXT)
     parser.add_argument("target", metavar="TARGET", help=f"FILE.py[:{MAKER}] or package.module[:{MAKER}]")
     parser.add_argument(
@@ -45,14 +45,14 @@ def run(words: list[str]) -> int:
 
 
 def find_maker(target: str) -> Any:
-    """The function that a target names."""
+    """The function named by a target."""
     place, _, name = target.partition(":")
     name = name or MAKER
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ArgumentsError(f"there is no file {place!r} in {os.getcwd()}")
         sys.path.insert(0, str(Path(place).resolve().parent))
-        names = runpy.run_path(place, run_name="loopwright_dryrun")  # what is for __main__ only does not run
+        names = runpy.run_path(place, run_name="loopwright_dryrun")  # code for __main__ does not run
     else:
         names = _names_of(place)
     if not callable(names.get(name)):
@@ -68,7 +68,7 @@ def _names_of(module: str) -> dict[str, Any]:
         return vars(import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and misses another one
+            raise  # the module exists, but one of its imports is missing
         raise ArgumentsError(f"there is no module {module!r}; name a function as FILE.py:{MAKER}") from error
 
 
@@ -82,7 +82,7 @@ def _look_at(trainer: Any, topologies: list[Any]) -> dict[str, Any]:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     batch = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in report["batch"].items())
     size = f"{report['parameters']:,} parameters, {report['trained']:,} of them trained"
     lines = [

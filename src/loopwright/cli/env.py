@@ -1,4 +1,4 @@
-"""`loopwright env`: what this installation consists of, as plain text for a bug report."""
+"""`loopwright env`: versions and devices of this installation, as plain text for a bug report."""
 
 from __future__ import annotations
 

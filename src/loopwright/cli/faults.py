@@ -20,7 +20,7 @@ SLOW_SECONDS = 0.1
 WRITING = os.O_WRONLY | os.O_RDWR
 MOVING = frozenset({"os.rename", "os.mkdir"})
 FILES_IN_A_SAVE = 7
-"""Writes of a checkpoint that can be seen from outside; there are at least this many."""
+"""The least number of file writes of a checkpoint that can be intercepted."""
 _STEP = re.compile(r"checkpoint-(\d+)")
 
 
@@ -33,25 +33,25 @@ class Moment:
     seed: int
     output: Path
     tell: Callable[[str], None]
-    """Called with a few words when the fault strikes."""
+    """Called with a short description when the fault is injected."""
 
 
 class Fault:
-    """Does nothing: the undisturbed run."""
+    """Base class; injects nothing."""
 
     def __init__(self, moment: Moment) -> None:
         self.moment = moment
         self.random = random.Random(moment.seed)
 
     def install(self) -> None:
-        """Before the user's script runs."""
+        """Called before the user's script runs."""
 
     def step_begins(self, trainer: Any, step: int, seconds: float) -> None:
-        """Before an update; `seconds` is what one has taken so far."""
+        """Called before an update; `seconds` is the time of an update so far."""
 
 
 class Signal(Fault):
-    """A signal at a random moment of a step."""
+    """Sends a signal at a random moment of a step."""
 
     number = signal.SIGKILL
 
@@ -73,7 +73,7 @@ class Interrupt(Signal):
 
 
 class MicroStepFault(Fault):
-    """Strikes after forward and backward of one micro-batch: gradients are there and random numbers are drawn."""
+    """Injected after forward and backward of one micro-batch, when gradients exist and random numbers were drawn."""
 
     def step_begins(self, trainer: Any, step: int, seconds: float) -> None:
         if step != self.moment.step:
@@ -97,7 +97,7 @@ class MicroStepFault(Fault):
 
 
 class OutOfMemory(MicroStepFault):
-    """The device has no memory left, once."""
+    """One out-of-memory error."""
 
     def strike(self, trainer: Any, loss: Any) -> Any:
         import torch
@@ -106,7 +106,7 @@ class OutOfMemory(MicroStepFault):
 
 
 class NotANumber(MicroStepFault):
-    """The loss of one micro-batch is NaN, and so are its gradients."""
+    """The loss and the gradients of one micro-batch become NaN."""
 
     def strike(self, trainer: Any, loss: Any) -> Any:
         for parameter in trainer.model.parameters():
@@ -116,7 +116,7 @@ class NotANumber(MicroStepFault):
 
 
 class DiskFault(Fault):
-    """Strikes when a checkpoint file is about to be written, by any thread or library."""
+    """Injected just before a checkpoint file is written, by any thread or library."""
 
     def install(self) -> None:
         root = os.fspath(self.moment.output) + os.sep
@@ -139,7 +139,7 @@ class DiskFault(Fault):
 
 
 class KillInSave(DiskFault):
-    """SIGKILL at a random file of one checkpoint."""
+    """SIGKILL before a random file of one checkpoint is written."""
 
     def __init__(self, moment: Moment) -> None:
         super().__init__(moment)
@@ -155,7 +155,7 @@ class KillInSave(DiskFault):
 
 
 class FullDisk(DiskFault):
-    """Two saves find no space: one at its tensors, as safetensors says it, the next at a small file."""
+    """Two saves fail with a full disk: one while safetensors writes its tensors, the next at a small file."""
 
     def writing(self, step: int, path: str, how: str) -> None:
         first, second = self.moment.step, self.moment.step + self.moment.save_every
@@ -170,7 +170,7 @@ class FullDisk(DiskFault):
 
 
 class SlowDisk(DiskFault):
-    """Every file of two saves takes its time."""
+    """Every file write of two saves is delayed."""
 
     def writing(self, step: int, path: str, how: str) -> None:
         if self.moment.step <= step <= self.moment.step + self.moment.save_every:
@@ -179,14 +179,14 @@ class SlowDisk(DiskFault):
 
 
 def _writes(mode: Any, flags: Any) -> bool:
-    """Whether a file is opened to be changed."""
+    """Whether a file is opened for writing."""
     if isinstance(mode, str):
         return any(letter in mode for letter in "wax+")
     return isinstance(flags, int) and bool(flags & WRITING)
 
 
 def _watch_tensor_files(notice: Callable[[Any], None]) -> None:
-    """Have every module that writes safetensors files call `notice` first: they are written outside Python's sight."""
+    """Make every module that writes safetensors files call `notice` first: the writes happen outside Python."""
     from safetensors import torch as home
 
     from ..pt import trainer  # noqa: F401  (it binds the function at import)
@@ -214,4 +214,4 @@ FAULTS: dict[str, type[Fault]] = {
     "full-disk": FullDisk,
     "slow-disk": SlowDisk,
 }
-"""What the training process does to itself; damaged checkpoints are damaged from outside, after a kill."""
+"""Faults injected inside the training process; checkpoints are damaged from outside, after a kill."""

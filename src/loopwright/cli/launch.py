@@ -1,4 +1,4 @@
-"""`loopwright launch`: a script on many processes, through torchrun or on Ray; or as a job for Slurm or Kubernetes."""
+"""`loopwright launch`: run a script on several processes with torchrun or Ray, or write a Slurm or Kubernetes job."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ script: 75 means that every rank saved and stopped, and that the same command re
 
 
 def parser() -> argparse.ArgumentParser:
-    """Our own options; torchrun's are read by its own parser."""
+    """The parser of loopwright's options; torchrun's options have their own parser."""
     own = argparse.ArgumentParser(
         "loopwright launch",
         usage="loopwright launch [options] [torchrun's options] train.py [the script's options]",
@@ -92,7 +92,7 @@ def _add_ray(group: argparse._ArgumentGroup) -> None:
 
 
 def run(words: list[str]) -> int:
-    """Do what the words ask for; returns the exit code."""
+    """Run `loopwright launch` with these arguments; returns the exit code."""
     from torch.distributed.run import get_args_parser
 
     own, theirs = parser(), get_args_parser()

@@ -16,7 +16,7 @@ DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 
 
 class Command(NamedTuple):
-    """A subcommand: `module:function` takes the words after its name and returns an exit code."""
+    """A subcommand: `module:function` receives its command line arguments and returns an exit code."""
 
     target: str
     help: str
@@ -40,7 +40,7 @@ _FLAGS = {"--version": "version", "-V": "version"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the subcommand that the words name."""
+    """Run the subcommand named by the first argument."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The help page, made from the table."""
+    """The help page, generated from the table."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.help}" for name, command in sorted(COMMANDS.items())]
     head = ["usage: loopwright <command> [options]", "", "commands:"]
@@ -82,7 +82,7 @@ def _run(run: Callable[[list[str]], int], words: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone (`loopwright args | head`)
+    except BrokenPipeError:  # stdout was closed (`loopwright args | head`)
         sys.stderr.close()
         return DONE
     except LoopwrightError as error:

@@ -1,4 +1,4 @@
-"""Starting the training processes of a drill: as new processes, or as forks of one that has imported torch already."""
+"""Starting the training processes of a drill: as new processes, or forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NURSERY = "--nursery"
 
 
 class Launcher(Protocol):
-    """Runs a training process to its end."""
+    """Runs a training process until it ends."""
 
     def run(self, words: list[str], log: Path, deadline: float) -> int | None:
-        """The exit code, negative for a signal; None when the deadline stopped it."""
+        """The exit code, negative for a signal; None if it was stopped at the deadline."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -33,7 +33,7 @@ class Launcher(Protocol):
 
 
 class Anew:
-    """Starts a new interpreter for every run, as the user would."""
+    """Starts a new interpreter for every run."""
 
     def __init__(self, python: str | None) -> None:
         self.python = shutil.which(python or "") or sys.executable
@@ -60,10 +60,10 @@ class Anew:
 
 
 class Warm(Anew):
-    """Forks every run from one process that has imported torch: seconds saved on each."""
+    """Forks every run from one process that has imported torch, which saves seconds per run."""
 
     def __enter__(self) -> Self:
-        # Without buffers: an answer read ahead would not be seen by select.
+        # Unbuffered: select does not notice an answer that is already in the buffer.
         self._nurse = subprocess.Popen(
             [self.python, "-m", CHILD, NURSERY],
             stdin=subprocess.PIPE,
@@ -107,7 +107,7 @@ class Warm(Anew):
 
 
 def kill_group(leader: int) -> None:
-    """End a process that leads a group and what is left of the group: loader workers outlive a killed run."""
+    """Kill a process and its process group: data loading workers survive a killed run."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -115,12 +115,12 @@ def kill_group(leader: int) -> None:
 
 
 def nurse() -> list[str]:
-    """Fork a process for each request on standard input; returns, in the fork, the words it was asked to run with."""
+    """Fork a process for each request on standard input; returns, in the fork, the arguments of the request."""
     import torch._dynamo  # noqa: F401  (optimizers import it at their first step)
 
     from ..pt import trainer  # noqa: F401
 
-    gc.freeze()  # what is imported is never garbage; forks need not copy it to find that out
+    gc.freeze()  # imported modules are never garbage; the collector of a fork need not copy their pages
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""`loopwright args`: the reference of TrainingArguments, made from the fields themselves."""
+"""`loopwright args`: the reference of TrainingArguments, generated from the fields."""
 
 from __future__ import annotations
 

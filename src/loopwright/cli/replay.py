@@ -1,7 +1,7 @@
 """`loopwright replay RUN --step N`: run up to a logged step again and compare the metrics.
 
-The script of the run is started again in this process, but its trainer writes to a temporary folder, starts from the
-newest complete checkpoint before the step, logs where the run logged, saves nothing and stops at the step.
+The script of the run is run again in this process. Its trainer writes to a temporary folder, resumes from the newest
+complete checkpoint before the step, logs at the same steps as the run, saves nothing and stops at the step.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 COMPARED = ("loss", "grad_norm", "learning_rate")
 INERT = {"save_trigger_file": None, "max_runtime": None, "push_to_hub": False, "logging_dir": None}
-"""Arguments that reach outside the output folder, and the values with which they do not."""
+"""Arguments with effects outside the output folder, and values that disable them."""
 
 
 class Replayed(BaseException):
-    """Leaves the user's script once the step has been replayed; not an Exception, so that scripts let it pass."""
+    """Raised to end the user's script after the replay; not an Exception, so that scripts do not catch it."""
 
 
 @dataclass
 class Replay:
-    """One replay: what is asked, and what came of it."""
+    """One replay: the request and its result."""
 
     run: Path
     step: int
@@ -52,7 +52,7 @@ class Replay:
     row: dict[str, Any] = field(default_factory=dict)
 
     def adjust(self, trainer: Any, args: BaseArguments, callbacks: list[Any]) -> list[Any]:
-        """Send everything a trainer writes to the temporary folder; the first one of this run is the one to replay."""
+        """Make a trainer write to the temporary folder; the first trainer of this run is replayed."""
         from ..callbacks.notebook import NotebookProgressCallback
         from ..callbacks.printer import PrinterCallback
         from ..callbacks.progress import ProgressCallback
@@ -69,7 +69,7 @@ class Replay:
         return [each for each in without_reporters(callbacks) if not isinstance(each, screens)]
 
     def _listen_for_request(self, trainer: Any) -> None:
-        """Note what `train()` is asked to resume from: a run may have begun with a checkpoint from elsewhere."""
+        """Record the checkpoint passed to `train()`: the run may have started from one in another folder."""
         internals = trainer._loopwright
         original = internals.resume_request
 
@@ -80,7 +80,7 @@ class Replay:
         internals.resume_request = noted
 
     def train(self, trainer: Any) -> Any:
-        """Stands in for `train()`: replays the run's trainer; any other one trains as it did."""
+        """Replaces `train()`: replays the run's trainer; other trainers train normally."""
         from ..core.trainer import BaseTrainer
 
         if trainer is self.trainer:
@@ -108,7 +108,7 @@ class Replay:
         self.row = logged_rows(rows).get(self.step, {})
 
     def _checkpoint(self) -> str | None:
-        """The newest intact checkpoint before the step: of the run, or the one its script began with."""
+        """The newest intact checkpoint before the step: one of the run, or the one its script resumed from."""
         from ..core.checkpoint.manager import CheckpointManager
 
         manager = CheckpointManager(self.run, notices=Notices(quiet=True))
@@ -124,7 +124,7 @@ class Replay:
 
 
 def _resumable(manager: Any, path: str) -> str:
-    """The path of a checkpoint that is intact and holds more than weights."""
+    """The path of a checkpoint if it is intact and contains more than weights."""
     from ..core.checkpoint.folder import PROGRESS
 
     found = manager.find(path)
@@ -134,7 +134,7 @@ def _resumable(manager: Any, path: str) -> str:
 
 
 class ReplayCallback(TrainerCallback):
-    """Logs where the run logged and stops at the step; added last, so that it has the last word."""
+    """Logs at the steps of the run and stops at the requested one; added last, so that its settings win."""
 
     def __init__(self, replay: Replay) -> None:
         self.replay = replay
@@ -158,7 +158,7 @@ class ReplayCallback(TrainerCallback):
             control.should_evaluate = False
 
     def _samples(self) -> list[int] | None:
-        """Which samples the last update took, where the order is loopwright's own."""
+        """The samples of the last update, if loopwright determines the order."""
         run = self.replay.trainer._loopwright.run
         sampler = getattr(run, "order_sampler", None)
         if sampler is None:
@@ -168,7 +168,7 @@ class ReplayCallback(TrainerCallback):
 
 
 def run(words: list[str]) -> int:
-    """Replay a logged step and compare; 0 equal, 1 different, 2 bad input."""
+    """Replay a logged step and compare; 0 equal, 1 different, 2 invalid input."""
     own, command = split_at_dashes(words)
     parser = argparse.ArgumentParser(
         "loopwright replay",
@@ -179,7 +179,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("--step", type=int, required=True, help="a step that was logged")
     options = parser.parse_args(own)
     rows = _rows_with(options.run, options.step)
-    here = contextlib.chdir(os.getcwd())  # the script may need another folder to run in
+    here = contextlib.chdir(os.getcwd())  # the script may run in another folder
     with tempfile.TemporaryDirectory(prefix="loopwright-replay-") as scratch, here:
         replay = Replay(options.run.resolve(), options.step, rows, Path(scratch).resolve())
         _run_script(replay, _script(options.run, command))
@@ -189,7 +189,7 @@ def run(words: list[str]) -> int:
 
 
 def _rows_with(folder: Path, step: int) -> dict[int, dict[str, Any]]:
-    """The logged rows of a run, the asked-for step among them."""
+    """The logged rows of a run; raises if the requested step was not logged."""
     if not (folder / FILE_NAME).is_file():
         raise ArgumentsError(f"{folder} has no {FILE_NAME}; it is not the output folder of a run that logged anything")
     rows = logged_rows(read_metrics(folder))
@@ -199,12 +199,12 @@ def _rows_with(folder: Path, step: int) -> dict[int, dict[str, Any]]:
 
 
 def logged_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The rows of training by step; those of evaluations are left out."""
+    """The training rows by step, without those of evaluations."""
     return {row["step"]: row for row in rows if "loss" in row}
 
 
 def _script(folder: Path, command: list[str]) -> Script:
-    """The script of a command, or else of the run's own record; the working folder becomes the run's."""
+    """The script of the command, else of the run's record; changes to the run's working folder."""
     if command:
         return script_in(command)
     record = read_record(folder)
@@ -235,7 +235,7 @@ def _run_script(replay: Replay, script: Script) -> None:
 
 
 def compare(logged: dict[str, Any], replayed: dict[str, Any]) -> list[str]:
-    """The compared names whose values are not the same to the last bit."""
+    """The names whose values are not bitwise equal."""
     return [name for name in COMPARED if not _same(logged.get(name), replayed.get(name))]
 
 
@@ -246,7 +246,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def report(replay: Replay, differences: list[str]) -> str:
-    """What was replayed, value by value, and the verdict."""
+    """The report: each compared value, and the result."""
     logged = replay.rows[replay.step]
     start = os.path.basename(replay.start) if replay.start else "the start"
     samples = "unknown: the dataset decides its own order" if replay.samples is None else _some(replay.samples)
@@ -271,7 +271,7 @@ def _some(values: list[int], most: int = 64) -> str:
 
 
 def _ranges(steps: list[int], most: int = 30) -> str:
-    """Steps in words: all of them, or both ends when there are many."""
+    """Steps as text: all of them, or the first and last ones if there are many."""
     if len(steps) <= most:
         return ", ".join(map(str, steps))
     half = most // 2

@@ -1,4 +1,4 @@
-"""A user's training script, run inside this process with its trainers adjusted but its text untouched."""
+"""Running a user's training script in this process, unchanged, with its trainers adjusted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
 Adjust = Callable[[Any, "BaseArguments", list[Any]], list[Any]]
-"""Gets a trainer, its arguments and its callbacks before the trainer is set up; returns the callbacks to use."""
+"""Receives a trainer, its arguments and its callbacks before the trainer is set up; returns the callbacks to use."""
 
 FLAGS = frozenset({"-u", "-B", "-E", "-I", "-O", "-OO", "-s", "-S", "-P", "-v", "-q"})
 WITH_VALUE = frozenset({"-X", "-W"})
@@ -25,16 +25,16 @@ WITH_VALUE = frozenset({"-X", "-W"})
 
 @dataclass(frozen=True)
 class Script:
-    """A script or module with the words after it."""
+    """A script or module with its command line arguments."""
 
     target: str
     words: tuple[str, ...] = ()
     is_module: bool = False
     python: str | None = None
-    """The interpreter the command names."""
+    """The interpreter named in the command."""
 
     def run(self) -> None:
-        """Run it as Python itself would: as __main__, with its own sys.argv and import path."""
+        """Run it as Python does: as __main__, with its own sys.argv and import path."""
         sys.argv = [self.target, *self.words]
         if self.is_module:
             sys.path.insert(0, os.getcwd())
@@ -44,7 +44,7 @@ class Script:
             runpy.run_path(self.target, run_name="__main__")
 
     def as_words(self) -> list[str]:
-        """The words that `script_in` reads back as this script, without the interpreter."""
+        """The command, without the interpreter, from which `script_in` returns this script."""
         return [*(["-m"] if self.is_module else []), self.target, *self.words]
 
 
@@ -67,7 +67,7 @@ def script_in(command: Sequence[str]) -> Script:
 
 
 def script_of_record(argv: Sequence[str]) -> Script:
-    """The script that a process with this sys.argv was running; a file inside a package is run as its module."""
+    """The script of a process with this sys.argv; a file inside a package is run as a module."""
     path, words = Path(argv[0]).absolute(), tuple(argv[1:])
     if not path.is_file():
         raise ArgumentsError(f"the run was started as {argv[0]!r}, which is not a file; give the command after --")
@@ -82,7 +82,7 @@ def script_of_record(argv: Sequence[str]) -> Script:
 
 
 def split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own words and the user's command after `--`."""
+    """The arguments before `--` and the user's command after it."""
     if "--" not in words:
         return words, []
     place = words.index("--")
@@ -91,7 +91,7 @@ def split_at_dashes(words: list[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
-    """While entered, every trainer that is created passes through `adjust` first."""
+    """Context manager: `adjust` is called for every trainer that is created."""
     from ..core.internals import Internals
 
     original = Internals.set_up
@@ -107,7 +107,7 @@ def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
 
 
 def without_reporters(callbacks: list[Any]) -> list[Any]:
-    """The callbacks without reporters: a trial run is not sent to trackers."""
+    """The callbacks without reporters: drills and replays are not sent to trackers."""
     from ..reporters.callback import ReporterCallback
 
     return [each for each in callbacks if not isinstance(each, ReporterCallback)]

@@ -1,4 +1,4 @@
-"""`loopwright selfcheck`: the same ten steps on the CPU and on the device, compared, as a report to share."""
+"""`loopwright selfcheck`: train ten steps on the CPU and on the device, and compare them in a report."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..notices import logger
 
 STEPS = 10
 TOLERANCE = 1e-3
-"""How far losses may be apart: devices add up in another order, and some multiply in fewer bits."""
+"""Allowed difference of losses: devices sum in another order, and some multiply in lower precision."""
 
 
 def run(words: list[str]) -> int:
-    """Train on both, print the report, return 0 if they agree."""
+    """Train on both and print the report; returns 0 if they agree."""
     parser = argparse.ArgumentParser(prog="loopwright selfcheck", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
     parser.add_argument("--compile", action="store_true", help="compile the model with the device's own backend")
@@ -33,11 +33,11 @@ def run(words: list[str]) -> int:
 
 
 def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
-    """Ten steps on the CPU and on the device that is there, evaluation, saving and going on; what came of each."""
+    """Results of ten steps, evaluation, saving and resuming on the CPU and on the device."""
     from .. import TrainingArguments
 
     device = TrainingArguments(folder).device
-    level = logger.level  # the runs of the check are quiet; the logger's own level is put back
+    level = logger.level  # the check trains without logs; the level is restored afterwards
     try:
         reference = _train(f"{folder}/cpu", use_cpu=True)
         found = _attempt(lambda: _train(f"{folder}/device", use_cpu=False, torch_compile=compile_model))
@@ -65,7 +65,7 @@ def check(folder: str, *, compile_model: bool = False) -> dict[str, Any]:
 
 
 def text_of(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     lines = [f"{name:12} {report[name]}" for name in ("loopwright", "python", "torch", "torch_xla") if report[name]]
     lines.append(f"{'device':12} {report['device']} {report['device_name']}".rstrip())
     found = report["on_device"]
@@ -84,7 +84,7 @@ def text_of(report: dict[str, Any]) -> str:
 
 
 def _train(folder: str, *, use_cpu: bool, torch_compile: bool = False) -> dict[str, Any]:
-    """Losses of ten steps and an evaluation, and whether a run that was cut in the middle ends in the same place."""
+    """Losses of ten steps and an evaluation, and whether a run that is stopped and resumed ends with equal weights."""
     import torch
 
     started = time.perf_counter()

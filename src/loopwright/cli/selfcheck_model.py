@@ -1,4 +1,4 @@
-"""The model and the data of `loopwright selfcheck`: small, ragged, and the same on every machine."""
+"""The model and the data of `loopwright selfcheck`: small, of varying lengths, the same on every machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TinyLanguageModel(nn.Module):
 
 
 def ragged_rows(count: int) -> list[dict[str, Tensor]]:
-    """Rows of many lengths whose tokens follow a simple rule, so that the loss falls."""
+    """Rows of varying lengths whose tokens follow a simple rule, so that the loss decreases."""
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(5, LONGEST + 1, (count,), generator=generator).tolist()
     starts = torch.randint(0, VOCABULARY, (count,), generator=generator).tolist()

@@ -1,4 +1,4 @@
-"""The result table of a drill: attempts of one run in, one row out; docs/drill.md explains it."""
+"""The result table of a drill: one row for all attempts of a case; see docs/drill.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXITS = {
     -15: "was terminated",
     None: "timed out",
 }
-"""What the exit code of an attempt says."""
+"""Meaning of an attempt's exit code."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Case:
     help: str
     intervals: int
     fault: str = ""
-    """What the training process does to itself, when that is not the name of the case."""
+    """Name of the fault injected in the training process, if it differs from the name of the case."""
     stays_up: bool = False
-    """Whether the run has to go on by itself, without being started again."""
+    """Whether the run must continue without a restart."""
 
 
 CASES: dict[str, Case] = {
-    # A save runs while training goes on, so a kill may cost the interval it belongs to and the next one.
+    # Saves run in the background, so a kill may cost the interval of the save and the next one.
     "kill": Case("SIGKILL at a random moment", 2),
     "kill-in-save": Case("SIGKILL while a checkpoint is written", 2),
     "sigterm": Case("SIGTERM, as a scheduler sends it", 0),
@@ -75,7 +75,7 @@ class Attempt:
         return (end["model"], end["optimizer"]) if end else None
 
     def outcome(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         if self.finished:
             return "finished"
         if self.code in EXITS:
@@ -86,7 +86,7 @@ class Attempt:
 
 
 def is_hopeless(attempts: list[Attempt]) -> bool:
-    """Whether starting again is in vain: time is up, or the last start ended as the one before, no step further."""
+    """Whether a restart is useless: the time limit is over, or the last two starts ended alike at the same step."""
     if attempts[-1].code is None:
         return True
     ends = [(attempt.outcome(), attempt.reached) for attempt in attempts[-2:]]
@@ -100,10 +100,10 @@ class VerdictRow:
     name: str
     happened: str
     survived: str
-    """yes, no, or as asked: the arguments ask for what happened, and the weights suffered."""
+    """yes, no, or as asked: the arguments request what happened, and the weights are affected."""
     lost: int | None = None
     same: str = "-"
-    """Whether the weights are the undisturbed run's: yes, no, or - where they need not or cannot be."""
+    """Whether the weights equal those of the run without faults: yes, no, or - where that is not expected."""
     trouble: list[str] = field(default_factory=list)
 
 
@@ -116,7 +116,7 @@ def judge(
     comparable: bool = True,
     damage: str | None = None,
 ) -> VerdictRow:
-    """The row of a case. `comparable` says whether two undisturbed runs are equal; `damage` what is wrong on disk."""
+    """The row of a case. `comparable`: two runs without faults are equal; `damage`: problems on disk."""
     case, first, final = CASES[name], attempts[0], attempts[-1]
     facts = first.last("begin").get("facts", {})
     row = VerdictRow(name, _story(attempts), "yes", lost=_lost(attempts) if final.finished else None)
@@ -148,7 +148,7 @@ def _story(attempts: list[Attempt]) -> str:
 
 
 def _lost(attempts: list[Attempt]) -> int:
-    """Steps that were trained more than once."""
+    """Number of steps that were trained more than once."""
     pairs = zip(attempts, attempts[1:], strict=False)
     return sum(max(0, one.reached - (other.began or 0)) for one, other in pairs)
 
@@ -165,13 +165,13 @@ def _trouble(case: Case, attempts: list[Attempt]) -> list[str]:
 
 
 def _allowed(name: str, case: Case, facts: dict[str, Any], save_every: int) -> int:
-    # Without enable_jit_checkpoint a signal is as good as a kill.
+    # Without enable_jit_checkpoint a signal has the effect of a kill.
     intervals = 2 if name == "sigterm" and not facts.get("enable_jit_checkpoint", True) else case.intervals
     return intervals * save_every
 
 
 def _must_be_equal(name: str, facts: dict[str, Any], attempts: list[Attempt]) -> bool:
-    """Whether the fault leaves the weights alone: an update left out, or split to save memory, does not."""
+    """Whether the weights must be unchanged by the fault; not if an update is skipped, or split to save memory."""
     went_on = len(attempts) == 1
     if name == "nan":
         return not went_on

@@ -1,4 +1,4 @@
-"""JAXTrainingArguments: all shared arguments, for the devices JAX has in this process."""
+"""JAXTrainingArguments: all shared arguments, for the JAX devices of this process."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ REFUSED = {
     "xla": Refusal("JAX always compiles with XLA"),
     "torch_compile": Refusal("every update is compiled with XLA already"),
     "torch_compile_scope": Refusal("every update is compiled with XLA already", lambda value: value != "blocks"),
-    "fp16": Refusal("there is no loss scaling here yet; bf16=True needs none"),
-    "tpu_name": Refusal("JAX finds the TPU of this machine by itself"),
-    "tpu_zone": Refusal("JAX finds the TPU of this machine by itself"),
-    "gcp_project": Refusal("JAX finds the TPU of this machine by itself"),
+    "fp16": Refusal("loss scaling is not available with JAX; use bf16=True, which does not need it"),
+    "tpu_name": Refusal("JAX detects the TPU of this machine automatically"),
+    "tpu_zone": Refusal("JAX detects the TPU of this machine automatically"),
+    "gcp_project": Refusal("JAX detects the TPU of this machine automatically"),
     "on_nonfinite": Refusal("use 'skip'", lambda value: value == "raise"),
 }
-"""What JAX refuses, or refuses for another reason than TensorFlow."""
+"""Arguments that only JAX refuses, or refuses for another reason than TensorFlow."""
 
 
 class Devices:
-    """The devices of this process, in the shape of a tf.distribute strategy: models need no scope."""
+    """The devices of this process, with the interface of a tf.distribute strategy; models need no scope."""
 
     def __init__(self, devices: list[Any]) -> None:
         self.devices, self.num_replicas_in_sync = devices, len(devices)
@@ -46,15 +46,15 @@ class JAXTrainingArguments(KerasTrainingArguments):
 
     @property
     def world_size(self) -> int:
-        """One process: JAX's multi-process runs are not supported."""
+        """Always 1: JAX's multi-process runs are not supported."""
         return 1
 
     @property
     def process_index(self) -> int:
-        """The only one."""
+        """Always 0."""
         return 0
 
     @property
     def local_process_index(self) -> int:
-        """The only one."""
+        """Always 0."""
         return 0

@@ -1,4 +1,4 @@
-"""JaxInternals: what is behind a trainer of Keras models on JAX."""
+"""JaxInternals: the implementation of JAXTrainer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JaxLossStep(LossStep):
     def micro_gradients(
         self, trained: Any, states: Any, features: Any, labels: Any, weights: Any, items: Any
     ) -> Any:
-        """(loss, items, gradients) of a micro-batch and the other variables after it, as JAX differentiates them."""
+        """(loss, items, gradients) of a micro-batch, and the non-trainable variables after it."""
 
         def loss_of(values: Any) -> Any:
             with self.variables_as(values, states) as scope:
@@ -77,7 +77,7 @@ class JaxEvaluation(KerasEvaluation):
 
 
 class JaxInternals(KerasInternals):
-    """Updates and predictions as JAX differentiates and compiles them."""
+    """Updates and predictions, differentiated and compiled by JAX."""
 
     strategy: JaxStrategy
     trainer_name = "JAXTrainer"
@@ -93,7 +93,7 @@ class JaxInternals(KerasInternals):
             )
         dead = [name for name in ("training_step", "apply_gradients") if hasattr(self.trainer, name)]
         if dead:
-            raise OverrideError(f"JAXTrainer never calls {', '.join(dead)}: override compute_loss or run_model instead")
+            raise OverrideError(f"JAXTrainer does not call {', '.join(dead)}; override compute_loss or run_model")
         devices = args.strategy
         assert isinstance(devices, Devices)
         return JaxStrategy(devices.devices)

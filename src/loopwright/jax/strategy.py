@@ -1,4 +1,4 @@
-"""Where JAX computes: one jitted update over the devices of this process, batches shared out by rows."""
+"""The JAX strategy: one jitted update over the devices of this process; batches are sharded by rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..keras.strategy import KerasStrategy, UpdateRules
 
 
 class JaxStrategy(KerasStrategy):
-    """Carries out updates with JAX: variables are arguments and results of a pure function."""
+    """Runs updates with JAX: variables are arguments and results of a pure function."""
 
     def __init__(self, devices: list[Any]) -> None:
         super().__init__(RandomStreams(), replicas=len(devices), reads_are_free=devices[0].platform == "cpu")
@@ -37,7 +37,7 @@ class JaxStrategy(KerasStrategy):
     def prepare(self, micro_gradients: Any, rules: UpdateRules) -> None:
         self.rules, self._loss_and_gradients = rules, micro_gradients
         self._jitted = jax.jit(self._pure_update)
-        # Variables live on all devices from here on.
+        # From now on variables are replicated on all devices.
         for variable in self._all_variables():
             variable.assign(jax.device_put(variable.value, self._everywhere_alike))
 
@@ -47,7 +47,7 @@ class JaxStrategy(KerasStrategy):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """Rows are shared out evenly, and every shape is compiled: a batch is always full."""
+        """The batch padded to full size: rows are split evenly, and every shape is compiled."""
         rows = max(full, batch.padded_rows)
         return pad_rows(batch, -(-rows // self.replicas) * self.replicas)
 
@@ -74,7 +74,7 @@ class JaxStrategy(KerasStrategy):
             variable.assign(value)
 
     def _pure_update(self, values: Any, batches: Any, numbers: Any) -> Any:
-        """Loss, norm and all variables after an update, as functions of all variables before it."""
+        """Loss, norm and all variables after an update, as a function of all variables before it."""
         trained, states, slots = values
         items = numbers[0]
         total: Any = None

@@ -1,4 +1,4 @@
-"""JAXTrainer: the trainer of Keras models (`keras/trainer.py`) for Keras 3 on JAX (KERAS_BACKEND=jax)."""
+"""JAXTrainer: KerasTrainer (`keras/trainer.py`) for Keras 3 on JAX (KERAS_BACKEND=jax)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .internals import JaxInternals
 class JAXTrainer(KerasTrainer):
     """Trains Keras 3 models with JAX on the devices of this process.
 
-    Overrides of `compute_loss` and `run_model` are traced by JAX; `training_step` and `apply_gradients`, which take
-    TensorFlow's gradients, are not called and therefore refused.
+    Overrides of `compute_loss` and `run_model` are traced by JAX. `training_step` and `apply_gradients` need
+    TensorFlow's gradients; defining them raises an error.
     """
 
     _loopwright: JaxInternals

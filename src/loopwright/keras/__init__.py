@@ -1,1 +1,1 @@
-"""Keras, whatever computes: what the trainers of TensorFlow and JAX share. Imports neither of them."""
+"""Code shared by the TensorFlow and JAX trainers of Keras models. Imports neither TensorFlow nor JAX."""

@@ -1,6 +1,6 @@
-"""KerasTrainingArguments: all shared arguments, and the devices that compute together.
+"""KerasTrainingArguments: all shared arguments, and the strategy with its replicas.
 
-Keras and its backends are imported when the strategy is asked for, not before.
+Keras and its backends are imported when `strategy` is first read.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Distribution(Protocol):
 # TensorFlowArgs comes first so that output_dir stays the first positional argument.
 @dataclass
 class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
-    """All arguments of a run with Keras, whatever computes."""
+    """All arguments of a run with Keras, on any backend."""
 
     trainer_name: ClassVar[str]
-    """What messages call the trainer."""
+    """The trainer's name in messages."""
     refused: ClassVar[dict[str, Refusal]] = {}
-    """What the backend refuses besides."""
+    """Arguments that the backend refuses in addition."""
 
     def settle_framework(self, problems: Problems) -> None:
         apply_refusals(self, problems, trainer=self.trainer_name, more=self.refused)
@@ -49,7 +49,7 @@ class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
 
     @property
     def strategy(self) -> Distribution:
-        """Where updates are computed; models should be built in its `scope()`. Found once, or assigned."""
+        """The distribution strategy, created once or assigned; build models in its `scope()`."""
         if getattr(self, "_strategy", None) is None:
             self._strategy = self._setup_strategy()
             self.set_precision()
@@ -64,7 +64,7 @@ class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
         raise NotImplementedError
 
     def set_precision(self) -> None:
-        """Make mixed precision Keras's global policy: it holds for the layers made from here on."""
+        """Set Keras's global mixed precision policy, which applies to layers created afterwards."""
         policy = POLICIES[self.mixed_precision]
         if policy is not None:
             from .models import set_policy
@@ -73,12 +73,12 @@ class KerasTrainingArguments(TensorFlowArgs, BaseArguments):
 
     @property
     def n_replicas(self) -> int:
-        """Devices that compute together, over all workers."""
+        """Number of replicas over all workers."""
         return int(self.strategy.num_replicas_in_sync)
 
     @property
     def n_gpu(self) -> int:
-        """What n_replicas was called before."""
+        """The old name of n_replicas."""
         return self.n_replicas
 
     @property

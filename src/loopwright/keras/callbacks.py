@@ -1,4 +1,4 @@
-"""Keras's callbacks under our trainers, and our reporters in `fit`."""
+"""Adapters: Keras callbacks in loopwright's trainers, and loopwright's reporters in `fit`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def _is_keras_callback(thing: Any) -> bool:
 
 
 def adapted(callback: Any) -> Any:
-    """The callback; one of Keras in an adapter."""
+    """The callback; a Keras callback is wrapped in an adapter."""
     return KerasCallbackAdapter(callback) if _is_keras_callback(callback) else callback
 
 
 class KerasCallbackAdapter(TrainerCallback):
     """Runs a `keras.callbacks.Callback` under TFTrainer or JAXTrainer.
 
-    Batches of `fit` are updates here. Evaluations of the trainer are its validation: their metrics come as `val_...` to
-    `on_epoch_end`, and to `on_test_end` without the prefix. `model.stop_training` stops the run.
+    Its batches are updates. Its validation is the trainer's evaluation: the metrics are passed to `on_epoch_end` as
+    `val_...`, and to `on_test_end` without the prefix. `model.stop_training` stops the run.
     """
 
     def __init__(self, callback: Any) -> None:
         if not _is_keras_callback(callback):
             kind = type(callback).__name__
-            raise ArgumentsError(f"KerasCallbackAdapter takes a keras.callbacks.Callback, not {kind}")
+            raise ArgumentsError(f"KerasCallbackAdapter needs a keras.callbacks.Callback, not {kind}")
         self.callback = callback
         self._validation: dict[str, float] = {}
         self._logs: dict[str, float] = {}
@@ -44,7 +44,7 @@ class KerasCallbackAdapter(TrainerCallback):
         steps = getattr(kwargs.get("train_dataloader"), "batches", None)
         callback.set_params({"epochs": state.num_train_epochs, "steps": steps, "verbose": 0})
         if getattr(model, "optimizer", None) is None and hasattr(model, "stop_training"):
-            model.optimizer = kwargs.get("optimizer")  # where callbacks look for the learning rate
+            model.optimizer = kwargs.get("optimizer")  # Keras callbacks read the learning rate there
         callback.set_model(model)
         model.stop_training = False
         callback.on_train_begin({})
@@ -70,7 +70,7 @@ class KerasCallbackAdapter(TrainerCallback):
         self.callback.on_test_begin({})
         self.callback.on_test_end(dict(plain))
         self._validation = {f"val_{name}": value for name, value in plain.items()}
-        if self._ended is not None:  # the evaluation that belongs to the epoch that has just ended
+        if self._ended is not None:  # the evaluation of the epoch that has just ended
             self._end_epoch(control, kwargs.get("model"))
 
     _ended: int | None = None
@@ -98,22 +98,22 @@ class KerasCallbackAdapter(TrainerCallback):
 
 
 def fit_reporters(report_to: Any, *, args: BaseArguments | None = None, every: int = 1) -> list[Any]:
-    """Keras callbacks that send what `fit` logs to the trackers `report_to` names: `fit(callbacks=fit_reporters(...))`.
+    """Keras callbacks that send the logs of `fit` to the trackers of `report_to`: `fit(callbacks=fit_reporters(...))`.
 
-    Every so many batches, and at the end of each epoch, under the names the trainer uses (train/loss, eval/loss).
+    They report at intervals of batches and at the end of each epoch, under the trainer's names (train/loss, eval/loss).
     """
     found: list[Any] = reporter_callbacks(report_to)
     return [reporter_in_fit(callback.reporter, args=args, every=every) for callback in found]
 
 
 def reporter_in_fit(reporter: Any, *, args: BaseArguments | None = None, every: int = 1) -> Any:
-    """A Keras callback that feeds one reporter from `fit`; its step counts batches over all epochs."""
+    """A Keras callback that sends the logs of `fit` to one reporter; its step counts batches over all epochs."""
     import keras
 
     from ..reporters.base import RunInfo
 
     class FitReporter(keras.callbacks.Callback):
-        """Feeds a reporter."""
+        """Sends logs to a reporter."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.step = 0

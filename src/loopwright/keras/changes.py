@@ -10,7 +10,7 @@ class KerasChanges(KerasPart, Changes):
     """Compiles updates again for new rules; says what cannot be followed."""
 
     def follow_changes(self) -> None:
-        """Compile updates anew for another max_grad_norm or on_nonfinite."""
+        """Recompile updates if max_grad_norm or on_nonfinite has changed."""
         rules = self.internals.rules()
         if rules != self.strategy.rules:
             self.strategy.prepare(self.internals.loss.micro_gradients, rules)
@@ -18,6 +18,6 @@ class KerasChanges(KerasPart, Changes):
     def tell_unfollowed(self) -> None:
         if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
             self.notices.warn_once(
-                "layers were frozen, unfrozen or added during training, and updates stay compiled for the variables "
-                "they began with; call train() again after such a change"
+                "layers were frozen, unfrozen or added during training, but updates are compiled for the original "
+                "variables; call train() again after such a change"
             )

@@ -1,4 +1,4 @@
-"""Variables to and from checkpoint files: safetensors and JSON."""
+"""Saving and loading variables: safetensors and JSON files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .compiled_loss import keras_dtype
 from .models import named_variables
 
 VARIABLES = "variables.json"
-"""The order of the variables in a file: names that Keras counts up differ from process to process."""
+"""Suffix of the file with the variables' order: names numbered by Keras differ between processes."""
 
 
 def values_of(variables: list[Any]) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _value(variable: Any) -> Any:
 
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write arrays to a safetensors file, with their order beside them."""
+    """Write arrays to a safetensors file, and their order to a second file."""
     try:
         save_file({name: np.array(value, order="C", copy=None) for name, value in values.items()}, str(path))
     except SafetensorError as error:
@@ -47,11 +47,11 @@ def write_values(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Every array of a safetensors file, in the order it was saved in."""
+    """Every array of a safetensors file, in the order of saving."""
     try:
         with safe_open(str(path), framework="numpy") as file:
             values = {name: file.get_tensor(name) for name in file.keys()}
-    except Exception as error:  # a damaged file fails in many ways
+    except Exception as error:  # a damaged file raises many kinds of errors
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     order = path.with_suffix(f".{VARIABLES}")
     names = json.loads(order.read_text(encoding="utf-8")) if order.is_file() else list(values)
@@ -59,7 +59,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def load_values(variables: list[Any], values: Mapping[str, Any], *, source: str) -> None:
-    """Assign saved values: by name, or by order where Keras has numbered the layers anew."""
+    """Assign saved values: by name, or by order if Keras has numbered the layers differently."""
     named = named_variables(variables)
     if set(named) == set(values):
         pairs = [(variable, values[name], name) for name, variable in named.items()]
@@ -71,16 +71,16 @@ def load_values(variables: list[Any], values: Mapping[str, Any], *, source: str)
     else:
         missing = [name for name in named if name not in values][:5]
         raise CheckpointError(
-            f"the values in {source} do not fit: {len(values)} saved, {len(named)} wanted; missing: "
+            f"the variables in {source} do not match: {len(values)} saved, {len(named)} expected; missing: "
             f"{', '.join(missing) or 'none'}"
         )
     wrong = [
-        f"{name}: {value.shape} saved, {tuple(variable.shape)} wanted"
+        f"{name}: {value.shape} saved, {tuple(variable.shape)} expected"
         for variable, value, name in pairs
         if tuple(value.shape) != tuple(variable.shape)
     ]
     if wrong:
-        raise CheckpointError(f"the values in {source} do not fit. Of another shape: {'; '.join(wrong[:5])}")
+        raise CheckpointError(f"the variables in {source} have different shapes: {'; '.join(wrong[:5])}")
     for variable, value, _ in pairs:
         variable.assign(value.view(ml_dtypes.bfloat16) if keras_dtype(variable) == "bfloat16" else value)
 
@@ -89,7 +89,7 @@ def load_model_values(model: Any, folder: str | os.PathLike[str]) -> None:
     """Load the weights of a checkpoint, or of `save_model`, into the model."""
     path = Path(folder) / MODEL
     if not path.is_file():
-        raise CheckpointError(f"{folder} holds no {MODEL}: there are no weights to load")
+        raise CheckpointError(f"{folder} has no {MODEL}, so there are no weights to load")
     load_values(list(model.variables), read_values(path), source=str(folder))
 
 
@@ -98,11 +98,11 @@ def load_optimizer_values(optimizer: Any, folder: Path) -> None:
 
 
 def optimizer_variables(optimizer: Any) -> list[Any]:
-    """Everything an optimizer remembers: its count of updates, its slots, its loss scale."""
+    """All variables of an optimizer: its update count, its slots, its loss scale."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
 
 
 def bytes_of(variable: Any) -> int:
-    """How large a variable is in a file."""
+    """The size of a variable in a file."""
     return int(np.prod(variable.shape)) * np.dtype(keras_dtype(variable)).itemsize

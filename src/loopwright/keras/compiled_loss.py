@@ -10,7 +10,7 @@ from .models import is_legacy
 
 
 class KerasLoss:
-    """A compiled loss without its mean: the trainer divides, by the items of the whole update."""
+    """A compiled loss without its mean; the trainer divides by the items of the whole update."""
 
     def __init__(self, family: Any, loss: Any, whole: Any = None) -> None:
         self._family, self._whole = family, whole
@@ -18,7 +18,7 @@ class KerasLoss:
 
     @property
     def from_logits(self) -> bool:
-        """Whether it takes logits; probabilities otherwise."""
+        """Whether the loss expects logits instead of probabilities."""
         return bool(getattr(self._loss, "_fn_kwargs", getattr(self._loss, "__dict__", {})).get("from_logits", False))
 
     def __call__(self, model: Any, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
@@ -28,7 +28,7 @@ class KerasLoss:
         else:
             total, items = self._of_one_output(labels, outputs, weights)
         extra = list(getattr(model, "losses", ()) or ())
-        if extra:  # once for each item, so that the division leaves it as it is
+        if extra:  # times the items, so that the division does not change it
             total = total + sum(ops.cast(each, "float32") for each in extra) * items
         return total, items
 
@@ -47,11 +47,11 @@ class KerasLoss:
                 counted *= ops.cast(each, "float32")
         if weights is not None:
             counted *= per_row(weights, values)
-        # A value that does not count may be anything, NaN too.
+        # Ignored values may be NaN.
         return ops.sum(ops.where(counted > 0, values * counted, 0.0)), ops.sum(counted)
 
     def _of_several_outputs(self, labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any]:
-        """Losses of several outputs are weighed and added by Keras, a mean over the rows."""
+        """The losses of several outputs, weighted and added by Keras: a mean over rows."""
         rows = ops.cast(ops.shape(tree.flatten(outputs)[0])[0], "float32")
         weighed = None if weights is None else tree.map_structure(lambda _: weights, labels)
         mean = self._whole(labels, outputs, weighed)
@@ -60,17 +60,17 @@ class KerasLoss:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a tensor holds whole numbers."""
+    """Whether a tensor has an integer dtype."""
     return "int" in keras_dtype(value)
 
 
 def keras_dtype(value: Any) -> str:
-    """The name of a tensor's number format."""
+    """The name of a tensor's dtype."""
     return str(getattr(value.dtype, "name", value.dtype))
 
 
 def per_row(weights: Any, values: Any) -> Any:
-    """Weights of rows, shaped so that they multiply values with more dimensions."""
+    """Row weights, reshaped to broadcast over values with more dimensions."""
     return ops.reshape(weights, [-1] + [1] * (len(values.shape) - 1))
 
 

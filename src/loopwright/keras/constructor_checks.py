@@ -1,4 +1,4 @@
-"""What the constructor of a trainer of Keras models checks and fills in."""
+"""Constructor checks and defaults of Keras trainers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PARAMETERS = (
 def old_names(
     trainer: str, arguments: type[KerasTrainingArguments], processing_class: Any, others: dict[str, Any]
 ) -> tuple[Any, bool | None]:
-    """`tokenizer=` and `prediction_loss_only=`, which the constructor took before."""
+    """Handle `tokenizer=` and `prediction_loss_only=`, old parameters of the constructor."""
     loss_only = others.pop("prediction_loss_only", None)
     if loss_only is not None:
-        logger.warning(f"{trainer}(prediction_loss_only=...) is now an argument: {arguments.__name__}(...)")
+        logger.warning(f"{trainer}(prediction_loss_only=...) is deprecated; set it in {arguments.__name__}(...)")
     return adopt_tokenizer(trainer, PARAMETERS, processing_class, others), loss_only
 
 
@@ -37,7 +37,7 @@ def check_constructor(
     *,
     arguments: type[KerasTrainingArguments],
 ) -> None:
-    """Everything that is wrong with the constructor's arguments, at once."""
+    """Raise one error with all problems of the constructor's arguments."""
     if not isinstance(args, arguments):
         raise ArgumentsError(f"args must be a loopwright.{arguments.__name__}, not {kind_of(args)}")
     train, evaluation = datasets
@@ -45,11 +45,11 @@ def check_constructor(
     if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
         problems.append(f"optimizers must be a pair (optimizer, schedule), not {type(optimizers).__name__}")
     elif model_init is not None and any(part is not None for part in optimizers):
-        problems.append("optimizers= holds variables of one model and cannot go with model_init")
+        problems.append("optimizers= belongs to one model and cannot be combined with model_init")
     if (model is None) == (model_init is None):
-        problems.append("give exactly one of model and model_init")
+        problems.append("pass exactly one of model and model_init")
     if isinstance(compute_metrics, Mapping):
-        problems.append("compute_metrics must be a function: metric objects are fed tensors of PyTorch")
+        problems.append("compute_metrics must be a function; metric objects need PyTorch tensors")
     problems += problems_of_arguments(
         args,
         train_length=train is None or has_length(train),

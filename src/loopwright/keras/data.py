@@ -30,7 +30,7 @@ from .sources import (
 
 
 class KerasData(KerasPart, DataPart):
-    """Sources of batches, their order, and where they stand; every public method may be overridden."""
+    """Sources of batches, their order and their position; every public method may be overridden."""
 
     # ---- what may be overridden -------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ class KerasData(KerasPart, DataPart):
         return self._make_source(self.trainer.train_dataset, "training", self.args.train_batch_size, training=True)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
-        """The batches of the evaluation data, how many they are and how many samples (None if not known)."""
+        """The batches of the evaluation data, and the numbers of batches and samples (None if unknown)."""
         if isinstance(eval_dataset, str):
             eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
@@ -52,7 +52,7 @@ class KerasData(KerasPart, DataPart):
         return source, source.batches, source.examples
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
-        """The batches of the data to predict, how many they are and how many samples (None if not known)."""
+        """The batches of the data to predict, and the numbers of batches and samples (None if unknown)."""
         source = self._make_source(test_dataset, "test", self.args.eval_batch_size)
         return source, source.batches, source.examples
 
@@ -70,27 +70,27 @@ class KerasData(KerasPart, DataPart):
             order = self._order(dataset, n) if training else Order(n, 0, "sequential")
             return MapSource(pick, n, order, size=size, drop_last=drop, finish=finish)
         if training and self._sampling() == "group_by_length":
-            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset that can be indexed")
         return StreamSource(dataset, collate, size=size, drop_last=drop, finish=finish)
 
     def _pipeline_source(self, dataset: Any, what: str, size: int, *, training: bool, drop: bool) -> Source:
         batched = is_batched(dataset)
         if batched:
             self.notices.warn_once(
-                f"the {what} pipeline is batched already: its batches are taken as they are, over all replicas, and "
-                "the order is its own"
+                f"the {what} pipeline is already batched: its batches are split across all replicas, and it is not "
+                "shuffled"
             )
         if training and self._sampling() == "group_by_length":
-            raise ArgumentsError("train_sampling_strategy='group_by_length' needs samples that can be picked by index")
+            raise ArgumentsError("train_sampling_strategy='group_by_length' needs a dataset that can be indexed")
         seed = self._data_seed() if training and self._sampling() == "random" else None
         return self.open_pipeline(dataset, size=size, drop_last=drop, shuffle_seed=seed, batched=batched)
 
     def open_pipeline(self, dataset: Any, **options: Any) -> Source:
-        """A tf.data pipeline as a source, batched unless the options say so; a user who made one has TensorFlow."""
+        """A tf.data pipeline as a source; with `batched=False` it is batched here. Imports TensorFlow."""
         raise NotImplementedError
 
     def finish(self, batch: Any) -> HostBatch:
-        """Host arrays of a batch, divided into features and labels, without columns the model does not take."""
+        """Host arrays of a batch, split into features and labels, without columns that the model does not accept."""
         features, labels = split_batch(batch, self.trainer.label_names)
         features = mapped(as_array, self._wanted_columns(features))
         return HostBatch(features, mapped(as_array, labels), rows_of(features))
@@ -100,11 +100,11 @@ class KerasData(KerasPart, DataPart):
         if not isinstance(features, Mapping) or inputs is None or not self.args.remove_unused_columns:
             return features
         if len(inputs) == 1 and len(features) == 1:
-            return next(iter(features.values()))  # one input, whatever its column is called
+            return next(iter(features.values()))  # a single input may have any column name
         surplus = [name for name in features if name not in inputs]
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
-            self.notices.warn_once(f"withheld because the model does not take them: {', '.join(surplus)}")
+            self.notices.warn_once(f"columns removed because the model does not accept them: {', '.join(surplus)}")
         return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
 
     # ---- order ------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class KerasData(KerasPart, DataPart):
 
     def make_plan(self, source: Any) -> Plan:
         if source.batches is None and self.args.max_steps <= 0:
-            raise ArgumentsError("the training data has no length, so max_steps must say how long to train")
+            raise ArgumentsError("the training dataset has no length; set max_steps")
         return make_plan(
             batch_size=self.args.train_batch_size,
             accumulation=self.args.gradient_accumulation_steps,
@@ -152,18 +152,18 @@ class KerasData(KerasPart, DataPart):
         return self.make_plan(self.run.source)
 
     def training_source(self) -> Source:
-        """What `get_train_tfdataset` gives, as a source."""
+        """The return value of `get_train_tfdataset` as a source."""
         given = self.trainer.get_train_tfdataset()
         if isinstance(given, Source):
             return given
         if is_tf_data(given):
             return self.open_pipeline(given)
         if not is_overridden(self.trainer, "get_train_tfdataset") or not hasattr(given, "__iter__"):
-            raise DataError(f"get_train_tfdataset returned a {type(given).__name__}, not something with batches")
+            raise DataError(f"get_train_tfdataset returned a {type(given).__name__}; return an iterable of batches")
         return StreamSource(given, lambda batches: batches[0], size=1, drop_last=False, finish=self.finish)
 
     def epoch_batches(self, epoch: int) -> Iterator[HostBatch]:
-        """The micro-batches of an epoch, from where progress stands."""
+        """The micro-batches of an epoch, from the current position on."""
         progress, source = self.run.progress, self.run.source
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = 0
@@ -180,7 +180,7 @@ class KerasData(KerasPart, DataPart):
         return self._then_put_back_rng(source.open(epoch, **place, skipping=lambda: self._begin_skip(done)))
 
     def _then_put_back_rng(self, batches: Iterator[HostBatch]) -> Iterator[HostBatch]:
-        """The batches; random streams are put back once what was skipped has been read."""
+        """The batches; random states are restored after the skipped batches were read."""
         first = next(batches, None)
         self.internals.saving.put_back_rng()
         if first is not None:
@@ -189,13 +189,13 @@ class KerasData(KerasPart, DataPart):
 
     def _begin_skip(self, done: int) -> None:
         self.notices.warn_once(
-            f"this data cannot be positioned: {done} batches already trained on are read again and left out"
+            f"this dataset cannot seek: re-reading and skipping the {done} batches already trained on"
         )
         if self.run.epoch_rng is not None:
-            self.strategy.streams.restore(self.run.epoch_rng)  # whatever the data draws from is drawn again
+            self.strategy.streams.restore(self.run.epoch_rng)  # the dataset draws the same random numbers again
 
     def samples_at(self, place: Place) -> tuple[list[int], list[HostBatch]] | None:
-        """An update's samples by index and its micro-batches loaded again; None if the data owns its order."""
+        """Indices and reloaded micro-batches of an update; None if the dataset determines its own order."""
         if not isinstance(self.run.source, MapSource):
             return None
         with self.strategy.streams.untouched():
@@ -221,14 +221,14 @@ class KerasData(KerasPart, DataPart):
         self.run.epoch_rng = self.strategy.streams.from_json(epoch_rng) if epoch_rng else None
 
     def source_files(self) -> Path | None:
-        """The files of a pipeline's own state, made now; None where there are none, said once."""
+        """Write the files of a pipeline's state; None, with one warning, if it cannot be saved."""
         source = self.run.source
         if source is None or source.ordered or not self.run.progress.batches_in_epoch:
             return None
         folder = source.files()
         if getattr(source, "cannot_save", None):
             self.notices.warn_once(
-                f"TensorFlow cannot save where this pipeline stands ({source.cannot_save}): a resumed run reads the "
-                "batches of its epoch again and leaves them out"
+                f"TensorFlow cannot save the position of this pipeline ({source.cannot_save}): a resumed run re-reads "
+                "and skips the batches of its epoch"
             )
         return folder

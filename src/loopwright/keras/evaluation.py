@@ -1,4 +1,4 @@
-"""The trainer's methods that evaluate and predict."""
+"""Methods for evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = ("runtime", "samples_per_second", "steps_per_second")
 
 
 class KerasEvaluation(KerasPart, Evaluation):
-    """evaluate, predict and what they are made of."""
+    """evaluate, predict and their parts."""
 
     compiled_prediction: Any = None
     """The compiled prediction step."""
@@ -36,9 +36,9 @@ class KerasEvaluation(KerasPart, Evaluation):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        """The metrics of a dataset; by default of eval_dataset, or of each of its named datasets."""
         if isinstance(eval_dataset, Mapping) and is_columns(eval_dataset):
-            eval_dataset = Columns(eval_dataset)  # a dict of arrays is one set, not several
+            eval_dataset = Columns(eval_dataset)  # a dict of arrays is one dataset, not several
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
@@ -48,18 +48,18 @@ class KerasEvaluation(KerasPart, Evaluation):
         return self._as_source(self.trainer.get_test_tfdataset(test_dataset))
 
     def _as_source(self, given: Any) -> Source:
-        """The source of what an overridden get_*_tfdataset returned: (dataset, steps, examples), or the dataset."""
+        """The source for the result of an overridden get_*_tfdataset: (dataset, steps, examples), or the dataset."""
         dataset = given[0] if isinstance(given, tuple) else given
         if isinstance(dataset, Source):
             return dataset
         if not is_tf_data(dataset):
-            raise DataError(f"a {type(dataset).__name__} holds no batches; return a batched tf.data pipeline")
+            raise DataError(f"the override returned a {type(dataset).__name__}; return a batched tf.data pipeline")
         return self.internals.data.open_pipeline(dataset)
 
     def _run_loop(
         self, source: Any, description: str, loss_only: bool | None, ignore_keys: Any, prefix: str
     ) -> EvalLoopOutput:
-        """Through `prediction_loop` where it is the user's, else straight through the batches."""
+        """Run `prediction_loop` if it is overridden, else the built-in loop."""
         if not is_overridden(self.trainer, "prediction_loop"):
             return self._evaluation(source, description, loss_only, ignore_keys, prefix)
         self._prefix = prefix
@@ -91,7 +91,7 @@ class KerasEvaluation(KerasPart, Evaluation):
         plan = self._make_evaluation_plan(only, source.examples)
         output = run_evaluation(steps, plan, to_host=lambda value: value, read=self.strategy.read, prefix=prefix)
         if output.num_samples == 0:
-            raise DataError(f"{description}: the data gave no batch")
+            raise DataError(f"{description}: the dataset returned no batches")
         return output
 
     # ---- one batch --------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class KerasEvaluation(KerasPart, Evaluation):
             return self.trainer.run_model(features, None, False)[1]
         result = self.internals.loss.called_compute_loss(features, labels, nb_instances_in_global_batch, **more)
         loss, outputs = _loss_and_outputs(result)
-        if outputs is None:  # an override that returns the loss alone
+        if outputs is None:  # an override that returns the loss only
             outputs = self.trainer.run_model(features, None, False)[1]
         if loss is not None:
             total, items = self.internals.loss.summed(loss, labels)
@@ -157,18 +157,18 @@ class KerasEvaluation(KerasPart, Evaluation):
     # ---- before step 1 ----------------------------------------------------------------------------------------------
 
     def check_metric_name(self) -> None:
-        """Raise now if the metric for the best model is not one that evaluation gives: one batch shows it."""
+        """Evaluate one batch before training and raise if metric_for_best_model is not among its metrics."""
         wanted = self.args.metric_for_best_model
         if wanted is None or self.args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
         if any(is_overridden(self.trainer, name) for name in ("evaluate", "prediction_loop", "log")):
-            return  # only the override knows its names
+            return  # an override may return other names
         if isinstance(self.trainer.eval_dataset, Mapping):
             return
         names = self._names_of_one_batch()
         if names is not None and full_name(wanted) not in {*names, *(f"eval_{each}" for each in TIMES)}:
             known = ", ".join(sorted(names))
-            problem = f"metric_for_best_model={wanted!r} is not among the metrics this evaluation gives"
+            problem = f"metric_for_best_model={wanted!r} is not a metric of this evaluation; available"
             raise MetricError(f"{problem}: {known}")
 
     def _names_of_one_batch(self) -> set[str] | None:
@@ -184,15 +184,15 @@ class KerasEvaluation(KerasPart, Evaluation):
             return set(found.metrics)
         except (DataError, MetricError):
             raise
-        except Exception as error:  # a metric that needs more than one batch is no reason to stop
-            logger.info(f"one batch is not enough to name the metrics of the evaluation: {error}")
+        except Exception as error:  # a metric may need more than one batch; that must not stop training
+            logger.info(f"metric_for_best_model is not checked; evaluating one batch failed: {error}")
             return None
         finally:
             self.callback_handler.callbacks = callbacks
 
 
 def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
-    """(loss, outputs) of a `compute_loss` that was asked for both; an override may have returned the loss alone."""
+    """(loss, outputs) of `compute_loss` with return_outputs; an override may have returned the loss only."""
     if not isinstance(result, tuple) or len(result) != 2:
         return result, None
     loss, outputs = result
@@ -201,5 +201,5 @@ def _loss_and_outputs(result: Any) -> tuple[Any, Any]:
 
 
 def _plain(labels: Any) -> Any:
-    """Labels as metrics get them: the values of a dict as a tuple."""
+    """Labels in the form passed to metrics: a dict becomes a tuple of its values."""
     return tuple(labels.values()) if isinstance(labels, Mapping) else labels

@@ -1,4 +1,4 @@
-"""What the library uses of a trainer of Keras models, and what all parts behind one have."""
+"""The attributes and methods of a Keras trainer that the library uses, and the base class of its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .arguments import KerasTrainingArguments
 
 
 class KerasHooks(Hooks, Protocol):
-    """Of a trainer of Keras models."""
+    """Protocol of a Keras trainer."""
 
     args: KerasTrainingArguments
     train_dataset: Any

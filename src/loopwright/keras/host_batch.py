@@ -1,4 +1,4 @@
-"""Batches in host memory: features and labels as nested arrays, cut, padded, stacked and counted."""
+"""Batches in host memory: slicing, padding, stacking and counting of nested arrays of features and labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import DataError
 
 LABEL_COLUMNS = ("labels", "label", "label_ids", "start_positions", "end_positions")
 IGNORED = -100
-"""A label that no loss counts."""
+"""The label that losses ignore."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class HostBatch:
     features: Any
     labels: Any
     rows: int
-    """Samples that count; more rows than that are padding."""
+    """Number of samples; further rows are padding."""
 
     @property
     def padded_rows(self) -> int:
@@ -31,7 +31,7 @@ class HostBatch:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Every array in nested dicts, tuples and lists; None is no array."""
+    """Every array in nested dicts, tuples and lists; None is skipped."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
@@ -52,12 +52,12 @@ def rows_of(value: Any) -> int:
     first = first_leaf(value)
     shape = getattr(first, "shape", None)
     if shape is None or len(shape) == 0:
-        raise DataError(f"a batch must hold arrays with one row per sample, not {type(first).__name__}")
+        raise DataError(f"a batch must contain arrays with one row per sample, not {type(first).__name__}")
     return int(shape[0])
 
 
 def as_array(value: Any) -> Any:
-    """A host array of whatever a sample or a batch may hold: numbers, lists, torch and TensorFlow tensors."""
+    """A host array of a value in a sample or a batch: a number, a list, a torch or TensorFlow tensor."""
     if type(value) is np.ndarray:
         return value
     if hasattr(value, "detach"):  # torch
@@ -65,12 +65,12 @@ def as_array(value: Any) -> Any:
     if callable(getattr(value, "numpy", None)):
         value = value.numpy()
     array = np.asarray(value)
-    # What torch's and our collators make of Python numbers: single precision, 64-bit integers.
+    # As torch's and loopwright's collators convert Python numbers: float32 and int64.
     return array.astype(np.float32) if array.dtype == np.float64 and not hasattr(value, "dtype") else array
 
 
 def stack_samples(samples: list[Any]) -> Any:
-    """Samples of one structure as a batch of that structure: the collator used where none is given."""
+    """The default collator: samples of one structure, stacked into a batch of the same structure."""
     first = samples[0]
     if isinstance(first, Mapping):
         names = {("labels" if name in ("label", "label_ids") else name): name for name in first}
@@ -85,18 +85,18 @@ def stack_samples(samples: list[Any]) -> Any:
     except ValueError:
         shapes = sorted({str(array.shape) for array in arrays})
         raise DataError(
-            f"samples of shapes {', '.join(shapes[:4])} cannot make a batch; give a data_collator that pads them"
+            f"samples of shapes {', '.join(shapes[:4])} cannot be stacked; pass a data_collator that pads them"
         ) from None
 
 
 def split_batch(batch: Any, label_names: list[str] | None) -> tuple[Any, Any]:
-    """Features and labels of a batch: a pair is taken as it is, a dict is divided by the names of its labels."""
+    """Features and labels of a batch: a pair is used unchanged, a dict is split by the names of its labels."""
     if isinstance(batch, tuple):
         if len(batch) == 1:
             return batch[0], None
         if len(batch) == 2:
             return batch
-        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; put further inputs into a dict")
+        raise DataError(f"a batch is (features, labels), not a tuple of {len(batch)}; use a dict for more inputs")
     if not isinstance(batch, Mapping):
         return batch, None
     names = [name for name in (label_names or LABEL_COLUMNS) if name in batch]
@@ -113,9 +113,9 @@ def cut(value: Any, start: int, stop: int) -> Any:
 
 
 def pad_rows(batch: HostBatch, rows: int) -> HostBatch:
-    """The batch with copies of its first row at the end, up to this many rows; integer labels there count for nothing.
+    """The batch padded to this many rows with copies of its first row; integer labels of padding are ignored.
 
-    Floating point labels are left out by the weights of the rows.
+    Floating point labels of padding are masked by the row weights.
     """
     have = rows_of(batch.features)
     if have >= rows:
@@ -129,14 +129,14 @@ def pad_rows(batch: HostBatch, rows: int) -> HostBatch:
 
 
 def row_weights(batch: HostBatch) -> Any:
-    """1 for rows that count, 0 for padding."""
+    """1 for samples, 0 for padding."""
     weights = np.zeros(batch.padded_rows, np.float32)
     weights[: batch.rows] = 1.0
     return weights
 
 
 def even_cuts(rows: int, parts: int) -> list[tuple[int, int]]:
-    """Contiguous parts whose sizes differ by one at most."""
+    """Contiguous slices whose sizes differ by at most one."""
     size, more = divmod(rows, parts)
     bounds = [0]
     for index in range(parts):
@@ -145,13 +145,13 @@ def even_cuts(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def can_be_stacked(batches: list[HostBatch]) -> bool:
-    """Whether micro-batches have the same shapes, so that one compiled loop can go through them."""
+    """Whether micro-batches have equal shapes, so that one compiled loop can process them."""
     shapes = [[tuple(leaf.shape) for leaf in leaves((each.features, each.labels))] for each in batches]
     return all(each == shapes[0] for each in shapes)
 
 
 def stacked(values: list[Any]) -> Any:
-    """The same structure with one more dimension in front: the micro-batches."""
+    """The same structure with a leading micro-batch dimension."""
     first = values[0]
     if isinstance(first, Mapping):
         return {name: stacked([value[name] for value in values]) for name in first}
@@ -161,7 +161,7 @@ def stacked(values: list[Any]) -> Any:
 
 
 def count_targets(labels: Any, rows: int, *, shifted: bool = False) -> int:
-    """What the loss counts: integer labels that are not -100, or samples where labels are anything else."""
+    """Number of targets: integer labels that are not -100, or samples for other labels."""
     if labels is None or isinstance(labels, (Mapping, tuple, list)):
         return rows
     labels = np.asarray(labels)

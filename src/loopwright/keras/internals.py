@@ -1,4 +1,4 @@
-"""KerasInternals: what is behind a trainer of Keras models."""
+"""KerasInternals: the implementation of Keras trainers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .token_counter import WorkCounter
 
 
 class KerasInternals(Internals):
-    """The parts of a trainer, and how they are made ready for a run."""
+    """Creates the parts of a trainer and prepares them for a run."""
 
     trainer: KerasHooks
     run: KerasRun
     run_class = KerasRun
     strategy: KerasStrategy
     trainer_name: str
-    """What messages call the trainer."""
+    """The trainer's name in messages."""
     info: ModelInfo
     keras_loss: KerasLoss | None
 
@@ -97,7 +97,7 @@ class KerasInternals(Internals):
             compute_metrics,
             preprocess_logits_for_metrics,
         )
-        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one set, not several named ones
+        columns = isinstance(eval_dataset, Mapping) and is_columns(eval_dataset)  # one dataset, not several named ones
         self.trainer.train_dataset, self.trainer.eval_dataset = (
             train_dataset,
             Columns(eval_dataset) if columns else eval_dataset,
@@ -131,15 +131,15 @@ class KerasInternals(Internals):
         raise NotImplementedError
 
     def _writer_callback(self, writer: Any) -> Any:
-        """A callback that logs through a tf.summary writer, which its user has TensorFlow for."""
+        """A callback that logs to a tf.summary writer. Imports TensorFlow."""
         raise NotImplementedError
 
     def _placed_model(self, model: Any, info: ModelInfo) -> Any:
-        """The model with its variables where the strategy needs them."""
+        """The model, with its variables created in the strategy's scope."""
         return model
 
     def adopt_model(self, model: Any) -> None:
-        """Find out what the model takes, and see that its variables belong to the strategy."""
+        """Inspect the model's inputs and move its variables into the strategy's scope."""
         info = look_at(model)
         check_policy(model, POLICIES[self.args.mixed_precision])
         self.keras_loss = find_keras_loss(model, info.family)
@@ -189,14 +189,14 @@ class KerasInternals(Internals):
         self._tell_late_events()
 
     def begin_anew(self) -> None:
-        """Called where there is no checkpoint to go on from."""
+        """Called if there is no checkpoint to resume from."""
 
     def rules(self) -> UpdateRules:
         """What a compiled update has built in."""
         return UpdateRules(self.args.max_grad_norm, str(self.args.on_nonfinite))
 
     def _build_model(self) -> None:
-        """Call a model that makes its variables when it first sees data, so that there is something to load into."""
+        """Call an unbuilt model on a batch, so that its variables exist before a checkpoint is loaded."""
         if is_built(self.model):
             return
         with self.strategy.streams.untouched():
@@ -213,7 +213,7 @@ class KerasInternals(Internals):
     def _tell_late_events(self) -> None:
         late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
         if late:
-            self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} come after it, not inside it")
+            self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} run after it, not inside it")
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

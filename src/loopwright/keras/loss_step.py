@@ -1,4 +1,4 @@
-"""The trainer's methods around the loss: what a model is asked, and what a loss is a sum over."""
+"""Methods that compute the loss and count its items."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .smoothing import smoothed
 
 
 class LossNote:
-    """What `train_loss` and `eval_loss` of the old trainer were: they take a loss while a step is traced.
+    """`train_loss` and `eval_loss` of transformers' TFTrainer: collect a loss while a step is traced.
 
-    The trainer reads it in the same trace, so it is the value of that step on that replica.
+    The trainer reads the value in the same trace, so it is that of one step on one replica.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class LossNote:
         self.items: Any = None
 
     def update_state(self, loss: Any, items: Any = None) -> None:
-        """Add a loss, already divided by the items of the update; `items` says what it is a sum over."""
+        """Add a loss that is already divided by the items of the update; `items` is its number of items."""
         total = ops.sum(ops.cast(loss, "float32"))
         self.loss = total if self.loss is None else self.loss + total
         if items is not None:
@@ -47,9 +47,9 @@ class LossStep(KerasPart, LossPart):
     """Forward and loss on one replica; every public method may be overridden, and is traced."""
 
     row_weights: Any = None
-    """1 and 0 for the rows of the micro-batch being traced: padding counts for nothing. None without padding."""
+    """Row weights of the traced micro-batch: 1 for samples, 0 for padding. None without padding."""
     _noted_items: Any = None
-    """What the mean that was just computed is a mean over, if that is known."""
+    """Number of items of the mean that was just computed, if known."""
 
     # ---- overridable ------------------------------------------------------------------------------------------------
 
@@ -89,8 +89,8 @@ class LossStep(KerasPart, LossPart):
     # ---- overrides --------------------------------------------------------------------------------------------------
 
     def bind_overrides(self) -> None:
-        """Look at the user's methods once."""
-        if names_parameter(self.trainer.compute_loss, "inputs"):  # written as for the PyTorch trainer
+        """Inspect the user's overrides once."""
+        if names_parameter(self.trainer.compute_loss, "inputs"):  # the signature of the PyTorch trainer
             self.called_compute_loss = self._torch_style_compute_loss
         else:
             optional = ("num_items_in_batch", "training", "return_outputs")
@@ -111,10 +111,10 @@ class LossStep(KerasPart, LossPart):
     # ---- sums and items ---------------------------------------------------------------------------------------------
 
     def summed(self, loss: Any, labels: Any) -> tuple[Any, Any]:
-        """A loss as the sum over its items, and how many they are on this replica."""
+        """The sum of the loss over its items, and the number of items on this replica."""
         if loss is None:
             raise ModelError(
-                "there is no loss: compile the model with one (model.compile(loss=...)), give compute_loss_func=, or "
+                "there is no loss: compile the model with one (model.compile(loss=...)), pass compute_loss_func=, or "
                 "override compute_loss or run_model"
             )
         if isinstance(loss, (tuple, list)):
@@ -130,7 +130,7 @@ class LossStep(KerasPart, LossPart):
         return ops.sum(loss * counted), ops.sum(counted)
 
     def _items_in(self, labels: Any) -> Any:
-        """What a mean over this replica's rows is a mean over: labels that are not -100, else samples."""
+        """Number of items of a mean over this replica's rows: labels that are not -100, else samples."""
         if labels is None:
             return ops.cast(1, "float32") if self.row_weights is None else ops.sum(self.row_weights)
         rows = ops.cast(ops.shape(tree.flatten(labels)[0])[0], "float32")
@@ -158,7 +158,7 @@ class LossStep(KerasPart, LossPart):
     # ---- on the host ------------------------------------------------------------------------------------------------
 
     def make_update(self, batches: list[Any]) -> Update:
-        """Count targets and samples before the batches travel."""
+        """Count targets and samples before the batches are copied to devices."""
         update = Update(batches, samples=sum(batch.rows for batch in batches), micro_batches=len(batches))
         update.items = [self.trainer._compute_nb_instances((batch.features, batch.labels)) for batch in batches]
         update.total_items = sum(update.items)

@@ -1,4 +1,4 @@
-"""What the trainer has to know about a model: which Keras made it, how it is called, where its loss is."""
+"""Inspection of a model: its Keras version, how it is called, where its loss is."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..errors import ModelError
 from .host_batch import leaves
 
 NEXT_TOKEN = ("CausalLM", "LMHeadModel")
-"""Parts of class names whose loss leaves out the first target of each row."""
+"""Parts of class names whose loss excludes the first target of each row."""
 
 
 def set_policy(name: str) -> None:
-    """Set the global mixed precision of every Keras that is in use here."""
+    """Set the global mixed precision policy of every imported Keras."""
     for family in _families():
         family.mixed_precision.set_global_policy(name)
 
@@ -31,7 +31,7 @@ def _families() -> list[Any]:
 
 
 def family_of(model: Any) -> Any:
-    """The Keras a model belongs to: its optimizers and losses fit its variables."""
+    """The Keras package of a model (keras or tf_keras), whose optimizers and losses fit its variables."""
     for family in reversed(_families()):
         if isinstance(model, family.Model):
             return family
@@ -48,10 +48,10 @@ class ModelInfo:
 
     family: Any
     takes_labels: bool
-    """`labels` is an argument of its call: it computes its own loss, as the TensorFlow models of transformers do."""
+    """`labels` is an argument of its call: it computes its own loss, as transformers' TensorFlow models do."""
     takes_training: bool
     inputs: tuple[str, ...] | None
-    """Names of its inputs, if it says so."""
+    """Names of its inputs, if known."""
     shifts: bool
 
     @property
@@ -60,9 +60,9 @@ class ModelInfo:
 
 
 def look_at(model: Any) -> ModelInfo:
-    """What the model's call takes."""
+    """Inspect the signature of the model's call."""
     if not callable(model):
-        raise ModelError(f"model must be a Keras model or anything that can be called, not {type(model).__name__}")
+        raise ModelError(f"model must be a Keras model or another callable, not {type(model).__name__}")
     call = getattr(model, "call", model)
     return ModelInfo(
         family=family_of(model),
@@ -81,7 +81,7 @@ def _names(call: Any) -> list[str]:
 
 
 def _inputs(model: Any, call: Any) -> tuple[str, ...] | None:
-    """The names a dict of features may have: a functional model's inputs, or the parameters of a model of old."""
+    """Accepted keys of a dict of features: a functional model's inputs, or the parameters of `call`."""
     found = getattr(model, "inputs", None) if getattr(model, "built", True) else None
     if found:
         names = getattr(model, "input_names", None) or [each.name for each in leaves(found)]
@@ -93,7 +93,7 @@ def _inputs(model: Any, call: Any) -> tuple[str, ...] | None:
 
 
 def call_model(model: Any, info: ModelInfo, features: Any, labels: Any, training: bool) -> Any:
-    """The outputs; labels go along where the model takes them."""
+    """The model's outputs; labels are passed if the model accepts them."""
     options: dict[str, Any] = {"training": training} if info.takes_training else {}
     if info.takes_labels and isinstance(labels, Mapping):
         options.update(labels)
@@ -103,7 +103,7 @@ def call_model(model: Any, info: ModelInfo, features: Any, labels: Any, training
 
 
 def loss_and_outputs(outputs: Any, *, has_loss: bool) -> tuple[Any, Any]:
-    """The loss a model of its own loss gave, and everything else it gave; one output is not wrapped."""
+    """The loss and the other outputs of a model that computes its own loss; a single output is not wrapped."""
     if isinstance(outputs, Mapping):
         loss = outputs.get("loss")
         return loss, _single({name: each for name, each in outputs.items() if name != "loss" and each is not None})
@@ -132,19 +132,19 @@ def trainable(model: Any) -> list[Any]:
 
 
 def is_built(model: Any) -> bool:
-    """Whether the model has its variables."""
+    """Whether the model's variables exist."""
     return bool(getattr(model, "built", True)) and bool(getattr(model, "variables", ()) or not hasattr(model, "built"))
 
 
 def check_policy(model: Any, policy: str | None) -> None:
-    """Refuse a model that was built in float32 although half precision was asked for: its layers would not change."""
+    """Raise if half precision is requested but the model was built in float32: its layers would not change."""
     half = {"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}.get(policy or "")
     computes = {getattr(layer, "compute_dtype", None) for layer in getattr(model, "layers", ())}
     computes.add(getattr(model, "compute_dtype", None))
     if half is not None and half not in computes:
         raise ModelError(
-            f"{half} was asked for, but the model was built to compute in float32. Build it after args.strategy is "
-            "read (with args.strategy.scope(): model = ...), or give model_init=, which is called at the right time"
+            f"{half} was requested, but the model was built for float32. Build it inside the scope "
+            "(with args.strategy.scope(): model = ...), or pass model_init="
         )
 
 
@@ -154,7 +154,7 @@ def variable_name(variable: Any) -> str:
 
 
 def named_variables(variables: list[Any]) -> dict[str, Any]:
-    """Variables by their full name; a name that comes again gets a number."""
+    """Variables by full name; duplicate names get a number."""
     named: dict[str, Any] = {}
     for variable in variables:
         name, number = variable_name(variable), 1

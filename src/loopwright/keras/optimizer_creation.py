@@ -1,4 +1,4 @@
-"""The trainer's methods that make the optimizer and the schedule."""
+"""Methods that create the optimizer and the schedule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class KerasOptim(KerasPart):
 
     _base_rate: float = 0.0
     _rated: Any = None
-    """The optimizer whose own learning rate the base rate is."""
+    """The optimizer from which the base learning rate was read."""
 
     def prepare(self) -> None:
         if self.trainer.lr_scheduler is not None and getattr(self, "_own_scheduler", False):
@@ -39,7 +39,7 @@ class KerasOptim(KerasPart):
             self._base_rate, self._rated = self.args.learning_rate, self.trainer.optimizer
         own = getattr(self.trainer.optimizer, "_learning_rate", None)
         if self.trainer.lr_scheduler is not None and not hasattr(self.trainer.lr_scheduler, "state_dict"):
-            own = self.trainer.lr_scheduler  # a schedule of Keras: the optimizer follows it, or is made to
+            own = self.trainer.lr_scheduler  # a Keras schedule is assigned to the optimizer
             if not is_keras_schedule(self.trainer.optimizer._learning_rate):
                 self.trainer.optimizer.learning_rate = own
             self.trainer.lr_scheduler = None
@@ -49,7 +49,7 @@ class KerasOptim(KerasPart):
     def _make_scheduler(self, own: Any, num_training_steps: int) -> Any:
         if is_keras_schedule(own):
             return KerasRate(self.strategy, own)
-        if self._rated is not self.trainer.optimizer:  # what a schedule has set since is no base
+        if self._rated is not self.trainer.optimizer:  # later values were set by the schedule
             self._base_rate, self._rated = float(self.trainer.optimizer.learning_rate), self.trainer.optimizer
         return build_rate(self.args, self.strategy, self._base_rate, num_training_steps)
 
@@ -63,7 +63,7 @@ class KerasOptim(KerasPart):
 
     def get_learning_rates(self) -> list[float]:
         if self.trainer.optimizer is None:
-            raise ModelError("there is no optimizer yet: call train() first")
+            raise ModelError("there is no optimizer yet; call train() first")
         return [self.trainer._get_learning_rate()]
 
     def _get_learning_rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Optimizers: names of arguments to Keras classes."""
+"""Optimizers: maps values of `optim` to Keras classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import ArgumentsError
 from .models import variable_name
 
 UNDECAYED = re.compile(r"bias|layer_?norm|rms_?norm|normalization|(?:^|[/_.])norm(?:[/_.]|$)|/(gamma|beta)(:0)?$", re.I)
-"""Variables weight decay leaves alone: biases and whatever belongs to a norm."""
+"""Variables without weight decay: biases and those of normalization layers."""
 
 
 def _adam(args: OptimizerArgs) -> dict[str, Any]:
@@ -39,11 +39,11 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[OptimizerArgs], dict[str, Any]]]] = {
     "adafactor": ("Adafactor", _nothing),
     "lion_32bit": ("Lion", _betas),
 }
-"""The value of `optim`: the Keras class, and what of the arguments it takes besides learning rate and weight decay."""
+"""Value of `optim` -> Keras class, and its options besides learning rate and weight decay."""
 
 
 def build_optimizer(args: OptimizerArgs, variables: list[Any], family: Any) -> Any:
-    """The Keras optimizer that `optim` names; `family` is the Keras its variables belong to."""
+    """The Keras optimizer named by `optim`; `family` is the Keras package of the model."""
     name, options = optimizer_name_and_options(args, family)
     optimizer = getattr(family.optimizers, name)(learning_rate=args.learning_rate, **options)
     if args.weight_decay and hasattr(optimizer, "exclude_from_weight_decay"):
@@ -53,7 +53,7 @@ def build_optimizer(args: OptimizerArgs, variables: list[Any], family: Any) -> A
 
 
 def optimizer_name_and_options(args: OptimizerArgs, family: Any) -> tuple[str, dict[str, Any]]:
-    """The class's name and keyword arguments; what it does not take is an error."""
+    """The class's name and keyword arguments; raises on unknown options."""
     asked = str(getattr(args.optim, "value", args.optim))
     if asked not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
@@ -61,10 +61,10 @@ def optimizer_name_and_options(args: OptimizerArgs, family: Any) -> tuple[str, d
     name, own = OPTIMIZERS[asked]
     cls = getattr(family.optimizers, name, None)
     if cls is None:
-        raise ArgumentsError(f"optim={asked!r} needs {family.__name__}.optimizers.{name}, which is missing here")
+        raise ArgumentsError(f"optim={asked!r} needs {family.__name__}.optimizers.{name}, which does not exist")
     decay = {"weight_decay": args.weight_decay or None} if "weight_decay" in inspect.signature(cls).parameters else {}
     if args.weight_decay and not decay:
-        raise ArgumentsError(f"weight_decay={args.weight_decay}: {family.__name__}'s {name} has none; leave it out")
+        raise ArgumentsError(f"weight_decay={args.weight_decay}: {family.__name__}'s {name} does not support it")
     if name == "AdamW":
         decay = {"weight_decay": args.weight_decay}
     return name, {**own(args), **decay, **_extra_options(args.optim_args, cls)}

@@ -1,4 +1,4 @@
-"""Random numbers under Keras: seeding them, and keeping and putting back where every stream stands."""
+"""Random states with Keras: seeding, saving and restoring them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ..core.randomness import decode_numpy, decode_python, encode_numpy, encode_
 
 
 class RandomStreams:
-    """The streams of Python, numpy and Keras; a backend adds its own."""
+    """The random streams of Python, numpy and Keras; a backend adds its own."""
 
     name = "keras"
-    """What the variables are called in a checkpoint."""
+    """The name of the variables in a checkpoint."""
 
     def seed(self, seed: int, *, deterministic: bool = False) -> None:
-        """Seed everything (Keras draws its seeds from Python's stream); `deterministic` refuses what varies."""
+        """Seed all streams (Keras draws seeds from Python's); `deterministic` forbids nondeterministic operations."""
         random.seed(seed)
         np.random.seed(seed)
 
     def variables(self) -> list[Any]:
-        """Variables behind random operations that belong to no model: Keras's own generator, once it was used."""
+        """Variables of random generators outside models: Keras's global generator, if it was used."""
         from keras.src.backend.common import global_state
         from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
@@ -32,7 +32,7 @@ class RandomStreams:
         return [] if generator is None else [generator.state]
 
     def snapshot(self) -> dict[str, Any]:
-        """Where every stream stands now."""
+        """The current state of every stream."""
         return {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=True),
@@ -44,7 +44,7 @@ class RandomStreams:
         return np.array(variable.value)
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Put every stream back to where `snapshot` found it."""
+        """Restore every stream from a snapshot."""
         random.setstate(states["python"])
         np.random.set_state(states["numpy"])
         for variable, value in zip(self.variables(), states["variables"], strict=False):
@@ -52,7 +52,7 @@ class RandomStreams:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Leave every random stream as it was before."""
+        """Context manager that restores every random stream at exit."""
         states = self.snapshot()
         try:
             yield
@@ -60,7 +60,7 @@ class RandomStreams:
             self.restore(states)
 
     def to_json(self, states: dict[str, Any]) -> dict[str, Any]:
-        """A snapshot as JSON values that hold only integers."""
+        """A snapshot as JSON values that contain only integers."""
         return {
             "python": encode_python(states["python"]),
             "numpy": encode_numpy(states["numpy"]),
@@ -76,5 +76,5 @@ class RandomStreams:
         }
 
     def _saved(self, encoded: dict[str, Any]) -> list[Any]:
-        # Checkpoints of JAX once held TensorFlow's generator too, in front of Keras's.
+        # Older JAX checkpoints also contain TensorFlow's generator, before Keras's.
         return list(encoded.get(self.name) or encoded.get("tensorflow", ())[1:])

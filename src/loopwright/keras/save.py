@@ -1,4 +1,4 @@
-"""The trainer's methods that write checkpoints and models, and read them back."""
+"""Methods that save and load checkpoints and models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .checkpoint import (
 from .part import KerasPart
 
 STREAM = "tf_data"
-"""The folder with a tf.data iterator's own files, in a checkpoint."""
+"""The folder of a tf.data iterator's files in a checkpoint."""
 
 
 class KerasSaving(KerasPart, Resuming):
@@ -36,7 +36,7 @@ class KerasSaving(KerasPart, Resuming):
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
+        """Save the model by its own `save_pretrained` or as a .keras file, and its weights as safetensors."""
         if self.args.should_save:
             place = output_dir or self.args.output_dir
             assert place is not None  # settled arguments name a folder
@@ -58,7 +58,7 @@ class KerasSaving(KerasPart, Resuming):
             self.model.save(str(path))
         except (NotImplementedError, TypeError, ValueError) as error:
             path.unlink(missing_ok=True)
-            logger.warning(f"no {path.name}: the model cannot describe itself ({error}); its weights are in {MODEL}")
+            logger.warning(f"Keras cannot save the model as {path.name} ({error}); its weights are in {MODEL}")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -75,10 +75,10 @@ class KerasSaving(KerasPart, Resuming):
                 protect=[self.state.best_global_step],
                 background=background and self.strategy.world_size == 1,
             )
-        self.strategy.barrier()  # the others may be about to read it
+        self.strategy.barrier()  # other workers may read it next
 
     def _checkpoint_writer(self) -> Callable[[Path], None]:
-        """A function that writes everything as it is now; what happens until it is called does not show."""
+        """A function that writes a snapshot taken now; later changes are not included."""
         writers: list[Callable[[Path], None]] = []
         if self._saves_models_itself():
             save_model = adapt(self.trainer.save_model, "_internal_call")
@@ -109,7 +109,7 @@ class KerasSaving(KerasPart, Resuming):
         }
 
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint is: the model's variables and the optimizer's."""
+        """Approximate size of a checkpoint: the variables of the model and of the optimizer."""
         variables = list(self.model.variables)
         if not self.args.save_only_model:
             variables += optimizer_variables(self.trainer.optimizer)
@@ -138,7 +138,7 @@ class KerasSaving(KerasPart, Resuming):
         if (folder / STREAM).is_dir():
             self.run.stream = folder / STREAM
         self.run.resume_rng = self.strategy.streams.from_json(read_json(folder / RNG))
-        # Now, for an evaluation that a signal put off; and once more where training goes on.
+        # Restored now for an evaluation that a signal delayed, and again when training continues.
         self.strategy.load_rng_state(self.run.resume_rng)
 
     def _ordered_data(self) -> bool:

@@ -1,4 +1,4 @@
-"""What moves the learning rate: the shared schedules, a metric, or a schedule of Keras."""
+"""Learning rate schedules: the shared ones, reduction on plateau, or a Keras schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .strategy import KerasStrategy
 
 
 class ScheduledRate:
-    """Tells the optimizer the learning rate of each update: the base times a function of the update's number."""
+    """Sets the learning rate of each update: the base rate times a function of the update number."""
 
     def __init__(self, strategy: KerasStrategy, base: float, schedule: Any) -> None:
         self._strategy, self.base, self.schedule, self.last_epoch = strategy, base, schedule, 0
@@ -36,7 +36,7 @@ class ScheduledRate:
 
 
 class PlateauRate(ScheduledRate):
-    """Lowers the learning rate when a metric has not improved for a while; the options are torch's."""
+    """Lowers the learning rate when a metric stops improving; the options are those of torch."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PlateauRate(ScheduledRate):
 
 
 class KerasRate:
-    """A schedule of Keras that the optimizer follows itself, by its own count of updates."""
+    """A Keras schedule that the optimizer applies itself, by its own update count."""
 
     def __init__(self, strategy: KerasStrategy, schedule: Any) -> None:
         self.schedule, self.last_epoch = schedule, 0
@@ -112,14 +112,14 @@ class KerasRate:
 
 
 def build_rate(args: KerasTrainingArguments, strategy: KerasStrategy, base: float, total_updates: int) -> ScheduledRate:
-    """What `lr_scheduler_type` names."""
+    """The schedule named by `lr_scheduler_type`."""
     name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = read_dict(args.lr_scheduler_kwargs) or {}
     if name == "reduce_lr_on_plateau":
         known = [each for each in inspect.signature(PlateauRate).parameters if each not in ("strategy", "base")]
         unknown = [key for key in options if key not in known]
         if unknown:
-            raise ArgumentsError(f"The schedule '{name}' has no option '{unknown[0]}'. It accepts {', '.join(known)}.")
+            raise ArgumentsError(f"The schedule '{name}' has no option '{unknown[0]}'. Options: {', '.join(known)}.")
         mode = {"mode": "max"} if args.greater_is_better else {}
         return PlateauRate(strategy, base, **{**mode, **options})
     if args.poly_power != 1.0:
@@ -131,5 +131,5 @@ def build_rate(args: KerasTrainingArguments, strategy: KerasStrategy, base: floa
 
 
 def is_keras_schedule(rate: Any) -> bool:
-    """Whether a learning rate is a schedule of Keras."""
+    """Whether a learning rate is a Keras schedule."""
     return callable(rate) and hasattr(rate, "get_config")

@@ -1,4 +1,4 @@
-"""Label smoothing: a share of the target's weight spread over all classes."""
+"""Label smoothing: a fraction of the target's weight is distributed evenly among all classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def smoothed(outputs: Any, labels: Any, factor: float, weights: Any, *, from_log
     """The smoothed cross entropy of integer labels, as the sum over labels that are not -100 and their number."""
     scores = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
     if isinstance(labels, (dict, tuple, list)) or not is_integer(labels):
-        raise ModelError("label_smoothing_factor needs one tensor of integer labels: smooth other losses yourself")
+        raise ModelError("label_smoothing_factor needs one tensor of integer labels; set it to 0 for other losses")
     scores = ops.cast(scores, "float32")
     logs = ops.log_softmax(scores) if from_logits else ops.log(ops.maximum(scores, 1e-7))
     counted = labels != IGNORED

@@ -1,7 +1,7 @@
-"""Where batches come from: data that can be picked by index, and streams of samples.
+"""Sources of batches: indexable datasets and streams of samples.
 
-A source gives the batches of an epoch from any position on. Where the order is ours the position is a number; a stream
-is put back by its own state, or by reading again what was read.
+A source returns the batches of an epoch from any position on. If loopwright determines the order, the position is a
+number. A stream is restored from its own state, or by reading the earlier batches again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import DataError
 from .host_batch import HostBatch, as_array, leaves, mapped, rows_of
 
 Finish = Callable[[Any], HostBatch]
-"""From what a collator or a pipeline gives to a batch of host arrays."""
+"""Converts the output of a collator or a pipeline to a batch of host arrays."""
 
 Skipping = Callable[[], None] | None
 
@@ -28,25 +28,25 @@ class Source:
     """The batches of a dataset."""
 
     ordered = False
-    """Whether the order is ours, and the position a number of samples."""
+    """Whether loopwright determines the order, so that the position is a number of samples."""
     examples: int | None = None
     batches: int | None = None
 
     def __init__(self) -> None:
         self.position = 0
-        """Batches given in the current epoch."""
+        """Batches returned in the current epoch."""
 
     def open(
         self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
     ) -> Iterator[HostBatch]:
-        """The batches of an epoch after this many samples and batches; `state` is what `files` or `state` gave.
+        """The batches of an epoch after this many samples and batches; `state` is the result of `files` or `state`.
 
-        `skipping` is called before batches that were read before are read again.
+        `skipping` is called before earlier batches are read again.
         """
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        """Features and labels of the first epoch's batches, to look at the data."""
+        """Features and labels of the first epoch's batches, to inspect the data."""
         return ((batch.features, batch.labels) for batch in self.open(0))
 
     def first(self) -> HostBatch | None:
@@ -54,16 +54,16 @@ class Source:
         return next(self.open(0), None)
 
     def state(self) -> Any:
-        """Where the source stands, as JSON values, if it can say so."""
+        """The position of the source as JSON values, if it has a state."""
         return None
 
     def files(self) -> Path | None:
-        """A folder with the files of the source's own state, made now; the caller takes them away."""
+        """Write the source's state to a new folder; the caller moves the files."""
         return None
 
 
 class MapSource(Source):
-    """Data with a length whose samples are picked by index, in an order that is a function of seed and epoch."""
+    """An indexable dataset, in an order that is a function of seed and epoch."""
 
     ordered = True
 
@@ -89,7 +89,7 @@ class MapSource(Source):
 
 
 class StreamSource(Source):
-    """Samples that come one after the other: an iterable, or a function that makes one."""
+    """A stream of samples: an iterable, or a function that creates one."""
 
     def __init__(
         self, samples: Any, collate: Callable[[list[Any]], Any], *, size: int, drop_last: bool, finish: Finish
@@ -132,7 +132,7 @@ def is_tf_data(dataset: Any) -> bool:
 
 
 def has_length(dataset: Any) -> bool:
-    """Whether it is known how many samples or batches a dataset has."""
+    """Whether a dataset has a known number of samples or batches."""
     if is_tf_data(dataset):
         return int(dataset.cardinality()) >= 0
     return is_columns(dataset) or is_map_style(dataset)
@@ -146,14 +146,14 @@ def is_columns(dataset: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array with rows, of whatever library."""
+    """Whether a value is an array with rows, of any library."""
     return isinstance(value, np.ndarray) or (
         hasattr(value, "dtype") and hasattr(value, "__array__") and len(value.shape) > 0
     )
 
 
 class Columns:
-    """A dict or tuple of arrays as one dataset: a dict of datasets would be several named sets."""
+    """A dict or tuple of arrays as one dataset; a dict of datasets would be several named datasets."""
 
     def __init__(self, columns: Any) -> None:
         self.columns = mapped(as_array, columns)
@@ -170,7 +170,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def picker(dataset: Any, collate: Callable[[list[Any]], Any], *, own_collator: bool) -> tuple[Any, int]:
-    """How samples at some indices become a batch, and how many samples there are."""
+    """A function from indices to a batch, and the number of samples."""
     if isinstance(dataset, (np.ndarray, Columns)) or is_columns(dataset):
         rows = dataset if isinstance(dataset, Columns) else Columns(dataset)
         if not own_collator:
@@ -182,22 +182,22 @@ def picker(dataset: Any, collate: Callable[[list[Any]], Any], *, own_collator: b
 
 
 def check_data(dataset: Any, what: str) -> None:
-    """Refuse what is no dataset, or has no samples."""
+    """Raise if the value is not a dataset, or is empty."""
     if isinstance(dataset, Iterator) and not is_tf_data(dataset):
         raise DataError(
-            f"the {what} dataset is a {type(dataset).__name__}, which can be read once only; give the function that "
-            "makes it, or an object whose iter() starts at the beginning"
+            f"the {what} dataset is a {type(dataset).__name__}, which can be read only once; pass the function that "
+            "creates it, or an object whose iter() starts at the beginning"
         )
     known = is_tf_data(dataset) or is_map_style(dataset) or hasattr(dataset, "__iter__") or callable(dataset)
     if not known:
-        raise DataError(f"the {what} dataset is a {type(dataset).__name__}; give tf.data, arrays, samples or a stream")
+        raise DataError(f"the {what} dataset is a {type(dataset).__name__}; pass tf.data, arrays, samples or a stream")
     empty = int(dataset.cardinality()) == 0 if is_tf_data(dataset) else is_map_style(dataset) and len(dataset) == 0
     if empty:
-        raise DataError(f"the {what} dataset is empty: there is nothing to go through")
+        raise DataError(f"the {what} dataset is empty")
 
 
 def is_batched(dataset: Any) -> bool:
-    """Whether a pipeline already gives batches: the last operation that changes it is a `batch`."""
+    """Whether a pipeline is already batched: its last operation that changes elements is a `batch`."""
     passing = ("Prefetch", "Options", "Take", "Skip", "Cache", "Map", "Repeat", "Shuffle", "Assert", "Filter")
     while dataset is not None:
         name = type(dataset).__name__

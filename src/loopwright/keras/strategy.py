@@ -1,4 +1,4 @@
-"""What every strategy under Keras is: an update is one compiled call, which leaves behind what the loop asks for."""
+"""Base of the strategies for Keras: an update is one compiled call; the other verbs return what it computed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .rng import RandomStreams
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """What is done with the gradients of an update; fixed when it is compiled."""
+    """Clipping and the handling of non-finite updates; fixed when an update is compiled."""
 
     max_norm: float = 0.0
     veto: str = "continue"
-    """on_nonfinite: an update that is not finite is applied (continue), left out (skip), or the last one (raise)."""
+    """on_nonfinite: a non-finite update is applied (continue), skipped (skip), or ends the run (raise)."""
 
 
 class KerasStrategy(OneProcess):
-    """The part of carrying out updates that needs no backend."""
+    """The part of a strategy that needs no backend."""
 
     logs_later = False
-    # Every process goes through all batches and takes its rows of each: to the core all data is on one rank.
+    # Every process reads all batches and uses its rows of each, so for the core all data is on one rank.
     alarm: AbstractContextManager[Any] = nullcontext()
 
     def __init__(
@@ -40,54 +40,54 @@ class KerasStrategy(OneProcess):
         self.model: Any = None
         self.optimizer: Any = None
         self.learning_rate: float | None = None
-        """Told to the optimizer in the next update; None if its own schedule decides."""
+        """Learning rate of the next update; None if the optimizer has its own schedule."""
         self.rules = UpdateRules()
         self.full_rows = 0
         """Rows of a micro-batch that is not the last of its epoch."""
         self.trained: list[Any] = []
-        """What the compiled updates train."""
+        """Variables trained by the compiled updates."""
         self._norm: Any = None
         self._moved: Any = None
 
     # ---- what a backend brings --------------------------------------------------------------------------------------
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Take the optimizer, with its variables made now: a checkpoint is about to be loaded into them."""
+        """Set the optimizer and create its variables, into which a checkpoint may be loaded."""
         raise NotImplementedError
 
     def prepare(self, micro_gradients: Callable[..., Any], rules: UpdateRules) -> None:
-        """Compile updates of this kind from here on."""
+        """Compile the updates that follow with these rules."""
         raise NotImplementedError
 
     def run_update(self, update: Update) -> Any:
-        """The whole update in one compiled call; returns its loss. What it computes was given to `prepare`."""
+        """Run the update that `prepare` defined in one compiled call; returns its loss."""
         raise NotImplementedError
 
     def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """The batch with as many rows as the compiled step takes; `full` is how many most batches have."""
+        """The batch padded to the rows of the compiled step; `full` is the usual number of rows."""
         raise NotImplementedError
 
     def placed(self, batches: list[HostBatch]) -> Any:
-        """Features, labels and row weights of each micro-batch, where they are computed with."""
+        """Features, labels and row weights of each micro-batch, on the devices."""
         raise NotImplementedError
 
     def rows(self, outputs: Any, rows: int) -> Any:
-        """The outputs of one batch in the order of its rows, without padding, on the host."""
+        """The outputs of one batch in row order, without padding, in host memory."""
         raise NotImplementedError
 
     def scope(self) -> Any:
-        """Where variables have to be made."""
+        """The scope in which variables must be created."""
         return nullcontext()
 
     def set_tf32(self, enabled: bool) -> None:
-        """Let float32 products be computed in TF32, or forbid it."""
+        """Allow or forbid TF32 in float32 matmuls."""
         raise NotImplementedError
 
     def reset_peak_memory(self) -> None:
-        """Count the peak of the devices' memory from here on."""
+        """Reset the devices' peak memory statistics."""
 
     def memory_figures(self) -> dict[str, int]:
-        """Bytes `allocated` on the devices, and their `peak`; nothing where there are none."""
+        """Bytes `allocated` on the devices and their `peak`; empty without such statistics."""
         return {}
 
     @property
@@ -102,10 +102,10 @@ class KerasStrategy(OneProcess):
         return model
 
     def put(self, batch: Any) -> Any:
-        """The batch as it is: an array is copied to the device by the call itself."""
+        """The batch unchanged: the compiled call copies arrays to the device."""
         return batch
 
-    # ---- what the loop asks for after the update -----------------------------------------------------------------
+    # ---- what the loop reads after the update --------------------------------------------------------------------
 
     def backward(self, loss: Any) -> None:
         raise NotImplementedError("gradients are taken inside the compiled update")
@@ -114,26 +114,26 @@ class KerasStrategy(OneProcess):
         raise NotImplementedError("gradients are divided inside the compiled update")
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        """The norm before clipping, which has happened."""
+        """The gradient norm before clipping; the update has clipped already."""
         return self._norm if max_norm or want_norm else None
 
     def nonfinite(self, loss: Any, norm: Any, *, sticky: bool) -> Any:
-        """The compiled update has looked itself."""
+        """No-op: the compiled update checks this itself."""
         return None
 
     def optimizer_step(self, veto: Any = None) -> bool:
-        """Whether the schedule may advance; the step is done. Only loss scaling makes the host wait for the answer."""
+        """Whether the schedule advances; the step is already done. Waits for the device only with loss scaling."""
         return True if self._moved is None else bool(self._moved)
 
     def zero_grad(self) -> None:
-        """Gradients live inside the compiled update only."""
+        """No-op: gradients exist only inside the compiled update."""
 
     def defer(self, function: Callable[[], None]) -> None:
         """Between two calls every update is at its end."""
         function()
 
     def free_memory(self) -> None:
-        """What computes keeps its memory."""
+        """No-op: the backends do not release memory."""
 
     def training(self) -> None:
         """Keras models take `training=` with every call."""
@@ -142,11 +142,11 @@ class KerasStrategy(OneProcess):
         """Keras models take `training=` with every call."""
 
     def snapshot(self) -> Any:
-        """An update is one call: nothing can find it half done."""
+        """No-op: an update is one call and cannot be interrupted halfway."""
         return None
 
     def restore(self, held: Any) -> None:
-        """Nothing was held."""
+        """No-op: there is no snapshot."""
 
     # ---- numbers and agreement --------------------------------------------------------------------------------------
 
@@ -165,10 +165,10 @@ class KerasStrategy(OneProcess):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What loopwright raises while a backend traces is raised as it is, not as the backend wraps it."""
+    """Context manager: re-raises loopwright's errors that the backend wrapped while tracing."""
     try:
         yield
-    except Exception as error:  # searched for one of ours; all others are raised as they are
+    except Exception as error:  # its causes are searched for a loopwright error; others are raised unchanged
         original: BaseException | None = error
         while original is not None and not isinstance(original, LoopwrightError):
             original = original.__cause__ or original.__context__
@@ -178,6 +178,6 @@ def plain_errors() -> Iterator[None]:
 
 
 def as_host(leaf: Any) -> Any:
-    """A tensor as a numpy array; number formats numpy does not know become float32."""
+    """A tensor as a numpy array; dtypes that numpy lacks become float32."""
     array = leaf.numpy() if hasattr(leaf, "numpy") else np.asarray(leaf)
     return array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array

@@ -1,4 +1,4 @@
-"""How much a run has computed."""
+"""Counting of tokens and floating point operations."""
 
 from __future__ import annotations
 

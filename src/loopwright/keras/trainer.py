@@ -1,6 +1,6 @@
-"""KerasTrainer: everything you can call and override, whatever computes.
+"""KerasTrainer: every public method and override point, for all backends.
 
-Each method says when it is called and with what, and hands the work to a part: read on where it leads.
+Each docstring states when the method is called; the work is done by the part it delegates to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .internals import KerasInternals
 class KerasTrainer(BaseTrainer):
     """Trains, evaluates and saves any Keras model.
 
-    A subclass may override every method of this page, and use any other name for its own methods and attributes.
+    A subclass may override every method of this class, and use any other name for its own methods and attributes.
     """
 
     _loopwright: KerasInternals
@@ -92,7 +92,7 @@ class KerasTrainer(BaseTrainer):
 
     @derived
     def num_train_examples(self) -> int | None:
-        """Samples of the training data, once training has begun; None if that is not known."""
+        """Samples of the training data, once training has begun; None if unknown."""
         return self._loopwright.run.plan.examples
 
     @derived
@@ -102,7 +102,7 @@ class KerasTrainer(BaseTrainer):
 
     @derived
     def tokenizer(self) -> Any:
-        """What `processing_class` was called before."""
+        """The old name of `processing_class`."""
         return self.processing_class
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class KerasTrainer(BaseTrainer):
         ignore_keys_for_eval: list[str] | None = None,
         **old: Any,
     ) -> TrainOutput:
-        """Train to the end of the plan; returns the number of updates, the mean loss and the metrics of the run.
+        """Train; returns the number of updates, the mean loss and the metrics of the run.
 
         `resume_from_checkpoint`: a folder, True for the newest checkpoint, or "auto" for the newest one if
         there is any.
@@ -158,14 +158,14 @@ class KerasTrainer(BaseTrainer):
         return self._loopwright.data.get_train_tfdataset()
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int | None, int | None]:
-        """The batches of the evaluation data, how many they are and how many samples (None if not known).
+        """The batches of the evaluation data, and the numbers of batches and samples (None if unknown).
 
         Called by every `evaluate`.
         """
         return self._loopwright.data.get_eval_tfdataset(eval_dataset)
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int | None, int | None]:
-        """The batches of the data to predict, how many they are and how many samples (None if not known).
+        """The batches of the data to predict, and the numbers of batches and samples (None if unknown).
 
         Called by every `predict`.
         """
@@ -194,7 +194,7 @@ class KerasTrainer(BaseTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets.
+        """The metrics of a dataset; by default of eval_dataset, or of each of its named datasets.
 
         Called by the user, and during training whenever `control.should_evaluate` is set.
         """
@@ -223,7 +223,7 @@ class KerasTrainer(BaseTrainer):
         return self._loopwright.evaluation.prediction_step(features, labels, nb_instances_in_global_batch)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
+        """Evaluate inside the training loop. Called whenever `control.should_evaluate` is set."""
         return self._loopwright._evaluate(trial, ignore_keys_for_eval)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
@@ -259,22 +259,22 @@ class KerasTrainer(BaseTrainer):
         self._loopwright.save_state()
 
     def store_flos(self) -> None:
-        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
+        """No-op, called before logging: `state.total_flos` is always up to date."""
 
     def setup_wandb(self) -> None:
-        """Called by the constructor. Numbers go where `report_to` says; override it to start a run yourself."""
+        """Called by the constructor. Metrics are sent to `report_to`; override it to start a run yourself."""
 
     def setup_comet(self) -> None:
-        """Called by the constructor. Numbers go where `report_to` says; override it to start a run yourself."""
+        """Called by the constructor. Metrics are sent to `report_to`; override it to start a run yourself."""
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model: its own `save_pretrained`, or a .keras file, and always its weights as safetensors."""
+        """Save the model by its own `save_pretrained` or as a .keras file, and its weights as safetensors."""
         self._loopwright.saving.save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None) -> None:
-        """Write the files of `save_model` into a folder, on the process that writes."""
+        """Write the files of `save_model` to a folder, on the rank that saves."""
         self._loopwright.saving._save(output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
@@ -307,15 +307,15 @@ class KerasTrainer(BaseTrainer):
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process of its node."""
         return self.args.local_process_index == 0
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is rank 0."""
         return self.args.process_index == 0
 
     def end(self) -> None:
-        """Wait for checkpoints that are still being written; trackers are finished when training ends."""
+        """Wait for background saves to finish."""
         self._loopwright.end()
 
     # ---- hub and search ----------------------------------------------------------------------------------------------

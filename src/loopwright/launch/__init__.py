@@ -1,1 +1,1 @@
-"""Starting a script on many processes: here, on a cluster, on Ray; and looking at what there is to run on."""
+"""Starting a script on several processes: on this machine, on a cluster, on Ray; and checks of the hardware."""

@@ -1,4 +1,4 @@
-"""Running torchrun's elastic agent in this process, and saying how it ended with the documented exit codes."""
+"""Runs torchrun's elastic agent in this process and returns the documented exit codes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..notices import logger
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 PAUSE = 3.0
-"""Seconds between two attempts to meet the other machines again."""
+"""Seconds between two attempts to join the rendezvous again."""
 LAST_LINES = 20
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which also knows the exit code of a run that saved and stopped, and distinguishes restarts."""
+    """torchrun's agent, extended by the exit code of a run that saved and stopped, and by restart detection."""
 
     current: Agent | None = None
     elastic = False
@@ -39,25 +39,25 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         Agent.current = self
         self.codes: list[int | None] = []
-        """How the workers ended that ended last."""
+        """Exit codes of the last workers."""
 
     @property
     def was_saved(self) -> bool:
-        """Whether the workers saved a checkpoint and left.
+        """Whether the workers saved a checkpoint and exited.
 
-        They leave together after all have saved. One that is slow to end may still be killed by then, or be aborted by
-        torch, whose gloo groups sometimes do that when they end (seen in 2.13): so they leave a mark as well.
+        They exit together after all have saved. A slow one may still be killed, or aborted by torch, whose gloo groups
+        sometimes do that at exit (seen in 2.13); therefore they also write a marker file.
         """
         return STOPPED_AFTER_SAVING in self.codes or os.path.exists(os.environ.get(STOPPED, ""))
 
     def log_of(self, local_rank: int) -> Path | None:
-        """The file with the worker's error output, if there is one."""
+        """The file with the worker's stderr, if there is one."""
         path = getattr(self._pcontext, "stderrs", {}).get(local_rank)
         return Path(path) if path and Path(path).is_file() else None
 
     def _rendezvous(self, worker_group: Any) -> None:
-        # torch keeps the store of the first round and its address for later ones (seen in 2.13): processes that start
-        # again would read what the old ones wrote, and look for a first machine that may be gone.
+        # torch keeps the store and its address for later rendezvous rounds (seen in 2.13): restarted processes
+        # would read old values, and connect to a first node that may be gone.
         handler = worker_group.spec.rdzv_handler
         for name in ("_bootstrap_store_info", "_shared_tcp_store_server"):
             if hasattr(handler, name):
@@ -67,14 +67,14 @@ class Agent(LocalElasticAgent):
     def _initialize_workers(self, worker_group: Any) -> None:
         Path(os.environ[STOPPED]).unlink(missing_ok=True)
         super()._initialize_workers(worker_group)
-        # From now on workers are started again: they resume from what this run has saved.
+        # Workers started from now on are restarts: they resume from this run's checkpoints.
         os.environ[RESUME] = "auto"
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         self.codes = [failure.exitcode for failure in result.failures.values()]
         if self.codes and self.was_saved:
-            # Another machine leaves: an elastic job goes on without it. Otherwise the whole job is stopped.
+            # Another node leaves: an elastic job continues without it. Otherwise the whole job is stopped.
             self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
         return result
 
@@ -86,7 +86,7 @@ class Agent(LocalElasticAgent):
 
 
 def run(make_words: Callable[[], list[str]], *, elastic: bool, patience: float) -> int:
-    """Run the agent to its end and return the exit code; for `patience` seconds it looks for machines it lost."""
+    """Run the agent and return the exit code; it waits up to `patience` seconds for lost nodes."""
     Agent.elastic = elastic
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         os.environ[STOPPED] = os.path.join(folder, "stopped")
@@ -137,7 +137,7 @@ def _failed(error: ChildFailedError) -> int:
         return _saved()
     log = Agent.current.log_of(error.get_first_failure()[1].local_rank) if Agent.current is not None else None
     print(failure_text(error, log), file=sys.stderr)
-    # A worker that found its arguments wrong says so with code 2, and so do we.
+    # A worker exits with code 2 for invalid arguments; the agent returns the same.
     first = error.get_first_failure()[1].exitcode
     return first if first in (2, INTERRUPTED) else FAILED
 

@@ -2,7 +2,7 @@
 
     torchrun ... -m loopwright.launch.checkup
 
-All ranks report to the first through the store, so that a rank that never arrives can be named.
+All ranks report to rank 0 through the store, so that missing ranks can be named.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..errors import LoopwrightError
 MEGABYTE = 1e6
 ROUNDS = 5
 MOST_PAIRS = 8
-"""Ranks up to which every pair is measured; beyond that each rank and the next."""
+"""Up to this many ranks every pair is measured; above it, each rank and the next."""
 
 
 def device_of(local_rank: int) -> torch.device:
-    """The accelerator of this process, or the processor."""
+    """The accelerator of this process, or the CPU."""
     if os.environ.get("LOOPWRIGHT_DOCTOR_CPU") or not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -37,19 +37,19 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def pairs(world: int) -> list[tuple[int, int]]:
-    """The ranks between which the way is measured."""
+    """The pairs of ranks between which bandwidth is measured."""
     if world <= MOST_PAIRS:
         return [(one, other) for one in range(world) for other in range(one + 1, world)]
     return [(rank, (rank + 1) % world) for rank in range(world)]
 
 
 def bus_share(world: int) -> float:
-    """Bytes each rank must move in an all-reduce, as a share of the tensor: 2 (n - 1) / n."""
+    """Bytes each rank moves in an all-reduce, as a fraction of the tensor: 2 (n - 1) / n."""
     return 2 * (world - 1) / world
 
 
 def meet(store: Any, rank: int, world: int, seconds: float) -> list[str]:
-    """The host of every rank, once all are here; names those that did not come in time."""
+    """Wait for all ranks; returns the host of every rank, or raises with the ranks missing after the timeout."""
     store.set(f"here/{rank}", f"{socket.gethostname()} (process {os.getpid()})")
     hosts: dict[int, str] = {}
     deadline = time.monotonic() + seconds
@@ -64,7 +64,7 @@ def meet(store: Any, rank: int, world: int, seconds: float) -> list[str]:
 
 
 def missing(hosts: dict[int, str], world: int, seconds: float) -> str:
-    """Who did not come."""
+    """The error message with the missing ranks."""
     absent = [str(rank) for rank in range(world) if rank not in hosts]
     present = "; ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(hosts))
     return (
@@ -74,13 +74,13 @@ def missing(hosts: dict[int, str], world: int, seconds: float) -> str:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
 
 
 def timed(action: Any, device: torch.device) -> float:
-    """The median of some rounds, in seconds."""
+    """The median time of some rounds, in seconds."""
     action()
     times = []
     for _ in range(ROUNDS):
@@ -94,7 +94,7 @@ def timed(action: Any, device: torch.device) -> float:
 
 
 def check_sum(rank: int, world: int, device: torch.device) -> float:
-    """The sum of all ranks' numbers as the backend finds it; raises when it is wrong."""
+    """The all-reduced sum of one number per rank; raises if it is wrong."""
     value = torch.full((1000,), float(rank + 1), device=device)
     dist.all_reduce(value)
     expected = world * (world + 1) / 2
@@ -104,7 +104,7 @@ def check_sum(rank: int, world: int, device: torch.device) -> float:
 
 
 def measure(rank: int, world: int, device: torch.device, megabytes: float) -> dict[str, Any]:
-    """Time of a small all-reduce, speed of a large one, and the speed between pairs."""
+    """Latency of a small all-reduce, bandwidth of a large one, and bandwidth between pairs."""
     small = torch.zeros(1, device=device)
     large = torch.zeros(max(1, int(megabytes * MEGABYTE / 4)), device=device)
     size = large.numel() * 4 / MEGABYTE
@@ -134,7 +134,7 @@ def _there_and_back(tensor: torch.Tensor, rank: int, one: int, other: int) -> No
 
 
 def _from_those_who_ran(speeds: dict[str, float], rank: int, device: torch.device) -> dict[str, float]:
-    """Only the two ranks of a pair know its time; the others were idle and count nothing."""
+    """The measurements of the two ranks of a pair; the other ranks were idle and have none."""
     mine = [speed if str(rank) in name.split("-") else float("inf") for name, speed in speeds.items()]
     table = torch.tensor(mine, dtype=torch.float32, device=device)
     dist.all_reduce(table, op=dist.ReduceOp.MIN)
@@ -142,7 +142,7 @@ def _from_those_who_ran(speeds: dict[str, float], rank: int, device: torch.devic
 
 
 def checkup(megabytes: float, seconds: float) -> dict[str, Any]:
-    """The whole check; every rank returns the same figures."""
+    """The whole check; every rank returns the same results."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = device_of(int(os.environ.get("LOCAL_RANK", "0")))
     if device.type != "cpu":
@@ -173,7 +173,7 @@ def checkup(megabytes: float, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the check; the first rank writes its figures as JSON into the file named in the environment."""
+    """Run the check; rank 0 writes the results as JSON to the file named in the environment."""
     options = json.loads(os.environ.get("LOOPWRIGHT_DOCTOR", "{}"))
     try:
         figures = checkup(options.get("megabytes", 64.0), options.get("seconds", 60.0))

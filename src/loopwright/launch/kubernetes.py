@@ -13,7 +13,7 @@ from .request import LaunchRequest
 from .torchrun import SHUTDOWN
 
 RESTARTS = 10
-"""How often a job may come back: pods are moved often, and each time it goes on from its last checkpoint."""
+"""Restarts of a job: pods are moved often, and each time the job resumes from its last checkpoint."""
 
 
 def manifest(request: LaunchRequest) -> str:
@@ -24,11 +24,11 @@ def manifest(request: LaunchRequest) -> str:
 
 
 def pytorch_job(request: LaunchRequest) -> dict[str, Any]:
-    """A PyTorchJob; the operator tells torchrun the number of machines and where they meet through PET_* variables."""
+    """A PyTorchJob; the operator sets torchrun's number of nodes and rendezvous through PET_* variables."""
     low, high = request.nodes
     replica = {
         "replicas": high,
-        # Not `ExitCode`: to the operator 75 (saved and stopped, start again) would be a failure for good.
+        # Not `ExitCode`: the operator would treat 75 (saved and stopped, start again) as a permanent failure.
         "restartPolicy": "OnFailure",
         "template": {"spec": _pod(request, container="pytorch")},
     }
@@ -91,12 +91,12 @@ def _pod(request: LaunchRequest, *, container: str) -> dict[str, Any]:
     }
     if _resources(request):
         body["resources"] = _resources(request)
-    # The time to save in must cover what the agent gives its processes.
+    # The grace period must cover the time that the agent gives its processes.
     return {"terminationGracePeriodSeconds": SHUTDOWN + 30, "containers": [body], "volumes": volumes}
 
 
 def _command(request: LaunchRequest) -> list[str]:
-    """Machines and meeting point come from the operator, so they are not said here."""
+    """The command without nodes and rendezvous, which the operator sets."""
     words = ["loopwright", "launch"]
     if request.own.threads:
         words += ["--threads", str(request.own.threads)]
@@ -104,7 +104,7 @@ def _command(request: LaunchRequest) -> list[str]:
 
 
 def _variables(request: LaunchRequest) -> list[dict[str, str]]:
-    variables = {"LOOPWRIGHT_RESUME": "auto"}  # a pod that comes back cannot know that it has been here before
+    variables = {"LOOPWRIGHT_RESUME": "auto"}  # a restarted pod has no other sign of a restart
     for given in request.own.variable:
         name, equals, value = given.partition("=")
         if not equals or not name:
@@ -126,7 +126,7 @@ def _resources(request: LaunchRequest) -> dict[str, Any]:
 
 
 def _volumes(request: LaunchRequest) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    # Loader workers hand batches over in shared memory; a container's 64 MiB of it are soon full.
+    # Data loading workers pass batches through shared memory; the 64 MiB default of a container is too small.
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for number, given in enumerate(request.own.claim):

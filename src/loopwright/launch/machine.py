@@ -1,4 +1,4 @@
-"""What this machine has to run processes on."""
+"""Accelerators and CPUs of this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Accelerators and processors that this process may use."""
+    """Accelerators and CPUs that this process may use."""
 
     devices: int
-    """Accelerators; 0 where there is only a processor."""
+    """Number of accelerators; 0 on a CPU machine."""
     cores: int
     kind: str = "cpu"
 
 
 def this_machine() -> Machine:
-    """What torch and the system say about this machine."""
+    """This machine, as reported by torch and the operating system."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -23,7 +23,7 @@ def endpoint(text: str) -> tuple[str, int]:
 
 
 def is_here(host: str) -> bool:
-    """Whether the address belongs to this machine: only then can something listen on it."""
+    """Whether the address belongs to this machine, so that a server can listen on it."""
     try:
         addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
@@ -51,11 +51,11 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """The address of this machine that `host` sees it under; None when there is no way to it now."""
+    """The address of this machine on the route to `host`; None without a route."""
     try:
         family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # a datagram socket sends nothing by connecting; it only picks the way
+            probe.connect(target)  # connecting a datagram socket sends nothing; it only selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return None

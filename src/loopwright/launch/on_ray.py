@@ -1,4 +1,4 @@
-"""The same script on Ray Train workers: Ray places the processes, joins them and starts them again."""
+"""Running a script on Ray Train workers: Ray places, connects and restarts the processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def workers(text: str) -> int | tuple[int, int]:
 
 
 def settings(request: LaunchRequest, machine: Machine) -> dict[str, Any]:
-    """What Ray is asked for, as plain values."""
+    """The settings passed to Ray, as plain values."""
     own = request.own
     given = [f"--{name.replace('_', '-')}" for name in sorted(request.given) if name not in ("max_restarts", "module")]
     if own.processes is not None:
@@ -54,7 +54,7 @@ def settings(request: LaunchRequest, machine: Machine) -> dict[str, Any]:
 
 
 def run_on_ray(request: LaunchRequest, machine: Machine) -> int:
-    """Run the script on the workers to its end; returns the exit code."""
+    """Run the script on the workers; returns the exit code."""
     wanted = settings(request, machine)
     if request.own.dry_run:
         print(wanted)
@@ -92,7 +92,7 @@ def run_on_ray(request: LaunchRequest, machine: Machine) -> int:
     )
     try:
         trainer.fit()
-    except Exception as error:  # Ray has its own tree of errors, and prints the worker's traceback
+    except Exception as error:  # Ray has its own exception classes, and prints the worker's traceback
         return _ended(error)
     finally:
         if ours:
@@ -119,9 +119,9 @@ class StoppedAfterSaving(RuntimeError):
 
 
 def _work(script: dict[str, Any]) -> None:
-    """What a worker does: become the script, in the folder it was started from."""
+    """The function of a worker: run the script in the folder of the launch command."""
     os.chdir(script["folder"])
-    # Ray does not say how often it has started us. Whatever this run has saved is ours.
+    # Ray does not pass the number of restarts, so resume from any checkpoint of this run.
     os.environ.setdefault(RESUME, "auto")
     target, *words = script["words"]
     sys.argv = [target, *words]

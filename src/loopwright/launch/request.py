@@ -1,4 +1,4 @@
-"""What was asked of `loopwright launch`: its own options, torchrun's options, and the script with its words."""
+"""The request of `loopwright launch`: its own options, torchrun's options, and the script with its arguments."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..errors import ArgumentsError
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """A launch as the user said it."""
+    """A launch as the user specified it."""
 
     own: argparse.Namespace
     passed: tuple[str, ...]
-    """Options of torchrun, in the user's words."""
+    """Options of torchrun, as given by the user."""
     values: argparse.Namespace
-    """The same options as torchrun reads them, its defaults and PET_* variables included."""
+    """The same options parsed by torchrun, with its defaults and PET_* variables."""
     given: frozenset[str] = field(default_factory=frozenset)
-    """Names of torchrun's options that the user or the environment has set."""
+    """Names of torchrun's options set by the user or the environment."""
     script: tuple[str, ...] = ()
-    """The script (or module) and its words."""
+    """The script (or module) and its arguments."""
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The fewest and the most machines."""
+        """The minimum and maximum number of nodes."""
         low, _, high = str(self.values.nnodes).partition(":")
         try:
             nodes = int(low), int(high or low)
@@ -39,23 +39,23 @@ class LaunchRequest:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of machines may change while the job runs."""
+        """Whether the number of nodes may change while the job runs."""
         return self.nodes[0] < self.nodes[1]
 
     @property
     def is_static(self) -> bool:
-        """Whether ranks are fixed by --node-rank and --master-addr instead of being agreed on."""
+        """Whether ranks are fixed by --node-rank and --master-addr instead of by the rendezvous."""
         named = {"node_rank", "master_addr"} & self.given
         return bool(named) and "rdzv_endpoint" not in self.given and not self.own.host
 
     @property
     def name(self) -> str:
-        """The given name of the job, or the script's."""
+        """The name of the job; defaults to the script's name."""
         return str(self.own.name or Path(self.script[0]).stem)
 
     @property
     def passed_on(self) -> list[str]:
-        """The options of torchrun without the number of machines, which a cluster sets itself."""
+        """The options of torchrun without the number of nodes, which a cluster sets itself."""
         kept, rest = [], list(self.passed)
         while rest:
             word = rest.pop(0)
@@ -72,7 +72,7 @@ def read(
     torchrun: argparse.ArgumentParser,
     environment: Mapping[str, str],
 ) -> LaunchRequest:
-    """Sort the words before the script into ours and torchrun's; what follows the script is the script's."""
+    """Parse a command line: loopwright's options, torchrun's options, then the script with its own arguments."""
     mine, theirs, script = split(words, own, torchrun)
     options = own.parse_args(mine)
     if not script:
@@ -86,7 +86,7 @@ def read(
 def split(
     words: Sequence[str], own: argparse.ArgumentParser, torchrun: argparse.ArgumentParser
 ) -> tuple[list[str], list[str], list[str]]:
-    """Our words, torchrun's words and the script's words."""
+    """The arguments of loopwright, of torchrun and of the script."""
     rest = list(words)
     mine: list[str] = []
     theirs: list[str] = []

@@ -60,7 +60,7 @@ def _directives(request: LaunchRequest) -> list[tuple[str, str]]:
         "cpus-per-task": str(own.cpus) if own.cpus else None,
         "time": own.time,
         "output": "%x-%j.out",
-        "open-mode": "append",  # a requeued job writes on
+        "open-mode": "append",  # a requeued job appends
         "requeue": "",
         "signal": f"B:TERM@{own.signal_before}",
     }

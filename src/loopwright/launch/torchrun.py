@@ -14,12 +14,12 @@ from .request import LaunchRequest
 LOGS = "loopwright-logs"
 HOME = "127.0.0.1"
 SHUTDOWN = 300
-"""Seconds workers have to save after a signal; torchrun's own 30 are short for large models."""
+"""Seconds for workers to save after a signal; torchrun's default of 30 is too short for large models."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How this machine is joined with the others."""
+    """How this node joins the rendezvous."""
 
     host: str = HOME
     port: int = 0
@@ -29,7 +29,7 @@ class Way:
 
 
 def find_way(request: LaunchRequest) -> Way:
-    """The meeting point of the machines and how this one reaches it."""
+    """The rendezvous endpoint, and how this node reaches it."""
     if request.nodes[1] == 1 and not request.own.host and "rdzv_endpoint" not in request.given:
         return Way(interface=request.own.interface or network.interface_of(HOME))
     if request.is_static:
@@ -43,13 +43,13 @@ def find_way(request: LaunchRequest) -> Way:
     host, port = network.endpoint(given)
     local = network.address_towards(host, port)
     interface = request.own.interface or (network.interface_of(local) if local else None)
-    # Of several agents on the meeting machine the first one hosts.
+    # Of several agents on the rendezvous node the first one hosts it.
     hosts = network.is_here(host) and not network.is_taken(host, port)
     return Way(host, port, hosts, local, interface)
 
 
 def words(request: LaunchRequest, machine: Machine, way: Way, *, knows: frozenset[str]) -> list[str]:
-    """The words torchrun is started with; `knows` are the options this version of torchrun has."""
+    """The command line of torchrun; `knows` are the options of the installed version."""
     defaults = {**_counts(request, machine), **_meeting(request, way), **_logs(request)}
     if "shutdown_timeout" in knows:
         defaults["shutdown_timeout"] = str(SHUTDOWN)
@@ -67,7 +67,7 @@ def _counts(request: LaunchRequest, machine: Machine) -> dict[str, str]:
 
 
 def processes(request: LaunchRequest, machine: Machine) -> int | None:
-    """Processes on this machine; None when torchrun is to count them (`gpu`, `cpu`, `auto`)."""
+    """Processes on this node; None if torchrun counts them (`gpu`, `cpu`, `auto`)."""
     if "nproc_per_node" not in request.given:
         return int(request.own.processes or machine.devices or 1)
     given = str(request.values.nproc_per_node)
@@ -80,12 +80,12 @@ def _meeting(request: LaunchRequest, way: Way) -> dict[str, str]:
     at_home = way.port == 0
     meeting = {"rdzv_backend": "c10d", "rdzv_endpoint": f"{way.host}:{way.port}"}
     if at_home:
-        # Fresh for each launch, so that no run takes another one's checkpoints for its own.
+        # Unique for each launch, so that a run never resumes from another run's checkpoints.
         meeting["rdzv_id"] = f"{time.time_ns():x}"
     if way.local:
         meeting["local_addr"] = way.local
     if request.values.rdzv_backend in ("c10d", "static") and "rdzv_conf" not in request.given:
-        # torchrun would guess by comparing host names, which fails where /etc/hosts maps ours to 127.0.1.1.
+        # torchrun would compare host names, which fails if /etc/hosts maps this host to 127.0.1.1.
         meeting["rdzv_conf"] = f"is_host={str(way.is_host).lower()}"
     return meeting
 
@@ -93,12 +93,12 @@ def _meeting(request: LaunchRequest, way: Way) -> dict[str, str]:
 def _logs(request: LaunchRequest) -> dict[str, str]:
     if request.own.no_log_files:
         return {}
-    # Each rank's output goes to its files; the screen shows the first process of each machine.
+    # Each rank's output is written to its files; the console shows the first rank of each node.
     return {"log_dir": LOGS, "tee": "3", "local_ranks_filter": "0"}
 
 
 def _passed(request: LaunchRequest, way: Way) -> list[str]:
-    """The user's own options of torchrun; who hosts the meeting is added to rdzv-conf if it was left open."""
+    """The user's options of torchrun; is_host is added to rdzv-conf if it is not set."""
     passed = list(request.passed)
     conf = str(request.values.rdzv_conf or "")
     if "rdzv_conf" in request.given and "is_host" not in conf and not request.is_static:
@@ -107,11 +107,11 @@ def _passed(request: LaunchRequest, way: Way) -> list[str]:
 
 
 def environment(request: LaunchRequest, machine: Machine, way: Way, existing: Mapping[str, str]) -> dict[str, str]:
-    """Variables the workers get in addition; what the user has set stays."""
+    """Environment variables added for the workers; those set by the user are kept."""
     count = processes(request, machine) or machine.devices or machine.cores
     wanted = {
         "OMP_NUM_THREADS": str(request.own.threads or max(1, machine.cores // max(1, count))),
-        "PYTHONUNBUFFERED": "1",  # a killed process should not take its last lines with it
+        "PYTHONUNBUFFERED": "1",  # so that a killed process does not lose its last lines
         "PYTHONFAULTHANDLER": "1",
     }
     if way.interface:

@@ -1,4 +1,4 @@
-"""Training on AWS Trainium with the whole Trainer API; on every other device with the same script."""
+"""Training on AWS Trainium with the whole Trainer API; the same script also runs on other devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NeuronTrainingArguments: the names optimum-neuron's scripts use, each mapped to what it means here or refused."""
+"""NeuronTrainingArguments: the argument names of optimum-neuron, each supported or refused with a reason."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class NeuronArgs(Group):
-    """What is special about Trainium, and the names other trainers for it use."""
+    """Arguments for Trainium, including the names of other Trainium trainers."""
 
     title = "Neuron"
 
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
     ),
 }
-"""Arguments that ask for what is not here: when they do, and what to do instead."""
+"""Unsupported arguments: which values are refused, and what to use instead."""
 
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ else:
 
 
 class NeuronRules(_Mixed):
-    """What follows from the arguments of NeuronArgs."""
+    """Derived values and checks of NeuronArgs."""
 
     def __post_init__(self) -> None:
         self._spread()
@@ -118,7 +118,7 @@ class NeuronRules(_Mixed):
             raise ArgumentsError(problems)
 
     def _spread(self) -> None:
-        """Several processes: ZeRO-1 is FSDP2 that keeps whole weights, and tensor parallelism torch's own."""
+        """Distributed options: ZeRO-1 is FSDP2 with unsharded weights, tensor parallelism is torch's."""
         several = self.world_size > 1
         if several and self.tensor_parallel_size > 1 and self.parallelism_config is None:
             sizes = {"tp_size": self.tensor_parallel_size}
@@ -129,24 +129,24 @@ class NeuronRules(_Mixed):
 
     @property
     def bf16_weights(self) -> bool:
-        """Whether the weights themselves are bf16."""
+        """Whether the weights are stored in bf16."""
         return bool(self.bf16 and not self.use_autocast and not self.optimizer_use_master_weights)
 
     def own_precision(self, device: torch.device) -> Any:
-        """How weights that are bf16 themselves are rounded on a device."""
+        """The rounding of bf16 weights on a device."""
         from .rounding import bf16_weights
 
         return bf16_weights(self, device)
 
     @property
     def spreads(self) -> bool:
-        """Whether one process is to drive all devices of lazy XLA as one."""
+        """Whether one process drives all devices of lazy XLA (SPMD)."""
         lazy = bool(os.environ.get("PJRT_DEVICE")) and self.world_size == 1
         return lazy and (self.xla_spmd is not None or self.tensor_parallel_size > 1)
 
     @property
     def is_on_lazy_xla(self) -> bool:
-        """Whether torch_xla's device will be used; asked without starting it."""
+        """Whether torch_xla's device will be used; does not initialize it."""
         if self.use_cpu or not os.environ.get("PJRT_DEVICE"):
             return False
         import torch
@@ -155,13 +155,13 @@ class NeuronRules(_Mixed):
 
     @property
     def device(self) -> torch.device:
-        """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else that of lazy XLA, else the CPU."""
+        """A native device (`neuron`, `tpu`, CUDA ...) if there is one, else the lazy XLA device, else the CPU."""
         from ..pt.devices import choose_device
 
         if self.spreads and not self.use_cpu:
             from ..xla.runtime import use_spmd
 
-            use_spmd()  # before the first operation, or not at all
+            use_spmd()  # only possible before the first operation
         return choose_device(self.use_cpu, self.local_process_index, native_first=True)
 
 
@@ -190,7 +190,7 @@ def _master_problem(args: NeuronRules) -> str | None:
     return None
 
 
-# As in Seq2SeqTrainingArguments, what comes first is listed last: output_dir stays the first positional argument.
+# As in Seq2SeqTrainingArguments, the last base comes first: output_dir is the first positional argument.
 @dataclass
 class NeuronTrainingArguments(NeuronRules, NeuronArgs, TrainingArguments):
     """All arguments of a run, and those of Trainium."""

@@ -1,4 +1,4 @@
-"""Weights in bf16 that lose nothing on average: updates are computed in 32 bits and rounded up or down at random."""
+"""bf16 weights with stochastic rounding: updates are computed in float32 and rounded at random, without bias."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
 LOWER_HALF = 0xFFFF
-"""The bits of a 32-bit number that bf16 does not have."""
+"""The bits of a float32 that bf16 lacks."""
 
 
 def round_stochastically(values: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """32-bit numbers as bf16: up or down with odds such that the expected result is the number itself."""
+    """Round float32 to bf16 stochastically: the expected value of the result is the number itself."""
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, LOWER_HALF + 1, bits.shape, dtype=torch.int32, device=bits.device, generator=generator)
     rounded = ((bits + noise) & ~LOWER_HALF).view(torch.float32)
-    # What has no neighbours to round to stays: infinity, NaN, and what the noise would carry beyond the largest number.
+    # Not rounded at random: infinity, NaN, and numbers that the noise would move beyond the largest one.
     rounded = torch.where(torch.isfinite(values) & torch.isfinite(rounded), rounded, values)
     return rounded.to(torch.bfloat16)
 
 
 class Bf16Weights(Precision):
-    """Weights in bf16; the optimizer sees them in 32 bits, and what it made of them is rounded."""
+    """bf16 weights: the optimizer updates them in float32, and the result is rounded."""
 
     def __init__(self, *, stochastic: bool) -> None:
         super().__init__()
         self.stochastic = stochastic
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Loading a state, torch casts it to the format of the weights: they are in 32 bits meanwhile."""
+        """Keep weights in float32 while a state is loaded: torch casts the state to their dtype."""
         if isinstance(optimizer, torch.optim.Optimizer):
             halves = _in_bf16(optimizer)
             optimizer.register_load_state_dict_pre_hook(lambda *_: _cast(halves, torch.float32))
@@ -71,7 +71,7 @@ def _cast(parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def bf16_weights(args: NeuronArgs, device: torch.device) -> Bf16Weights:
-    """How bf16 weights are rounded here: by the hardware where it does that, in software elsewhere."""
+    """The rounding of bf16 weights: by the hardware if it supports that, else in software."""
     wanted = bool(args.stochastic_rounding_enabled)
     on_neuron = device.type == "neuron" or (device.type == "xla" and os.environ.get("PJRT_DEVICE") == "NEURON")
     if on_neuron:
@@ -80,7 +80,7 @@ def bf16_weights(args: NeuronArgs, device: torch.device) -> Bf16Weights:
 
 
 def _rounds_itself(device: torch.device) -> bool:
-    """Whether casting to bf16 on the device is stochastic already, found out by casting a number between two."""
+    """Whether casts to bf16 on the device are stochastic, tested by casting a number between two bf16 values."""
     between = torch.full((256,), 1.0 + 2.0**-9, dtype=torch.float32).to(device)
     found = between.to(torch.bfloat16).float().cpu()
     return bool(found.min() != found.max())

@@ -1,4 +1,4 @@
-"""NeuronTrainer and Seq2SeqNeuronTrainer: the trainers of this library with a policy for Trainium, nothing copied."""
+"""NeuronTrainer and Seq2SeqNeuronTrainer: loopwright's trainers with defaults for Trainium."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NeuronData(TorchData):
 
 
 class NeuronInternals(TorchInternals):
-    """Few shapes everywhere, a kept compile cache, bf16 weights, and a run of every graph beforehand."""
+    """Static shapes, a persistent compile cache, bf16 weights, and compilation of every graph in advance."""
 
     data_class = NeuronData
 
@@ -59,7 +59,7 @@ class NeuronInternals(TorchInternals):
     # ---- compiling beforehand ---------------------------------------------------------------------------------------
 
     def precompile(self) -> int:
-        """Run every distinct graph of training and evaluation once; weights, optimizer and random streams stay.
+        """Run every distinct graph of training and evaluation once; weights, optimizer and random states are unchanged.
 
         Returns how many graphs were compiled, where the device counts them.
         """
@@ -92,7 +92,7 @@ class NeuronInternals(TorchInternals):
 
     @contextmanager
     def _left_as_found(self) -> Iterator[None]:
-        """Put back weights, the user's optimizer and schedule, random streams and callbacks."""
+        """Context manager: restores weights, the user's optimizer and schedule, random states and callbacks."""
         module = plain_module(self.model)
         weights = host_copy(module.state_dict())
         given = (self.trainer.optimizer, self.trainer.lr_scheduler)
@@ -123,7 +123,7 @@ class Seq2SeqNeuronInternals(NeuronInternals, Seq2SeqInternals):
 
 
 class NeuronTrainer(Trainer):
-    """Trainer on Trainium, natively or through XLA; on any other device the same script runs there."""
+    """Trainer for Trainium, natively or through XLA; the same script also runs on other devices."""
 
     _loopwright: NeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = NeuronInternals
@@ -135,7 +135,7 @@ class NeuronTrainer(Trainer):
         super().__init__(model, args, *positional, **keywords)
 
     def precompile(self) -> int:
-        """Run every distinct graph of training and evaluation once; weights, optimizer and random streams stay.
+        """Run every distinct graph of training and evaluation once; weights, optimizer and random states are unchanged.
 
         Returns how many graphs were compiled, where the device counts them.
         """
@@ -143,7 +143,7 @@ class NeuronTrainer(Trainer):
 
 
 class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
-    """Seq2SeqTrainer on Trainium: generation in evaluation and prediction."""
+    """Seq2SeqTrainer for Trainium: generation in evaluation and prediction."""
 
     _loopwright: Seq2SeqNeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqNeuronInternals
@@ -160,7 +160,7 @@ class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
 
 
 def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterator[Any]:
-    """A padded batch in every length its loader may give; as it is where static_lengths is not set."""
+    """A padded batch in every length of static_lengths; unchanged if that is not set."""
     shapes = getattr(loader.collate_fn, "shapes", None)
     if not isinstance(batch, Static) or not isinstance(shapes, StaticShapes) or not lengths or not batch.widths:
         yield batch
@@ -179,7 +179,7 @@ def in_each_length(batch: Any, loader: Any, lengths: list[int] | None) -> Iterat
 
 
 def use_cache(args: TrainingArguments) -> None:
-    """Keep compiled graphs where the arguments say."""
+    """Store compiled graphs in compile_cache_dir."""
     folder = getattr(args, "compile_cache_dir", None)
     if folder is None:
         return
@@ -191,7 +191,7 @@ def use_cache(args: TrainingArguments) -> None:
 
 
 def tell_device(device: torch.device, asked_for_cpu: bool) -> None:
-    """Say what was found; where nothing was, how to get it."""
+    """Log the device in use; without an accelerator, what to install."""
     if device.type != "cpu" or asked_for_cpu:
         logger.info(f"training on {device}")
         return

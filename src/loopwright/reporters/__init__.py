@@ -1,1 +1,1 @@
-"""Where numbers are sent, one file each, found by name through `registry.py`."""
+"""Reporters, which send metrics to trackers: one file each, found by name in `registry.py`."""

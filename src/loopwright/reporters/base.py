@@ -1,4 +1,4 @@
-"""What a reporter is: somewhere numbers are sent."""
+"""The base class of reporters, which send metrics to a tracker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a reporter receives about the run when it starts.
+    """Information about the run, passed to a reporter at the start.
 
-    The same `run_id` as before means: resume that run. `resumed_from` is the step it resumes from; metrics of later
-    steps will be sent again.
+    If `run_id` is that of an earlier run, that run is resumed. `resumed_from` is the step it resumes from; metrics of
+    later steps will be sent again.
     """
 
     run_id: str
@@ -28,36 +28,36 @@ class RunInfo:
 
 
 class Reporter:
-    """Base class of reporters: override what your service can do.
+    """Base class of reporters: override the methods that your service supports.
 
-    Only the first process of a run has a reporter that is started. `start` may be called again after `finish`, with
-    the same run: an evaluation after training still belongs to it.
+    Reporters are started on rank 0 only. `start` may be called again after `finish` with the same run, for example for
+    an evaluation after training.
     """
 
     name: ClassVar[str] = ""
 
     def start(self, run: RunInfo) -> None:
-        """The run starts, or goes on."""
+        """Called when the run starts or resumes."""
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Numbers of one step, with keys such as train/loss and eval/accuracy."""
+        """Send the metrics of one step, with keys such as train/loss and eval/accuracy."""
         raise NotImplementedError(f"{type(self).__name__} must define log(values, step)")
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
-        """A file or folder that belongs to the run."""
+        """Send a file or folder of the run."""
 
     def finish(self, status: str) -> None:
-        """The run ended: "finished", or "interrupted" when training did not come to its end."""
+        """Called when the run ends: "finished", or "interrupted" if training did not complete."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a restarted run needs to find its place again, in JSON's types."""
+        """State for resuming the run, as JSON types."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, before `start`."""
+        """Restore the value of `state_dict`; called before `start`."""
 
     def as_callback(self) -> ReporterCallback:
-        """The callback that feeds this reporter."""
+        """A callback that sends the run's metrics to this reporter."""
         from .callback import ReporterCallback
 
         return ReporterCallback(self)

@@ -1,4 +1,4 @@
-"""From the events of a run to the calls of a reporter."""
+"""The callback that calls a reporter on the events of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("loopwright")
 
 SECTIONS = {"eval_": "eval/", "test_": "test/"}
-"""How the prefix of a logged name becomes the section of a reported one; anything else is in train/."""
+"""Prefix of a logged name -> section of the reported name; other names are in train/."""
 
 
 class ReporterCallback(TrainerCallback):
-    """Starts, feeds and finishes one reporter, in the first process only.
+    """Starts one reporter, sends metrics to it and finishes it, on rank 0 only.
 
-    The id of the run and what the reporter remembers travel with the checkpoint, so that a resumed run continues
-    where it was reported before.
+    The run id and the reporter's state are saved in checkpoints, so that a resumed run continues in the same tracker
+    run.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -39,7 +39,7 @@ class ReporterCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         if state.global_step == 0 and self._has_trained:
-            # The same trainer trains anew: that is another run.
+            # The same trainer trains again from scratch: that is a new run.
             self._finish("finished")
             self.run_id = None
         self._is_training = self._has_trained = True
@@ -59,7 +59,7 @@ class ReporterCallback(TrainerCallback):
         self._finish("finished")
 
     def artifact(self, path: Any, name: str) -> None:
-        """Hand a file or folder to the reporter, if it is running."""
+        """Pass a file or folder to the reporter, if it is started."""
         if self._is_running:
             self.reporter.artifact(path, name)
 
@@ -83,7 +83,7 @@ class ReporterCallback(TrainerCallback):
         if self._is_running and resumed_from is None:
             return
         if self._is_running:
-            # Started by an evaluation before training; the reporter must hear where the run goes on.
+            # Started by an evaluation before training; the reporter needs the step at which the run resumes.
             self._finish("finished")
         self.run_id = self.run_id or uuid.uuid4().hex
         self.reporter.start(run_info(args, state, model, run_id=self.run_id, resumed_from=resumed_from))
@@ -105,7 +105,7 @@ class ReporterCallback(TrainerCallback):
 
 
 def reported_names(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """The logs under the names trackers show: eval_x is eval/x, test_x is test/x, any other x is train/x."""
+    """The logs with tracker names: eval_x is eval/x, test_x is test/x, any other x is train/x."""
     return {_reported_name(name): value for name, value in logs.items()}
 
 
@@ -117,7 +117,7 @@ def _reported_name(name: str) -> str:
 
 
 def run_info(args: BaseArguments, state: Any, model: Any, *, run_id: str, resumed_from: int | None = None) -> RunInfo:
-    """What there is to tell about this run."""
+    """The RunInfo of this run."""
     trial_name = getattr(state, "trial_name", None)
     output_dir, logging_dir = getattr(args, "output_dir", None), getattr(args, "logging_dir", None)
     return RunInfo(
@@ -143,7 +143,7 @@ def _model_config_of(model: Any) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if isinstance(config, Mapping):
         return dict(config)
-    # By way of JSON text where there is one: a configuration's to_dict may hold what JSON cannot.
+    # Through JSON text if available: a configuration's to_dict may contain values that JSON does not support.
     to_json = getattr(config, "to_json_string", None)
     if to_json is not None:
         return dict(json.loads(to_json()))

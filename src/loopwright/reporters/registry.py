@@ -1,4 +1,4 @@
-"""Which reporters there are, by name."""
+"""The available reporters, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .callback import ReporterCallback
 REPORTERS: dict[str, str] = {
     "tensorboard": "loopwright.reporters.tensorboard:TensorBoardReporter",
 }
-"""The reporters that come with loopwright: name -> module:class. Third parties add reporters by entry points."""
+"""Built-in reporters: name -> module:class. Other packages add reporters by entry points."""
 
 
 def build_reporters(names: str | Iterable[str] | None) -> list[Reporter]:
@@ -35,12 +35,12 @@ def reporter_callbacks(names: str | Iterable[str] | None) -> list[TrainerCallbac
 
 
 def known_names() -> list[str]:
-    """Every name that can be reported to, third parties' included."""
+    """The names of all reporters, those of other packages included."""
     return sorted({*REPORTERS, *third_party()})
 
 
 def reporter_class(name: str) -> Any:
-    """The class (or function) that makes the reporter of this name."""
+    """The class (or function) that creates the reporter of this name."""
     if name in REPORTERS:
         module, _, attribute = REPORTERS[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -51,7 +51,7 @@ def reporter_class(name: str) -> Any:
 
 
 def _callback_for(reporter: Any) -> TrainerCallback:
-    # A third party's reporter need not inherit from ours: the methods will do.
+    # A reporter of another package need not inherit from Reporter; it needs the methods only.
     callback: TrainerCallback = (
         reporter.as_callback() if hasattr(reporter, "as_callback") else ReporterCallback(reporter)
     )

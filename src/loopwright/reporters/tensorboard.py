@@ -19,7 +19,7 @@ from .callback import ReporterCallback
 
 
 class Writer(Protocol):
-    """What is needed of a writer; `torch.utils.tensorboard.SummaryWriter` is one too."""
+    """The methods used of a writer; `torch.utils.tensorboard.SummaryWriter` has them too."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int) -> Any: ...
     def add_text(self, tag: str, text_string: str) -> Any: ...
@@ -30,8 +30,8 @@ class Writer(Protocol):
 class EventFile:
     """One new event file in a folder.
 
-    Made of TensorBoard's record writer and messages alone: its usual writer imports TensorFlow when that is installed,
-    which takes seconds and half a gigabyte.
+    Uses TensorBoard's record writer and messages only: its usual writer imports TensorFlow if that is installed, which
+    takes seconds and half a gigabyte.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, purge_step: int | None = None) -> None:
@@ -43,7 +43,7 @@ class EventFile:
         self._writer = RecordWriter(self.path.open("xb"))
         self._add(file_version="brain.Event:2")
         if purge_step is not None:
-            # Readers forget everything from this step on that earlier files of the folder say.
+            # Readers drop all values of earlier files in the folder from this step on.
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._add(step=purge_step, session_log=start)
         self.flush()
@@ -80,7 +80,7 @@ class TensorBoardReporter(Reporter):
     """Scalars of every log, and the arguments and the model's configuration as text.
 
     The folder is `logging_dir`, else the environment's TENSORBOARD_LOGGING_DIR, else runs/<date>_<host> in the output
-    folder. A resumed run continues in its folder, and what was written after the step it resumes from is withdrawn.
+    folder. A resumed run continues in its folder; values after the step it resumes from are marked as outdated.
     """
 
     name: ClassVar[str] = "tensorboard"
@@ -128,7 +128,7 @@ class TensorBoardReporter(Reporter):
             self.writer = None
 
     def state_dict(self) -> dict[str, Any]:
-        # The name alone: the output folder may have moved by the time the run goes on.
+        # The name only: the output folder may have moved when the run resumes.
         return {"run_id": self._run_id, "folder": os.path.basename(self.log_dir) if self.log_dir else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,14 +146,14 @@ class TensorBoardReporter(Reporter):
 
 
 class TensorBoardCallback(ReporterCallback):
-    """Reports to TensorBoard: through `tb_writer` when given one (it stays yours to close), else its own files."""
+    """Reports to TensorBoard: through `tb_writer` if given (the caller closes it), else to its own event files."""
 
     def __init__(self, tb_writer: Writer | None = None, *, reporter: TensorBoardReporter | None = None) -> None:
         super().__init__(reporter or TensorBoardReporter(tb_writer))
 
 
 def choose_log_dir(run: RunInfo, before: str | None = None) -> str:
-    """Where a run writes its event files: the folder asked for, else the one it had before, else a new one."""
+    """The folder of a run's event files: the requested one, else the one used before, else a new one."""
     chosen = tensorboard_folder(run.logging_dir, run.output_dir or "")
     is_asked_for = run.logging_dir or os.environ.get("TENSORBOARD_LOGGING_DIR")
     if before and not is_asked_for:

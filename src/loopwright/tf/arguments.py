@@ -1,6 +1,6 @@
-"""TFTrainingArguments: all shared arguments, and the strategy TensorFlow makes of them.
+"""TFTrainingArguments: all shared arguments, and the tf.distribute strategy they define.
 
-TensorFlow is imported when the strategy is asked for, not before.
+TensorFlow is imported when `strategy` is first read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TFTrainingArguments(KerasTrainingArguments):
         if self.mixed_precision != "no":
             import tensorflow as tf
 
-            _ = tf.keras.__version__  # where tf.keras is tf_keras, this imports it, and the policy is set there too
+            _ = tf.keras.__version__  # imports tf_keras where tf.keras is that, so that its policy is set too
         super().set_precision()
 
     def _setup_strategy(self) -> Any:
@@ -43,7 +43,7 @@ class TFTrainingArguments(KerasTrainingArguments):
         return tf.distribute.OneDeviceStrategy("/gpu:0" if gpus else "/cpu:0")
 
     def _tpu_strategy(self, tf: Any) -> Any:
-        """The strategy of a TPU; a written path that no machine here can run."""
+        """The strategy of a TPU; not tested on one."""
         try:
             resolver = tf.distribute.cluster_resolver.TPUClusterResolver(
                 self.tpu_name, zone=self.tpu_zone, project=self.gcp_project
@@ -52,7 +52,7 @@ class TFTrainingArguments(KerasTrainingArguments):
             tf.tpu.experimental.initialize_tpu_system(resolver)
             return tf.distribute.TPUStrategy(resolver)
         except (ValueError, RuntimeError, tf.errors.OpError) as error:
-            raise RuntimeError(f"Couldn't connect to TPU {self.tpu_name}! {error}") from error
+            raise RuntimeError(f"cannot connect to TPU {self.tpu_name}: {error}") from error
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class TFTrainingArguments(KerasTrainingArguments):
 
     @property
     def local_process_index(self) -> int:
-        """Workers are counted over all machines: TF_CONFIG does not say which ones share one."""
+        """The index over all nodes: TF_CONFIG does not contain which workers share a node."""
         return self.process_index
 
 
@@ -77,4 +77,4 @@ def _cluster() -> dict[str, Any]:
     try:
         return dict(json.loads(text)) if text else {}
     except ValueError as error:
-        raise ArgumentsError(f"the environment variable TF_CONFIG is not JSON: {error}") from None
+        raise ArgumentsError(f"the environment variable TF_CONFIG is not valid JSON: {error}") from None

@@ -1,7 +1,7 @@
-"""Calling a traced function without TensorFlow's own dispatch, which costs more than a small update.
+"""Calling a traced function without TensorFlow's dispatch, which costs more time than a small update.
 
-The tensors of an update are handed over flat. For each structure and shape there is one concrete function; where shapes
-of the same structure differ, the dimensions that do become unknown, so that few functions are traced.
+The tensors of an update are passed as a flat list. There is one concrete function for each structure and shape; if
+shapes of one structure differ, the differing dimensions become unknown, so that few functions are traced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Signature = Any
 
 
 class FlatFunction:
-    """A function of nested arrays and one vector of numbers, traced once for each kind of arguments."""
+    """A function of nested arrays and one vector of numbers, traced once per structure and shape."""
 
     def __init__(self, function: Callable[[Any, Any, bool], Any]) -> None:
         self._function = function
@@ -27,7 +27,7 @@ class FlatFunction:
 
     @property
     def traced(self) -> int:
-        """How many functions have been traced."""
+        """Number of traced functions."""
         return len({id(each) for each in self._exact.values()})
 
     def __call__(self, value: Any, numbers: Any, flag: bool) -> Any:
@@ -58,7 +58,7 @@ class FlatFunction:
 
 
 def _common(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
-    """The spec both tensors fit: dimensions in which they differ are unknown."""
+    """The spec of both tensors: dimensions in which they differ are unknown."""
     if one.dtype != other.dtype or one.shape.rank != other.shape.rank:
         return one
     sizes = [a if a == b else None for a, b in zip(one.shape, other.shape, strict=True)]
@@ -66,7 +66,7 @@ def _common(one: tf.TensorSpec, other: tf.TensorSpec) -> tf.TensorSpec:
 
 
 def signature(value: Any) -> Signature:
-    """The containers of a nested value; equal for values whose leaves go to the same places."""
+    """The containers of a nested value; equal for values of the same structure."""
     if isinstance(value, Mapping):
         return ("dict", *((name, signature(each)) for name, each in value.items()))
     if isinstance(value, (tuple, list)):

@@ -37,8 +37,8 @@ class TFLossStep(LossStep):
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
         """One update on one replica: `features` and `labels` are lists of its micro-batches.
 
-        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
-        (None without it). Gradients are summed over replicas before they are clipped.
+        Returns the loss, the gradient norm before clipping, and whether loss scaling applied the step (None without
+        it). Gradients are summed over replicas before they are clipped.
         """
         batches, loop = self._micro_batches(features, labels)
         found = self.strategy.accumulate(batches, nb_instances_in_global_batch, loop)
@@ -47,7 +47,7 @@ class TFLossStep(LossStep):
     # ---- inside the compiled update ---------------------------------------------------------------------------------
 
     def apply(self, batches: Any, items: Any, loop: bool) -> tuple[Any, Any, Any]:
-        """What one replica does in an update: `apply_gradients`, an override's result made complete."""
+        """One update on one replica: calls `apply_gradients` and adds what an override did not return."""
         self._weights_of = [each[2] for each in batches] if not loop else batches[2]
         self._loops = loop
         features = batches[0] if loop else [each[0] for each in batches]

@@ -1,4 +1,4 @@
-"""What the library uses of a TFTrainer."""
+"""The attributes and methods of a TFTrainer that the library uses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..keras.hooks import KerasHooks
 
 
 class TFHooks(KerasHooks, Protocol):
-    """Of a trainer of Keras models with TensorFlow."""
+    """Protocol of a TFTrainer."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
     def apply_gradients(self, *args: Any, **kwargs: Any) -> Any: ...

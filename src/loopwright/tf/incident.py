@@ -1,4 +1,4 @@
-"""What went wrong in an update whose loss or gradients were not finite, found by running it once more."""
+"""Report on an update with a non-finite loss or gradients, made by running it again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[[HostBatch], tuple[list[Any], Any]]
 
 
 def examine(folder: Path, model: Any, batches: list[HostBatch], run: Run) -> dict[str, Any]:
-    """Losses and norms of the micro-batches run again, which are written down; which gradients went bad."""
+    """Save the micro-batches and run them again; returns losses, gradient norms and non-finite gradients."""
     arrays = {
         f"{number}/{index}": np.asarray(leaf)
         for number, batch in enumerate(batches)
@@ -40,7 +40,7 @@ def examine(folder: Path, model: Any, batches: list[HostBatch], run: Run) -> dic
 
 
 def bad_weights(model: Any) -> list[str]:
-    """Variables that hold something that is not finite."""
+    """Variables with non-finite values."""
     return [name for name, variable in named_variables(list(model.variables)).items() if not _finite(variable)]
 
 

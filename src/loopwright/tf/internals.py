@@ -1,4 +1,4 @@
-"""TFInternals: what is behind a TFTrainer."""
+"""TFInternals: the implementation of TFTrainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TFEvaluation(KerasEvaluation):
         return tf.function(self._predicted, reduce_retracing=True)
 
     def _predicted(self, batches: Any, items: Any) -> tuple[Any, Any, Any]:
-        """Outputs of all replicas here, and loss and items summed over them."""
+        """Outputs of the local replicas, and loss and items summed over replicas."""
         strategy = self.strategy
         step: Any = self.traced_prediction
         step = tf.function(step, jit_compile=True) if strategy.xla else step
@@ -50,7 +50,7 @@ class TFEvaluation(KerasEvaluation):
 
 
 class TFInternals(OldCheckpoints):
-    """Updates and predictions as TensorFlow differentiates and compiles them."""
+    """Updates and predictions, differentiated and compiled by TensorFlow."""
 
     trainer_name = "TFTrainer"
     arguments_class = TFTrainingArguments
@@ -74,6 +74,6 @@ class TFInternals(OldCheckpoints):
             return model
         model = rebuilt(model, self.args.strategy, info.family)
         self.notices.warn_once(
-            "the model was built outside args.strategy.scope(): trainer.model is a copy of it, built inside"
+            "the model was built outside args.strategy.scope(); trainer.model is a copy built inside the scope"
         )
         return model

@@ -1,4 +1,4 @@
-"""Checkpoints of TensorFlow's own kind, which the old trainer wrote: found, loaded, and gone on from."""
+"""Resuming from checkpoints in TensorFlow's format, written by transformers' TFTrainer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..notices import logger
 from .variables import raw
 
 VALUE = ".ATTRIBUTES/VARIABLE_VALUE"
-"""How TensorFlow's own checkpoints end the name of a variable."""
+"""Suffix of a variable's name in a TensorFlow checkpoint."""
 
 
 class OldCheckpoints(KerasInternals):
-    """Going on from a folder of the old trainer."""
+    """Resuming from a folder of transformers' TFTrainer."""
 
     _old_checkpoint: str | None = None
 
@@ -40,7 +40,7 @@ class OldCheckpoints(KerasInternals):
             self._resume_old(self._old_checkpoint)
 
     def _resume_old(self, prefix: str) -> None:
-        """Go on from a folder of the old trainer: weights, optimizer and the number of updates; the rest is guessed."""
+        """Restore weights, optimizer and number of updates; compute the data position from that number."""
         step = restore_old(prefix, self.model, self.trainer.optimizer)
         plan = self.run.plan
         self.state.global_step = self.run.progress.last_logged_step = step
@@ -52,13 +52,13 @@ class OldCheckpoints(KerasInternals):
         for _ in range(step):
             self.trainer.lr_scheduler.step()
         self.notices.warn_once(
-            f"{prefix} is a checkpoint of TensorFlow's own kind: it says nothing about data and random numbers, so "
-            f"the run goes on at step {step} with the order of epoch {self.run.progress.epoch}"
+            f"{prefix} is a TensorFlow checkpoint without data position and RNG state: training resumes at step "
+            f"{step}, with the data order of epoch {self.run.progress.epoch}"
         )
 
 
 def old_checkpoint(place: Any) -> str | None:
-    """The newest checkpoint of TensorFlow's own kind at a path: a CheckpointManager's folder, or a prefix in it."""
+    """The newest TensorFlow checkpoint at a path: a folder of tf.train.CheckpointManager, or a prefix in it."""
     if not isinstance(place, (str, os.PathLike)):
         return None
     text = os.fspath(place)
@@ -70,14 +70,14 @@ def old_checkpoint(place: Any) -> str | None:
 
 
 def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
-    """Load what the old trainer saved (`optimizer` and `model`); returns the updates it had done."""
+    """Load `optimizer` and `model` of such a checkpoint; returns its number of updates."""
     saved = {name for name, _ in tf.train.list_variables(prefix)}
     try:
         tf.train.Checkpoint(model=model).restore(prefix).assert_existing_objects_matched()
     except (AssertionError, ValueError) as error:
         raise CheckpointError(
-            f"{prefix} does not fit the model ({str(error).splitlines()[0]}). Weights of tf_keras models load into "
-            "tf_keras models (TF_USE_LEGACY_KERAS=1)"
+            f"{prefix} does not match the model ({str(error).splitlines()[0]}). Load weights of a tf_keras model "
+            "into a tf_keras model (TF_USE_LEGACY_KERAS=1)"
         ) from error
     if any(".OPTIMIZER_SLOT/optimizer/" in name for name in saved):
         _restore_slots(prefix, saved, model, optimizer)
@@ -89,12 +89,12 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
             step = int(tf.train.load_variable(prefix, key))
             optimizer.iterations.assign(step)
             return step
-    logger.warning(f"{prefix} does not say how many updates it had done: the run counts from 0")
+    logger.warning(f"{prefix} does not contain the number of updates: counting starts at 0")
     return 0
 
 
 def _restore_slots(prefix: str, saved: set[str], model: Any, optimizer: Any) -> None:
-    """Adam's moments as the optimizers before Keras 2.11 wrote them: beside the variables they belong to."""
+    """Load Adam's moments in the format before Keras 2.11: stored next to their variables."""
     moments = {"m": getattr(optimizer, "_momentums", None), "v": getattr(optimizer, "_velocities", None)}
     keys = _checkpoint_keys(model)
     for index, variable in enumerate(model.trainable_variables):
@@ -105,9 +105,9 @@ def _restore_slots(prefix: str, saved: set[str], model: Any, optimizer: Any) -> 
 
 
 def _checkpoint_keys(model: Any) -> dict[int, str]:
-    """Where a checkpoint of TensorFlow's own kind keeps each variable of a model, by the variable's id."""
+    """The key of each variable of a model in a TensorFlow checkpoint, by the variable's id."""
     from tensorflow.python.checkpoint.graph_view import ObjectGraphView
 
-    root = tf.train.Checkpoint(model=model)  # the view holds it weakly
+    root = tf.train.Checkpoint(model=model)  # the view has only a weak reference
     objects, paths = ObjectGraphView(root).breadth_first_traversal()
     return {id(each): "/".join(reference.name for reference in paths[each]) for each in objects}

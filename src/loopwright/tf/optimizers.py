@@ -1,4 +1,4 @@
-"""What `optimization_tf` of transformers had: optimizers, a schedule and a gradient accumulator."""
+"""Replacements for transformers' `optimization_tf`: optimizers, a schedule and a gradient accumulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..keras.models import variable_name
 
 
 class WarmUp(tf.keras.optimizers.schedules.LearningRateSchedule):
-    """Rises to a learning rate over the first updates, then follows another schedule."""
+    """Linear warmup to a learning rate, then another schedule."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class WarmUp(tf.keras.optimizers.schedules.LearningRateSchedule):
 
 
 class AdamWeightDecay(tf.keras.optimizers.Adam):
-    """Adam with decoupled weight decay on the variables that patterns choose by name."""
+    """Adam with decoupled weight decay on the variables selected by name patterns."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class AdamWeightDecay(tf.keras.optimizers.Adam):
         name: str = "AdamWeightDecay",
         **kwargs: Any,
     ) -> None:
-        kwargs.pop("weight_decay", None)  # what Keras's own get_config adds
+        kwargs.pop("weight_decay", None)  # added by Keras's get_config
         super().__init__(
             learning_rate=learning_rate, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, amsgrad=amsgrad,
             weight_decay=weight_decay_rate or None, name=name, **kwargs,
@@ -105,7 +105,7 @@ def create_optimizer(
     power: float = 1.0,
     include_in_weight_decay: list[str] | None = None,
 ) -> tuple[Any, Any]:
-    """An Adam (with weight decay where asked for) and its schedule: warm-up, then a polynomial descent."""
+    """Adam, with weight decay if requested, and its schedule: warmup, then polynomial decay."""
     schedule: Any = tf.keras.optimizers.schedules.PolynomialDecay(
         initial_learning_rate=init_lr,
         decay_steps=max(num_train_steps - num_warmup_steps, 1),
@@ -126,7 +126,7 @@ def create_optimizer(
 
 
 class GradientAccumulator:
-    """Adds up gradients call by call, on every replica for itself."""
+    """Accumulates gradients over calls, separately on every replica."""
 
     def __init__(self) -> None:
         self._gradients: list[Any] = []
@@ -134,7 +134,7 @@ class GradientAccumulator:
 
     @property
     def step(self) -> Any:
-        """How many times gradients were added since the last reset."""
+        """Number of calls since the last reset."""
         if self._steps is None:
             self._steps = _local_variable(tf.constant(0, tf.int64))
         return self._steps.value() if callable(self._steps.value) else self._steps.value
@@ -143,7 +143,7 @@ class GradientAccumulator:
     def gradients(self) -> list[Any]:
         """The sums so far."""
         if not self._gradients:
-            raise ValueError("the accumulator holds nothing yet: call it with gradients first")
+            raise ValueError("the accumulator is empty; call it with gradients first")
         return [None if each is None else tf.convert_to_tensor(each) for each in self._gradients]
 
     def __call__(self, gradients: Iterable[Any]) -> None:
@@ -154,14 +154,14 @@ class GradientAccumulator:
             zeros = [None if each is None else tf.zeros_like(each) for each in gradients]
             self._gradients = [None if each is None else _local_variable(each) for each in zeros]
         if len(gradients) != len(self._gradients):
-            raise ValueError(f"{len(gradients)} gradients cannot be added to {len(self._gradients)}")
+            raise ValueError(f"expected {len(self._gradients)} gradients, got {len(gradients)}")
         for total, gradient in zip(self._gradients, gradients, strict=True):
             if total is not None and gradient is not None:
                 total.assign_add(tf.convert_to_tensor(gradient))
         self._steps.assign_add(1)
 
     def reset(self) -> None:
-        """Back to zero, on this replica."""
+        """Set the sums to zero, on this replica."""
         if self._steps is not None:
             self._steps.assign(0)
         for total in self._gradients:
@@ -170,7 +170,7 @@ class GradientAccumulator:
 
 
 def _local_variable(value: Any) -> Any:
-    """A variable that every replica has for itself."""
+    """A variable with a separate value on every replica."""
     return tf.Variable(
         value, trainable=False, synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,

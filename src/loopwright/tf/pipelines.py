@@ -1,4 +1,4 @@
-"""tf.data pipelines as sources of batches; put back by the iterator's own state, or by reading again what was read."""
+"""tf.data pipelines as sources of batches; restored from the iterator's state, or by skipping batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..keras.host_batch import HostBatch
 from ..keras.sources import Finish, Skipping, Source
 
 LARGEST_BUFFER = 100_000
-"""Samples a shuffle of an unbatched tf.data pipeline holds at most."""
+"""Maximum size of the shuffle buffer of an unbatched tf.data pipeline."""
 
 
 class TFDataSource(Source):
@@ -37,7 +37,7 @@ class TFDataSource(Source):
         self._seed, self._batched = shuffle_seed, batched
         self._iterator: Any = None
         self.cannot_save: str | None = None
-        """Why TensorFlow could not save the iterator, once it was asked to."""
+        """Why TensorFlow could not save the iterator, after a failed attempt."""
         known = int(dataset.cardinality())
         if known >= 0:
             self.batches = known if batched else (known // size if drop_last else -(-known // size))
@@ -72,7 +72,7 @@ class TFDataSource(Source):
             yield self._finish(element)
 
     def _put_back(self, state: Any) -> bool:
-        """Load the iterator's own state; returns whether it could be."""
+        """Restore the iterator's state; returns whether that succeeded."""
         if state is None:
             return False
         try:
@@ -100,7 +100,7 @@ def _is_ragged(dataset: Any) -> bool:
 
 
 def _padding(spec: Any) -> Any:
-    """0 for features; -100, which no loss counts, for integer labels."""
+    """Padding values: 0 for features; -100, which losses ignore, for integer labels."""
 
     def zero(each: Any) -> Any:
         return tf.constant("" if each.dtype == tf.string else 0, each.dtype)

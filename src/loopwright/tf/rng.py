@@ -1,4 +1,4 @@
-"""Random numbers under TensorFlow: its own generator beside those of Python, numpy and Keras."""
+"""Random states with TensorFlow: its global generator, in addition to those of Python, numpy and Keras."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..keras.rng import RandomStreams
 
 
 class TFStreams(RandomStreams):
-    """The streams of Python, numpy, TensorFlow and Keras."""
+    """The random streams of Python, numpy, TensorFlow and Keras."""
 
     name = "tensorflow"
 
     def seed(self, seed: int, *, deterministic: bool = False) -> None:
         super().seed(seed)
         tf.random.set_seed(seed)
-        tf.random.set_global_generator(tf.random.Generator.from_seed(seed))  # else it starts anywhere
+        tf.random.set_global_generator(tf.random.Generator.from_seed(seed))  # otherwise its seed is random
         if deterministic:
             tf.config.experimental.enable_op_determinism()
 

@@ -1,4 +1,4 @@
-"""Where TensorFlow computes: one compiled update on one device or on the replicas of a tf.distribute strategy.
+"""The TensorFlow strategy: one compiled update on one device or on the replicas of a tf.distribute strategy.
 
 An update is one call of a `tf.function`: forward and backward of all its micro-batches, the sum over replicas,
 clipping, the optimizer step.
@@ -21,11 +21,11 @@ from .rng import TFStreams
 from .variables import raw
 
 MicroGradients = Callable[[Any, Any, Any, Any], tuple[list[Any], Any, Any]]
-"""(features, labels, row weights, items of the update) -> gradients, their loss and the items it is a sum over."""
+"""(features, labels, row weights, items of the update) -> gradients, loss and number of items."""
 
 
 class TFStrategy(KerasStrategy):
-    """Carries out updates with TensorFlow."""
+    """Runs updates with TensorFlow."""
 
     def __init__(self, distribution: Any, *, apply: Callable[..., Any], rank: int, world_size: int, xla: bool) -> None:
         devices = [*tf.config.list_logical_devices("GPU"), *tf.config.list_logical_devices("TPU")]
@@ -46,7 +46,7 @@ class TFStrategy(KerasStrategy):
     # ---- setting up -------------------------------------------------------------------------------------------------
 
     def scope(self) -> Any:
-        """Where variables have to be made: on one device they may be made anywhere."""
+        """The scope in which variables must be created; a null context on one device."""
         return self.distribution.scope() if self.spreads else nullcontext()
 
     def setup_model(self, model: Any) -> Any:
@@ -72,7 +72,7 @@ class TFStrategy(KerasStrategy):
         if rules.veto == "raise":
             with self.scope():
                 self._broken = tf.Variable(False, trainable=False)
-        # Values of several replicas are no plain tensors: only TensorFlow's own dispatch takes them.
+        # Values of several replicas are not plain tensors: only TensorFlow's dispatch accepts them.
         spread = tf.function(self._update, reduce_retracing=True) if self.spreads else None
         self._compiled = spread or FlatFunction(self._update)
 
@@ -95,14 +95,14 @@ class TFStrategy(KerasStrategy):
         return loss
 
     def padded(self, batch: HostBatch, full: int) -> HostBatch:
-        """The batch with at least one row for each replica; with XLA, which compiles each shape anew, a full one."""
+        """The batch padded to at least one row per replica; to full size with XLA, which compiles for each shape."""
         rows = max(batch.padded_rows, self.replicas, full if self.xla else 0)
-        if self.world_size > 1:  # what is gathered from workers must be of one size
+        if self.world_size > 1:  # all-gather needs equal sizes on all workers
             rows = -(-rows // self.replicas) * self.replicas
         return pad_rows(batch, rows)
 
     def placed(self, batches: list[HostBatch], *, loop: bool = False) -> Any:
-        """Features, labels and row weights of each micro-batch, or of all in one stack, for the replicas here."""
+        """Features, labels and row weights for the local replicas: per micro-batch, or stacked."""
         weighed = self.xla or any(batch.padded_rows > batch.rows for batch in batches)
         whole = [(batch.features, batch.labels, row_weights(batch) if weighed else None) for batch in batches]
         if loop:
@@ -125,7 +125,7 @@ class TFStrategy(KerasStrategy):
         return mapped(divided, whole)
 
     def _update(self, batches: Any, numbers: Any, loop: bool) -> Any:
-        """The compiled update, in no replica's context; `numbers` are its items and its learning rate."""
+        """The compiled update, in cross-replica context; `numbers` are its items and its learning rate."""
         items = numbers[0]
         if self.learning_rate is not None:
             self.optimizer.learning_rate.assign(numbers[1])
@@ -138,7 +138,7 @@ class TFStrategy(KerasStrategy):
         return first(loss)[0], None if norm is None else first(norm)[0], None if moved is None else first(moved)[0]
 
     def _average_states(self) -> None:
-        """Keep what replicas collect for themselves (moving means) the same everywhere."""
+        """Average non-trainable statistics (moving means) over replicas."""
         for variable in map(raw, self._states):
             mean = self.distribution.reduce("MEAN", variable, axis=None)
             self.distribution.extended.update(variable, lambda each, value: each.assign(value), args=(mean,))
@@ -156,7 +156,7 @@ class TFStrategy(KerasStrategy):
         return total
 
     def _loop(self, batches: Any, items: Any) -> tuple[list[Any], Any, Any]:
-        """One loop over stacked micro-batches: the graph holds the model once, however many there are."""
+        """One loop over stacked micro-batches: the graph contains the model once, for any number of them."""
         count = tf.shape(tf.nest.flatten(batches[0])[0])[0]
         has_items = []
 
@@ -173,7 +173,7 @@ class TFStrategy(KerasStrategy):
         return gradients, loss, summed if all(has_items) else None
 
     def finish(self, gradients: list[Any], loss: Any, summed: Any, items: Any) -> tuple[Any, Any, Any]:
-        """Sum over replicas, divide by the items, clip, step; returns loss, norm and whether the weights moved."""
+        """Sum over replicas, divide by the items, clip, step; returns loss, norm and whether the step was applied."""
         if self.spreads:
             gradients, loss, summed = self._all_reduced(gradients, loss, summed)
         scale = tf.constant(1.0) if summed is None else items / tf.maximum(summed, 1.0)
@@ -182,7 +182,7 @@ class TFStrategy(KerasStrategy):
             scale = scale / tf.cast(self._loss_scale(), tf.float32)
         norm = tf.linalg.global_norm(gradients) * scale
         if self.rules.max_norm:
-            # torch's formula, so that both frameworks take the same step.
+            # torch's formula, so that both frameworks clip equally.
             scale = scale * tf.minimum(1.0, self.rules.max_norm / (norm + 1e-6))
         if self.scales:
             scale = scale * tf.cast(self._loss_scale(), tf.float32)
@@ -199,7 +199,7 @@ class TFStrategy(KerasStrategy):
         return gradients, loss, None if summed is None else total
 
     def _step(self, gradients: list[Any], loss: Any, norm: Any) -> Any:
-        """Step the optimizer, unless loss or gradients are not finite and that matters; returns whether it moved."""
+        """Step the optimizer unless a non-finite update must be skipped; returns whether the step was applied."""
         if self.rules.veto == "continue":
             self._optimize(gradients)
             return tf.math.is_finite(norm) if self.scales else None
@@ -215,7 +215,7 @@ class TFStrategy(KerasStrategy):
             self._note_broken(fine)
             return
 
-        # A condition around an optimizer that talks to the other replicas has to stand outside of them.
+        # A condition around an optimizer that communicates between replicas must be in cross-replica context.
         def between_replicas(distribution: Any, fine: Any, gradients: Any) -> None:
             agreed = distribution.experimental_local_results(fine)[0]
 
@@ -241,7 +241,7 @@ class TFStrategy(KerasStrategy):
         if self.is_legacy_optimizer:
             self.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
             return
-        # Keras adds the gradients of the replicas up once more: each hands in its part of what is already the sum.
+        # Keras sums the gradients over replicas again, so each replica passes its fraction of the existing sum.
         parts = [gradient / self.replicas for gradient in gradients] if self.spreads else gradients
         self.optimizer.apply(parts, self.trained)
 
@@ -263,14 +263,14 @@ class TFStrategy(KerasStrategy):
         return np.concatenate([as_host(part) for part in self.distribution.experimental_local_results(leaf)])
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any worker says so."""
+        """Whether the flag is set on any worker."""
         if self.world_size == 1:
             return flag
         total = self.distribution.reduce("SUM", self._everywhere(np.float32(flag)), axis=None)
         return float(total) > 0
 
     def barrier(self) -> None:
-        """Until every worker is here."""
+        """Wait for every worker."""
         if self.world_size > 1:
             self.any_rank(False)
 

@@ -1,4 +1,4 @@
-"""What is logged, through a tf.summary writer the user made."""
+"""Logging to a tf.summary writer created by the user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SummaryWriterCallback(TrainerCallback):
-    """Writes what is logged through a tf.summary writer the user made."""
+    """Writes logs to a tf.summary writer created by the user."""
 
     def __init__(self, writer: Any) -> None:
         self.writer = writer

@@ -1,4 +1,4 @@
-"""TFTrainer: what it adds to everything a trainer of Keras models has (`keras/trainer.py`)."""
+"""TFTrainer: the methods it adds to KerasTrainer (`keras/trainer.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .internals import TFInternals
 
 
 class TFTrainer(KerasTrainer):
-    """Trains, evaluates and saves any Keras model with TensorFlow, and the TensorFlow models transformers had."""
+    """Trains, evaluates and saves any Keras model with TensorFlow, and the TensorFlow models of older transformers."""
 
     _loopwright: TFInternals
     _loopwright_class: ClassVar[type[KerasInternals]] = TFInternals
@@ -24,7 +24,7 @@ class TFTrainer(KerasTrainer):
     def apply_gradients(self, features: Any, labels: Any, nb_instances_in_global_batch: Any) -> Any:
         """One update on one replica: `features` and `labels` are lists of its micro-batches.
 
-        Returns the loss, the norm of the gradients before clipping, and whether loss scaling let the step through
-        (None without it). Gradients are summed over replicas before they are clipped.
+        Returns the loss, the gradient norm before clipping, and whether loss scaling applied the step (None without
+        it). Gradients are summed over replicas before they are clipped.
         """
         return self._loopwright.loss.apply_gradients(features, labels, nb_instances_in_global_batch)

@@ -1,4 +1,4 @@
-"""Variables as TensorFlow holds them, and models whose variables belong to a tf.distribute strategy."""
+"""TensorFlow variables, and rebuilding models in the scope of a tf.distribute strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def in_scope(model: Any, distribution: tf.distribute.Strategy) -> bool:
 
 
 def rebuilt(model: Any, distribution: tf.distribute.Strategy, family: Any) -> Any:
-    """The same model with the same weights, made inside the strategy's scope."""
+    """A copy of the model with the same weights, built inside the strategy's scope."""
     try:
         values = [tf.convert_to_tensor(variable).numpy() for variable in model.variables]
         with distribution.scope():
@@ -33,10 +33,10 @@ def rebuilt(model: Any, distribution: tf.distribute.Strategy, family: Any) -> An
                 fresh.build_from_config(model.get_build_config())
             for variable, value in zip(fresh.variables, values, strict=True):
                 variable.assign(value)
-    except Exception as error:  # a model's own get_config and build may raise anything
+    except Exception as error:  # a model's get_config and build may raise any exception
         raise ModelError(
-            f"the model was built outside args.strategy.scope() and cannot be built again inside it ({error}). Build "
-            "it there (with args.strategy.scope(): model = ...), or give model_init="
+            f"the model was built outside args.strategy.scope() and cannot be rebuilt inside it ({error}). Build it "
+            "inside (with args.strategy.scope(): model = ...), or pass model_init="
         ) from error
     return fresh
 

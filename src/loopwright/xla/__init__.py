@@ -1,4 +1,4 @@
-"""Lazy torch_xla: operations are noted, and computed by one compiled graph at the end of a step."""
+"""Lazy torch_xla: operations are recorded and run as one compiled graph at the end of a step."""
 
 from __future__ import annotations
 

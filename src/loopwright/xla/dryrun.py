@@ -1,7 +1,7 @@
 """A trainer's training step, compiled for TPUs without a TPU: whether it fits, and what it contains.
 
-torchax shows torch's operations to JAX, and libtpu's compiler translates what JAX has seen for a described topology.
-Nothing is computed, neither here nor on a TPU: shapes are all that is needed of weights and batches.
+torchax converts torch's operations to JAX, and libtpu's compiler compiles the traced step for a given topology.
+Nothing is computed, neither here nor on a TPU: only the shapes of weights and batches are needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .tracing import noting
 
 GIB = 2**30
 SHORTER = {torch.int64: torch.int32, torch.float64: torch.float32, torch.complex128: torch.complex64}
-"""TPUs have no 64-bit numbers; JAX takes the shorter ones."""
+"""TPUs have no 64-bit dtypes; JAX uses the 32-bit ones."""
 UNSPLIT: dict[str, tuple[Any, ...]] = {
     "fsdp": (None, "", False, []),
     "deepspeed": (None,),
@@ -37,7 +37,7 @@ UNSPLIT: dict[str, tuple[Any, ...]] = {
     "xla_spmd": (None, "data"),
     "tensor_parallel_size": (1,),
 }
-"""Arguments with the values that leave weights whole."""
+"""Arguments with the values that do not shard weights."""
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 QUIET = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -46,18 +46,18 @@ QUIET = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_PLATFORMS": "cpu",
 }
-"""So that libtpu looks for no machine, other processes may compile as well, and JAX itself stays on the CPU."""
+"""Environment: libtpu does not search for a TPU, several processes may compile, and JAX runs on the CPU."""
 
 
 class Step(NamedTuple):
-    """A training step as a function for JAX, and what it is called with, as shapes."""
+    """A training step as a JAX function, and the shapes of its arguments."""
 
     function: Callable[..., Any]
     weights: dict[str, Any]
     frozen: dict[str, Any]
     moments: dict[str, dict[str, Any]]
     batch: dict[str, Any]
-    """Inputs with a row for each sample, which the chips divide among themselves."""
+    """Inputs with one row per sample, sharded across chips."""
     shared: dict[str, Any]
 
 
@@ -65,20 +65,20 @@ class Step(NamedTuple):
 
 
 def import_torchax() -> Any:
-    """The module torchax, imported once; to be called after the trainer was made, since it adds a device to torch."""
+    """Import torchax once. Call it after the trainer was created, since it registers a device in torch."""
     os.environ.update(QUIET)
     with _removed_overloads():
         import torchax
 
-        torchax.default_env()  # which reads its tables
+        torchax.default_env()  # loads its tables of operations
     _mend_autocast(torchax.amp)
     return torchax
 
 
 def _mend_autocast(amp: Any) -> None:
-    """Let autocast reach what torchax 0.0.13 translates as whole functions, a linear layer above all.
+    """Make autocast apply to functions that torchax 0.0.13 converts as a whole, such as linear layers.
 
-    Its rule for operations on lists (torch.cat) fails; JAX itself takes the wider of two formats there.
+    Its rule for operations on lists (torch.cat) fails; JAX uses the wider of two dtypes there.
     """
     policy, rules = amp.autocast_policy, amp.CastPolicy
     for operation in [each for each, rule in policy.items() if rule is rules.PROMOTE]:
@@ -89,10 +89,10 @@ def _mend_autocast(amp: Any) -> None:
 
 @contextmanager
 def _removed_overloads() -> Iterator[None]:
-    """Inside, overloads that torch no longer has can be named.
+    """Context manager: access to overloads that torch no longer has does not fail.
 
-    torchax 0.0.13 lists operations of named tensors in its tables, and torch 2.13 has none of them left; nobody calls
-    them.
+    The tables of torchax 0.0.13 contain operations of named tensors, which torch 2.13 has removed; they are never
+    called.
     """
     packet = torch._ops.OpOverloadPacket
     original = packet.__getattr__
@@ -116,7 +116,7 @@ def _removed_overloads() -> Iterator[None]:
 
 
 class _Loss(nn.Module):
-    """The trainer's loss as a module, so that all of the model's tensors can be exchanged while it is computed."""
+    """The trainer's loss as a module, so that all tensors of the model can be replaced while it is computed."""
 
     def __init__(self, model: nn.Module, compute: Callable[..., Any], items: int | None) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class _Loss(nn.Module):
 
 
 def first_batch(trainer: Any) -> dict[str, Any]:
-    """The first batch of the training data, as the trainer's own loader makes it."""
+    """The first training batch, from the trainer's data loader."""
     batch = next(iter(trainer.get_train_dataloader()), None)
     if not isinstance(batch, Mapping):
         raise ArgumentsError(
@@ -138,7 +138,7 @@ def first_batch(trainer: Any) -> dict[str, Any]:
 
 
 def left_out(args: TrainingArguments) -> list[str]:
-    """What of the arguments is no part of the dry run; raises where nothing sensible can be compiled."""
+    """Notes on arguments that the dry run ignores; raises if the step cannot be compiled."""
     if args.fp16:
         raise ArgumentsError("fp16=True: loss scaling is not compiled for TPUs; use bf16=True")
     notes = []
@@ -158,7 +158,7 @@ def left_out(args: TrainingArguments) -> list[str]:
 
 
 def adamw_options(trainer: Any) -> dict[str, dict[str, Any]]:
-    """The options of each trained parameter, from the optimizer the trainer makes; only AdamW can be compiled."""
+    """The options of each trained parameter, from the trainer's optimizer; only AdamW is supported."""
     check_trainable(trainer.model)
     optimizer = trainer.create_optimizer()
     optimizer = trainer.optimizer if optimizer is None else optimizer
@@ -191,7 +191,7 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
         return jax.ShapeDtypeStruct((sizes[0] * times, *sizes[1:]) if times > 1 else sizes, kind)
 
     def held(tensor: Tensor) -> Any:
-        """A tensor of the model, in the format that training gives it."""
+        """A tensor of the model, in its training dtype."""
         return shape(tensor.to("meta", torch.bfloat16) if narrow and tensor.is_floating_point() else tensor)
 
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -213,7 +213,7 @@ def build_step(trainer: Any, batch: dict[str, Any], chips: int) -> Step:
 
 
 def rows_of(batch: Mapping[str, Any]) -> int:
-    """The rows of a batch: the first size of its first tensor."""
+    """The number of rows of a batch: the first dimension of its first tensor."""
     return next((value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()), 0)
 
 
@@ -222,7 +222,7 @@ def _is_per_row(value: Tensor, rows: int) -> bool:
 
 
 def _loss_function(loss: _Loss, others: dict[str, Any], args: TrainingArguments) -> Callable[..., Any]:
-    """The loss for JAX: from weights, frozen tensors, inputs and a random key to the number and changed buffers."""
+    """The loss as a JAX function of weights, frozen tensors, inputs and a random key; returns loss and buffers."""
     import torchax
     from torchax.interop import torch_view
 
@@ -231,7 +231,7 @@ def _loss_function(loss: _Loss, others: dict[str, Any], args: TrainingArguments)
 
     def compute(weights: Any, frozen: Any, inputs: Any, key: Any) -> tuple[Any, Any]:
         tensors = torch_view({f"model.{name}": array for name, array in {**weights, **frozen}.items()})
-        # What a loss makes itself (class weights, positions) is to be seen as well: hence the default device.
+        # The default device makes JAX trace tensors that the loss creates (class weights, positions).
         with env, env.override_property(prng=key, autocast_dtype=half), torch.device("jax"), noting(nullcontext()):
             found = torch.func.functional_call(loss, tensors, ({**others, **torch_view(inputs)},))
             number = found.float().jax()
@@ -241,7 +241,7 @@ def _loss_function(loss: _Loss, others: dict[str, Any], args: TrainingArguments)
 
 
 def _training_step(loss_of: Callable[..., Any], options: dict[str, dict[str, Any]], max_norm: float) -> Callable:
-    """The whole update; the learning rate comes from outside, as schedules do."""
+    """The whole update; the learning rate is an argument, because schedules change it."""
     import jax
     import jax.numpy as jnp
 
@@ -259,7 +259,7 @@ def _training_step(loss_of: Callable[..., Any], options: dict[str, dict[str, Any
 
 
 def _adamw(weight: Any, grad: Any, moments: Any, count: Any, rate: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    """One weight's update as torch's AdamW computes it."""
+    """The AdamW update of one weight, as in torch."""
     import jax.numpy as jnp
 
     one, two = options["betas"]
@@ -275,7 +275,7 @@ def _adamw(weight: Any, grad: Any, moments: Any, count: Any, rate: Any, options:
 
 
 def dry_run(trainer: Any, topologies: Sequence[Topology]) -> dict[str, Any]:
-    """What was compiled, and what came of it on each topology."""
+    """The report: what was compiled, and the result for each topology."""
     args, model = trainer.args, trainer.model
     notes = left_out(args)
     batch = first_batch(trainer)
@@ -301,7 +301,7 @@ def _bf16_weights(args: TrainingArguments) -> bool:
 
 
 def compile_for(trainer: Any, batch: dict[str, Any], topology: Topology) -> dict[str, Any]:
-    """Compile the step for a topology and say what came of it."""
+    """Compile the step for a topology; returns memory and operations, or the error."""
     started = time.perf_counter()
     lowered = _lower(trainer, batch, topology)
     report: dict[str, Any] = {
@@ -309,13 +309,13 @@ def compile_for(trainer: Any, batch: dict[str, Any], topology: Topology) -> dict
     }  # fmt: skip
     try:
         compiled = lowered.compile()
-    except Exception as error:  # too little memory, or whatever else the compiler says: it is the report
+    except Exception as error:  # out of memory or any other compiler error is part of the report
         return {**report, **_failure(error), "seconds": time.perf_counter() - started}
     return {**report, **_contents(compiled, report["hbm_bytes"]), "seconds": time.perf_counter() - started}
 
 
 def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
-    """The step as JAX sees it, with every chip holding all weights and its own rows."""
+    """The lowered step: weights are replicated on every chip, rows are sharded."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -325,7 +325,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         found = topologies.get_topology_desc(
             platform="tpu", topology_name=topology.name, chips_per_host_bounds=topology.host_bounds
         )
-    except Exception as error:  # what JAX raises here has no public class in every version
+    except Exception as error:  # JAX has no public exception class for this in every version
         kind = ArgumentsError if "INVALID_ARGUMENT" in str(error) else NotAvailable
         raise kind(f"--topology {topology.name}: libtpu cannot describe it: {_first_line(error)}") from error
     step = build_step(trainer, batch, len(found.devices))
@@ -345,7 +345,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
         )  # fmt: skip
     except LoopwrightError:
         raise
-    except Exception as error:  # tracing runs the user's model through two other libraries
+    except Exception as error:  # tracing runs the user's model in two other libraries
         raise NotAvailable(
             f"the dry run cannot trace {type(trainer.model).__name__}{_place_of(error)}: {type(error).__name__}: "
             f"{_first_line(error)}. It traces the model through torchax and JAX, as shapes without values; this does "
@@ -356,7 +356,7 @@ def _lower(trainer: Any, batch: dict[str, Any], topology: Topology) -> Any:
 def _contents(compiled: Any, hbm: int) -> dict[str, Any]:
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-    # Weights and moments are written over: what is new among the results is a loss and a counter.
+    # Weights and moments are updated in place: the only new results are a loss and a counter.
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     program = memory.generated_code_size_in_bytes
     total = arguments + temporaries + results + program
@@ -370,13 +370,13 @@ def _contents(compiled: Any, hbm: int) -> dict[str, Any]:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """A step that the compiler gave up on: too large, or something it cannot do."""
+    """The result of a failed compilation: out of memory, or an unsupported operation."""
     text = str(error)
     return {"fits": False, "too_large": "RESOURCE_EXHAUSTED" in text or "Ran out of memory" in text, "error": text}
 
 
 def _place_of(error: Exception) -> str:
-    """Where in code outside the compilers the error came up."""
+    """The place of the error in code outside the compilers."""
     packages = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in ("jax", "torch", "torchax"))
     own = os.path.dirname(os.path.dirname(__file__))
     frames = [

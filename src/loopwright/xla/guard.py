@@ -1,4 +1,4 @@
-"""Which graphs were compiled, and what changed when an unexpected one was."""
+"""Counting compiled graphs, and finding which input caused an unexpected one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 EXPECTED = 3
-"""Graphs a run cannot do without: a step of training, one of evaluation, and one more while the loss is found out."""
+"""Graphs of a normal run: a training step, an evaluation step, and one more while the loss kind is inferred."""
 
 Signature = dict[str, tuple[Any, ...]]
 
 
 class ShapeGuard:
-    """Counts graphs and remembers the shapes of inputs, so that a new graph can be put down to what changed."""
+    """Counts graphs and records input shapes, to report which change caused a new graph."""
 
     def __init__(self, count: Callable[[], int], *, allowed: int | None) -> None:
         self._count, self._allowed = count, allowed
@@ -35,7 +35,7 @@ class ShapeGuard:
         return self.graphs
 
     def saw(self, batch: Any) -> None:
-        """A batch goes to the device: note its shapes, and what is new about them."""
+        """Record the shapes of a batch that is copied to the device, and what changed."""
         if not isinstance(batch, Mapping):
             return
         now = {name: (*value.shape, str(value.dtype)) for name, value in batch.items() if isinstance(value, Tensor)}
@@ -45,7 +45,7 @@ class ShapeGuard:
         self._last = now
 
     def check(self) -> None:
-        """Say, once, that more graphs were compiled than allowed, and which input changed; an error in strict mode."""
+        """Warn once if more graphs were compiled than allowed, with the input that changed; an error in strict mode."""
         if self._allowed is None or self._told or self.tell is None:
             return
         again = self.graphs - EXPECTED
@@ -61,7 +61,7 @@ class ShapeGuard:
 
 
 def difference(before: Signature, now: Signature) -> str:
-    """What is different between the inputs of two batches, in words."""
+    """The difference between the inputs of two batches, as text."""
     parts = []
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)

@@ -1,4 +1,4 @@
-"""SPMD: one process drives all devices as one, and annotations say how tensors are sharded across them."""
+"""SPMD: one process drives all devices, and annotations define how tensors are sharded across them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DATA, MODEL = "data", "model"
 
 STYLES = {"colwise": 0, "colwise_rep": 0, "colwise_gather_output": 0, "embedding_rowwise": 0,
           "rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1}  # fmt: skip
-"""Names of styles in a plan, and the dimension of the weight they split."""
+"""Styles of a tensor parallel plan, and the dimension of the weight that each splits."""
 
 
 class MeshLayout:
-    """How the tensors of a run lie on a mesh of devices: batches by rows, weights whole, in pieces, or by a plan."""
+    """The layout of tensors on a mesh: batches by rows; weights replicated, sharded (FSDP) or split by a plan."""
 
     def __init__(self, devices: int, *, shards: bool = False, tensor: int = 1, plan: Mapping[str, str] | None = None):
         import torch_xla.distributed.spmd as xs
@@ -37,7 +37,7 @@ class MeshLayout:
 
     @classmethod
     def of(cls, args: BaseArguments) -> Self | None:
-        """The layout these arguments ask for; None when one device computes alone."""
+        """The layout of these arguments; None with one device."""
         spread = getattr(args, "xla_spmd", None)
         tensor = getattr(args, "tensor_parallel_size", 1)
         if spread is None and tensor == 1:
@@ -48,7 +48,7 @@ class MeshLayout:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def spread(self, model: nn.Module) -> None:
-        """Mark every parameter with its place on the mesh."""
+        """Annotate every parameter with its sharding."""
         splits = self._split_by_plan(model) if self.tensor > 1 else {}
         for name, parameter in model.named_parameters():
             split = splits.get(name)
@@ -60,7 +60,7 @@ class MeshLayout:
             self._mark(parameter, self._spec(parameter, split))
 
     def spread_state(self, optimizer: Any) -> None:
-        """Optimizer state lies where its parameter lies."""
+        """Shard optimizer state like its parameter."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 spec = self._specs.get(runtime.identity(parameter), (None,) * parameter.dim())
@@ -69,7 +69,7 @@ class MeshLayout:
                         self._mark(value, spec)
 
     def _split_by_plan(self, model: nn.Module) -> dict[str, int]:
-        """Parameter names and the dimension the plan splits."""
+        """Parameter name -> dimension that the plan splits."""
         plan = self.plan or dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
         if not plan:
             raise ModelError(
@@ -89,7 +89,7 @@ class MeshLayout:
         return splits
 
     def _spec(self, parameter: Tensor, split: int | None) -> tuple[str | None, ...]:
-        """Which dimension lies over which axis: the plan's, and for FSDP the longest other one that divides evenly."""
+        """The mesh axis of each dimension: the plan's, and for FSDP the longest other one that divides evenly."""
         spec: list[str | None] = [None] * parameter.dim()
         if split is not None:
             spec[split] = MODEL
@@ -107,7 +107,7 @@ class MeshLayout:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def spread_batch(self, batch: Any) -> None:
-        """Rows of every input over the data axis."""
+        """Shard the rows of every input across the data axis."""
         several = list(batch.values()) if isinstance(batch, Mapping) else batch
         for value in several if isinstance(several, (list, tuple)) else [several]:
             if isinstance(value, Tensor) and value.dim() and value.device.type == "xla":

@@ -1,10 +1,10 @@
 """Several processes on lazy torch_xla, on one host or many: each has a device, the whole model and a shard of the data.
 
-Gradients are averaged once per update, in one of two ways. Where the runtime of torch_xla spans all processes (TPU,
-Trn1) the sum is an operation like any other: noted, and part of the step's graph, which must then be the same
-everywhere. Where each process has a runtime of its own (XLA on CPUs, hosts whose devices are not connected) gradients
-travel through the hosts. Everything else that processes say to each other goes through the hosts too: ranks are those
-of the launcher, which need not be the order of the runtime's devices, and only for a sum that order does not matter.
+Gradients are averaged once per update, in one of two ways. If the runtime of torch_xla spans all processes (TPU,
+Trn1), the all-reduce is part of the step's graph, which must then be identical on every rank. If each process has its
+own runtime (XLA on CPUs, hosts whose devices are not connected), gradients are reduced through the hosts. All other
+communication uses the hosts: ranks are those of the launcher, and may differ from the order of the runtime's devices,
+which does not matter for a sum.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ BACKEND = "xla"
 
 
 class XlaProcesses(XlaDevice, ManyProcesses):
-    """Carries out an update on several processes that each drive one lazy device."""
+    """Runs updates on several processes that each drive one lazy device."""
 
-    logs_later = False  # the mean loss of a log is an exchange, which comes at the same place everywhere
+    logs_later = False  # logging all-reduces the loss, which must happen at the same point on every rank
 
     def __init__(
         self,
@@ -50,15 +50,15 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         ManyProcesses.__init__(self, device, precision, processes)
         self._note(accumulates=accumulates, allowed=allowed, layout=None)
         self.spans = spans_all(runtime.replicas(), self.world_size) if spans is None else spans
-        """Whether the runtime itself can add up over all processes."""
-        self.forward_is_collective = self.spans  # as many micro-batches everywhere: one graph everywhere
+        """Whether the runtime can all-reduce over all processes."""
+        self.forward_is_collective = self.spans  # identical graphs need equal numbers of micro-batches
         self._trained: list[nn.Parameter] = []
         self._shared: list[bool] | None = None
-        """Which parameters have a gradient on any process, found out in the first update."""
+        """Which parameters have a gradient on any rank, determined in the first update."""
 
     @classmethod
     def of(cls, args: BaseArguments, device: torch.device, precision: Precision) -> Self:
-        """The strategy these arguments ask for."""
+        """The strategy of these arguments."""
         asked = args.ddp_backend
         if asked not in (None, BACKEND):
             raise ArgumentsError(
@@ -83,7 +83,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
     # ---- setting up -------------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model itself, with the weights of the first process."""
+        """The model itself, with the weights of rank 0."""
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
             raise ModelError(
                 "the model normalizes over batches, and on lazy XLA each rank would keep its own statistics; let one "
@@ -113,7 +113,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         if self._shared is None:
             self._shared = self._with_gradients_anywhere()
         for parameter, shared in zip(self._trained, self._shared, strict=True):
-            if shared and parameter.grad is None:  # no part in the loss here
+            if shared and parameter.grad is None:  # not used in this rank's loss
                 parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(self.device)
             elif parameter.grad is not None and not shared:
                 raise ModelError(
@@ -124,7 +124,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         self._sum(gradients, scale=1.0 / self.data_world)
 
     def _with_gradients_anywhere(self) -> list[bool]:
-        """For each parameter: whether any process has a gradient of it."""
+        """For each parameter: whether any rank has a gradient."""
         rows = self.host.all_gather_numbers([float(parameter.grad is not None) for parameter in self._trained])
         return [any(column) for column in zip(*rows, strict=True)]
 
@@ -136,7 +136,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         self._trained, self._shared = self.contents.trained(), None
 
     def _sum(self, tensors: list[Tensor], *, scale: float = 1.0) -> None:
-        """Add up over all processes, in place."""
+        """Sum over all ranks, in place."""
         if self.spans:
             runtime.sum_over_processes(tensors, scale)
             return
@@ -149,7 +149,7 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         dist.all_reduce(value, group=self.host.group)
 
     def mean_count(self, count: Any) -> Any:
-        """The mean over all parts of the data of a count."""
+        """The mean of a count over all shards of the data."""
         count = torch.as_tensor(count, dtype=torch.float32).to(self.device).detach().clone()
         self._sum([count])
         return count / self.world_size
@@ -169,14 +169,14 @@ class XlaProcesses(XlaDevice, ManyProcesses):
         return joined(self.gather_each(values))
 
     def gather_each(self, value: Any, *, objects: bool = False) -> list[Any]:
-        """Everybody's nested values, in host memory."""
+        """All-gather nested values, in host memory."""
         value = on_host(value)
         found = self.host.gather(value) if objects else gather_nested(value, self.host, HOST, self.host.group)
         return found[:: self.copies]
 
 
 def spans_all(replicas: int, world_size: int) -> bool:
-    """Whether the runtime knows all processes; it knows all of them, or this one only."""
+    """Whether the runtime spans all processes; otherwise it has the devices of this process only."""
     if replicas == world_size:
         return True
     if replicas == 1:

@@ -1,4 +1,4 @@
-"""torch_xla itself: starting it, ending a step, its random stream, its counters. Nothing else imports it."""
+"""All calls of torch_xla: start, end of a step, random state, counters. No other module imports it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STREAM = "xla"
 
 @functools.cache
 def start() -> torch.device:
-    """The lazy device, ready for use beside the CPU."""
-    # Otherwise a learning rate of exactly 0 or 1 is a constant of the graph, and another graph than every other one.
+    """Initialize and return the lazy device."""
+    # Otherwise a learning rate of exactly 0 or 1 becomes a constant, which needs a separate graph.
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     try:
         import torch_xla
@@ -26,15 +26,15 @@ def start() -> torch.device:
         raise MissingPackage("torch_xla", needed_for="PJRT_DEVICE", install=kind_named("xla").install) from error
     join_processes()
     device = torch_xla.device()
-    # autograd counts devices at the first backward of the process, and knows none that has not computed before.
+    # autograd counts devices at the first backward of the process; a device must have computed something before.
     torch.ones(1, device=device).cpu()
     MORE_STREAMS[STREAM] = (random_state, set_random_state)
-    set_random_state(torch.initial_seed())  # seeding before this did not reach this stream
+    set_random_state(torch.initial_seed())  # earlier seeding did not set this stream
     return device
 
 
 def join_processes() -> None:
-    """Tell the runtime which of the processes on this machine it is in; before its first operation, or not at all."""
+    """Set the local rank of the runtime; has an effect only before its first operation."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     if here == 1:
         return
@@ -44,26 +44,26 @@ def join_processes() -> None:
 
 
 def replicas() -> int:
-    """Devices of all processes the runtime knows of."""
+    """Number of devices of all processes in the runtime."""
     import torch_xla.runtime as xr
 
     return int(xr.world_size())
 
 
 def register_backend() -> None:
-    """Tell torch.distributed of the backend `xla`."""
+    """Register the backend `xla` with torch.distributed."""
     import torch_xla.distributed.xla_backend  # noqa: F401
 
 
 def sum_over_processes(tensors: list[torch.Tensor], scale: float) -> None:
-    """Note that tensors are to be added up over all processes and scaled, in place."""
+    """Record an in-place all-reduce and scaling of tensors."""
     import torch_xla.core.xla_model as xm
 
     xm.all_reduce(xm.REDUCE_SUM, tensors, scale=scale)
 
 
 def use_spmd() -> int:
-    """Let this process drive all devices as one; returns their number."""
+    """Make this process drive all devices (SPMD); returns their number."""
     os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
     import torch_xla.runtime as xr
 
@@ -79,35 +79,35 @@ def use_spmd() -> int:
 
 
 def end_step() -> None:
-    """Compute everything that was noted since the last call, in the background."""
+    """Run everything recorded since the last call, in the background."""
     import torch_xla
 
     torch_xla.sync()
 
 
 def wait() -> None:
-    """Wait until everything that was handed to the device is computed."""
+    """Wait until the device has finished."""
     import torch_xla.core.xla_model as xm
 
     xm.wait_device_ops()
 
 
 def at_step_end(function: Callable[[], None]) -> None:
-    """Call a function right after the current step is handed to the device: a step closure."""
+    """Call a function right after the current step is submitted to the device: a step closure."""
     import torch_xla.core.xla_model as xm
 
     xm.add_step_closure(function)
 
 
 def to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors in host memory, in one transfer; those that are computed already compile nothing."""
+    """Copy tensors to host memory in one transfer; tensors that are already computed need no compilation."""
     import torch_xla
 
     return list(torch_xla._XLAC._xla_get_cpu_tensors(tensors))
 
 
 def random_state() -> int:
-    """Where the device's random stream stands."""
+    """The state of the device's random stream."""
     import torch_xla.core.xla_model as xm
 
     return int(xm.get_rng_state())
@@ -120,7 +120,7 @@ def set_random_state(state: int) -> None:
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """The same number for tensors that are one on the device."""
+    """An id of the device tensor; equal for tensors that share it."""
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))
@@ -135,7 +135,7 @@ def graphs() -> int:
 
 
 def keep_compiled(folder: str) -> None:
-    """Keep compiled graphs in a folder, where the device's compiler can read them back."""
+    """Store compiled graphs in a folder, if the device's compiler can load them."""
     import torch_xla.runtime as xr
 
     xr.initialize_cache(folder)

@@ -1,4 +1,4 @@
-"""Updates on a lazy device: noted operation by operation, computed by one compiled graph per step."""
+"""Updates on a lazy device: operations are recorded and run as one compiled graph per step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class XlaDevice(SingleDevice):
-    """Carries out an update on lazy torch_xla: one device, or all of them as one (SPMD)."""
+    """Runs updates on lazy torch_xla: on one device, or on all of them (SPMD)."""
 
     logs_later = True
     guard: ShapeGuard
@@ -48,7 +48,7 @@ class XlaDevice(SingleDevice):
 
     @classmethod
     def of(cls, args: BaseArguments, device: torch.device, precision: Precision) -> Self:
-        """The strategy these arguments ask for."""
+        """The strategy of these arguments."""
         return cls(
             device,
             precision,
@@ -61,7 +61,7 @@ class XlaDevice(SingleDevice):
 
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         model = super().setup_model(model, place=place)
-        runtime.end_step()  # weights that were made on the device
+        runtime.end_step()  # computes weights that were created on the device
         begin_weights(model)
         if self.layout is not None:
             self.layout.spread(model)
@@ -70,7 +70,7 @@ class XlaDevice(SingleDevice):
     def setup_optimizer(self, optimizer: Any) -> Any:
         optimizer = super().setup_optimizer(optimizer)
         if type(optimizer) in ADAM:
-            begin_state(optimizer)  # else the first step, which makes it, is a graph of its own
+            begin_state(optimizer)  # otherwise the first step, which creates it, is a separate graph
         if self.layout is not None:
             self.layout.spread_state(optimizer)
         self.boundary()
@@ -87,7 +87,7 @@ class XlaDevice(SingleDevice):
 
     @contextmanager
     def micro_batch(self, micro: MicroBatch) -> Iterator[None]:
-        """Where an update has several micro-batches each is a graph of its own, however many there are."""
+        """With several micro-batches, each one is a step, so that the graph does not depend on their number."""
         with super().micro_batch(micro):
             yield
         if self._accumulates:
@@ -98,15 +98,15 @@ class XlaDevice(SingleDevice):
         self.guard.check()
 
     def zero_grad(self) -> None:
-        """Gradients are dropped before the step is computed: they need not leave the graph."""
+        """Drop gradients before the step is run, so that they are not outputs of the graph."""
         super().zero_grad()
         self.boundary()
 
     def free_memory(self) -> None:
-        """The runtime keeps no cache that could be given back."""
+        """No-op: the runtime has no cache to release."""
 
     def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside, each pass through the model or its encoder is a step of its own, from and for the host."""
+        """Context manager: each forward pass of the model or its encoder is a separate step."""
         return stepwise(model, self.device, self.boundary)
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
@@ -118,23 +118,23 @@ class XlaDevice(SingleDevice):
     # ---- numbers ----------------------------------------------------------------------------------------------------
 
     def read(self, scalars: list[Any]) -> list[float]:
-        """Numbers of finished steps: copied, never computed with, so that reading compiles nothing."""
+        """Copy numbers of finished steps to the host; no computation, so nothing is compiled."""
         lazy = [each for each in scalars if isinstance(each, Tensor) and each.device.type == "xla"]
         found = iter(runtime.to_host(lazy)) if lazy else iter(())
         return [float(next(found)) if isinstance(each, Tensor) and each.device.type == "xla" else float(each)
                 for each in scalars]  # fmt: skip
 
     def defer(self, function: Callable[[], None]) -> None:
-        """Call a function when the step that is noted next has been handed to the device."""
+        """Call a function after the next recorded step was submitted to the device."""
         runtime.at_step_end(function)
 
 
 @torch.no_grad()
 def begin_weights(model: nn.Module) -> None:
-    """Leave weights as an optimizer leaves them: written to in place.
+    """Write to all weights in place, as an optimizer does.
 
-    Views of a tensor that was never written to are noted in another way, so the first step would be a graph of its own.
-    What is written here is overwritten at once, and never computed.
+    Views of a tensor that was never written to are recorded differently, so the first step would be a separate graph.
+    The written values are replaced at once and never computed.
     """
     for parameter in model.parameters():
         if parameter.device.type == "xla" and parameter.is_floating_point():
@@ -144,7 +144,7 @@ def begin_weights(model: nn.Module) -> None:
 
 
 def begin_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state Adam would make in its first step: zeros, and no step done."""
+    """Create the optimizer state that Adam creates in its first step: zeros, and step 0."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -154,5 +154,5 @@ def begin_state(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = torch.zeros((), dtype=torch.float32, device=at)
             names = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
             for name in names:
-                # Zeros of the host, copied: zeros of the device would be a graph.
+                # Copied from the host: creating zeros on the device would be a graph.
                 state[name] = torch.zeros(parameter.shape, dtype=parameter.dtype).to(parameter.device)

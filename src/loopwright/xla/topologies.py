@@ -1,4 +1,4 @@
-"""TPUs by name: what a chip of each kind holds, how many chips a topology has, what compiling for them needs."""
+"""TPU types: memory of a chip, number of chips of a topology, and packages needed for compilation."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from ..errors import ArgumentsError, MissingPackage
 
 INSTALL = 'torchax==0.0.13 "jax[tpu]==0.10.2"'
-"""Versions that work together; jax brings the libtpu it can read the results of."""
+"""Compatible versions; jax installs the matching libtpu."""
 PACKAGES = ("torchax", "jax", "libtpu")
 
 
 class Chip(NamedTuple):
-    """A kind of TPU: memory of one chip, and how many numbers its topologies have."""
+    """A TPU type: memory of one chip, and the number of dimensions of its topologies."""
 
     gib: int
     dimensions: int
@@ -26,7 +26,7 @@ EXAMPLES = {"v5e": "v5e:2x2", "v6e": "v6e:4x4", "v5p": "v5p:2x2x1"}
 
 
 class Topology(NamedTuple):
-    """Chips that are wired up in a grid."""
+    """A grid of connected chips."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Topology(NamedTuple):
 
     @property
     def host_bounds(self) -> list[int]:
-        """The chips of one host in three dimensions: two by two of them, or all of a smaller topology."""
+        """The chips of one host in three dimensions: two by two, or all of a smaller topology."""
         return [min(2, self.sizes[0]), min(2, self.sizes[1]), 1]
 
 

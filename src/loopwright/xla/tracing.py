@@ -1,4 +1,4 @@
-"""Models must not look at values while a step is noted: each look is a graph of its own, and may choose another one."""
+"""Recording a step without reading values: each read ends the graph, and a branch on it may change the next one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MASKS = "transformers.masking_utils"
 
 @contextmanager
 def noting(inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Inside, transformers makes its masks as it does for a compiler: without asking whether they are needed."""
+    """Context manager: transformers creates its masks as under a compiler, without checking values."""
     masks = sys.modules.get(MASKS)
     before = getattr(masks, "is_tracing", None)
     if before is None:
@@ -32,9 +32,9 @@ def noting(inner: AbstractContextManager[Any]) -> Iterator[None]:
 
 @contextmanager
 def stepwise(model: nn.Module, device: torch.device, boundary: Callable[[], None]) -> Iterator[None]:
-    """Inside, what the host gives to the model goes to the device, and each forward pass is computed when it is noted.
+    """Context manager: inputs are copied to the device, and each forward pass is run as a separate step.
 
-    Otherwise the caches of all tokens before would be part of the graph of the next one.
+    Otherwise the computation of all earlier tokens would be part of the graph of the next one.
     """
 
     def move(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

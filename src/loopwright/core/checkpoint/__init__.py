@@ -1,1 +1,1 @@
-"""Checkpoints on disk: publish, find, verify, prune. Knows files, not tensors."""
+"""Checkpoints on disk: publish, find, verify, prune. Works on files, not tensors."""

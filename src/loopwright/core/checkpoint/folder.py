@@ -16,16 +16,16 @@ SCALER = "scaler.json"
 RNG = "rng.json"
 MODEL = "model.safetensors"
 MODULE = "module.safetensors"
-"""Weights under the module's own names that `from_pretrained` would read wrongly, or that no other file holds."""
+"""Weights under the module's own names that `from_pretrained` would misread, or that no other file contains."""
 WEIGHTS = "weights.json"
-"""Says that weights are under the module's own names, and in which files they are."""
+"""Lists the files with weights under the module's own names."""
 RANKS = "ranks"
-"""The folder with what only one process knows: one file per process, of runs with several."""
+"""The folder with per-rank state: one file per rank of a distributed run."""
 PINNED = "pinned"
-"""A user who puts a file of this name into a checkpoint keeps it from being removed."""
+"""A checkpoint that contains a file of this name is never removed."""
 
 REPLACED = ".replaced"
-"""Ending of a checkpoint that has just got a successor of the same step; complete until it is removed."""
+"""Suffix of a checkpoint that is being replaced by a new one of the same step; it is complete until removed."""
 
 _NAME = re.compile(rf"^{PREFIX}-(\d+)({re.escape(REPLACED)})?$")
 _STAGING = re.compile(rf"^\.{PREFIX}-\d+\.partial-.*$")
@@ -40,7 +40,7 @@ def staging_name(step: int, tag: str) -> str:
 
 
 def step_in_name(path: Path) -> int | None:
-    """The step a folder's name claims, or None if it is no checkpoint's name."""
+    """The step in a folder's name, or None if it is not the name of a checkpoint."""
     match = _NAME.match(path.name)
     return int(match.group(1)) if match else None
 

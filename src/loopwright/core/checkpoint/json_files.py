@@ -19,7 +19,7 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def documents_writer(documents: Mapping[str, Any]) -> Callable[[Path], None]:
-    """A function that writes documents as they are now; what happens until it is called does not show."""
+    """A function that writes a snapshot of the documents taken now; later changes are not included."""
     texts = {name: _encoded(values) for name, values in documents.items()}
 
     def write(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder of this machine: staged beside the others, flushed, and renamed in one step."""
+"""Checkpoints in a local folder: written to a staging folder, flushed, and renamed atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .manifest import Manifest, damage, read_manifest
 
 
 class LocalStorage:
-    """Checkpoints in a folder of this machine; `Storage` says what the methods do."""
+    """Checkpoints in a local folder; see `Storage` for the methods."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
@@ -34,7 +34,7 @@ class LocalStorage:
         if not self.root.is_dir():
             return []
         found = [path.name for path in self.root.iterdir() if step_in_name(path) is not None and path.is_dir()]
-        return sorted(found, reverse=True)  # a replaced one before its successor, which then counts
+        return sorted(found, reverse=True)  # a replaced checkpoint before its successor, which takes precedence
 
     def manifest(self, name: str) -> Manifest | None:
         return read_manifest(self.root / name)
@@ -57,7 +57,7 @@ class LocalStorage:
         _sync_folder(self.root)
 
     def remove(self, name: str) -> None:
-        # Under a staging name it no longer counts, whatever interrupts the rest, and the next save takes it away.
+        # Under a staging name it is no longer a checkpoint, even after an interruption; the next save removes it.
         going = self.root / staging_name(step_in_name(Path(name)) or 0, f"removed-{os.getpid()}")
         shutil.rmtree(going, ignore_errors=True)
         os.rename(self.root / name, going)
@@ -73,7 +73,7 @@ class LocalStorage:
         return f"It was renamed to {aside.name}"
 
     def _remove_replaced(self) -> None:
-        """Replaced checkpoints whose successor is there."""
+        """Remove replaced checkpoints whose successor exists."""
         for name in self.names():
             if name.endswith(REPLACED) and self.manifest(name.removesuffix(REPLACED)) is not None:
                 shutil.rmtree(self.root / name, ignore_errors=True)
@@ -81,7 +81,7 @@ class LocalStorage:
 
 @contextmanager
 def staging_folder(root: Path, step: int) -> Iterator[Path]:
-    """A staging folder that is gone afterwards; what runs that died left under such names goes first."""
+    """Context manager: a staging folder, removed at exit; first removes those of crashed runs."""
     for path in list(root.iterdir()):
         if is_staging(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -94,11 +94,11 @@ def staging_folder(root: Path, step: int) -> Iterator[Path]:
 
 
 def _replace(staging: Path, final: Path) -> None:
-    """Give the staged folder its name; a folder of the same name from before goes away afterwards."""
+    """Rename the staging folder to its final name; an existing folder of that name is removed afterwards."""
     if not final.exists():
         os.rename(staging, final)
         return
-    # Under its new name the old one still counts, so that there is a complete checkpoint at every moment.
+    # Under its new name the old one is still a valid checkpoint, so one exists at every moment.
     old = final.with_name(final.name + REPLACED)
     shutil.rmtree(old, ignore_errors=True)
     os.rename(final, old)

@@ -1,4 +1,4 @@
-"""Publishing checkpoints in one step, finding the newest complete one, removing old ones."""
+"""Publishing checkpoints atomically, finding the newest complete one, removing old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .writers import Crew, Keep, publish_together
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Write = Callable[[Path], Any]
-"""Writes the files of a checkpoint into the folder it is given."""
+"""Writes the files of a checkpoint to the given folder."""
 
 
 class CheckpointManager:
@@ -33,20 +33,20 @@ class CheckpointManager:
         self._notices = notices
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        """What went wrong in a background save and was not raised yet."""
+        """The error of a background save that was not raised yet."""
         self.last_seconds = 0.0
-        """How long the last save took to reach the disk."""
+        """Duration of the last save."""
 
     # ---- finding --------------------------------------------------------------------------------------------------
 
     def complete(self) -> dict[int, Place]:
-        """Every published checkpoint by the step its manifest names."""
+        """Every published checkpoint by the step in its manifest."""
         return {step: self.storage.place(name) for step, (name, _) in self._complete().items()}
 
     def find(self, request: str | os.PathLike[str] | bool | None) -> str | None:
         """The folder to resume from: None to start fresh, otherwise a checkpoint whose files are intact.
 
-        It is a folder of this machine; what is elsewhere is downloaded and stays until the next save.
+        It is a local folder; a remote checkpoint is downloaded and kept until the next save.
         """
         if request is None or request is False:
             return None
@@ -55,7 +55,7 @@ class CheckpointManager:
         return self.local(request, asked_by="resume_from_checkpoint=")
 
     def local(self, place: str | os.PathLike[str], *, asked_by: str = "") -> str:
-        """A folder of this machine with the files of the checkpoint at a path or URL, all of them intact."""
+        """A local folder with the files of the checkpoint at a path or URL, all of them intact."""
         root, asked = split_place(place)
         storage = self.storage if root == str(self.folder) else open_storage(root)
         name = storage.resolve(asked)
@@ -91,11 +91,11 @@ class CheckpointManager:
             folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
                 return str(folder)
-            if self.storage.manifest(name) is None:  # not damaged: a run that saves here has removed it meanwhile
+            if self.storage.manifest(name) is None:  # not damaged: another run has removed it in the meantime
                 return self._newest_intact(required=required)
             where = self.storage.set_aside(name, reason)
             logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")
-        if not set(names) <= set(self.storage.names()):  # removed while they were looked at, for a newer one
+        if not set(names) <= set(self.storage.names()):  # removed during the search because a newer one exists
             return self._newest_intact(required=required)
         return self._foreign_or_none(required=required)
 
@@ -126,9 +126,9 @@ class CheckpointManager:
         crew: Crew | None = None,
         records: Keep | None = None,
     ) -> Place:
-        """Publish a checkpoint, then remove what the limit says; at most one save is in flight.
+        """Publish a checkpoint, then remove those beyond the limit; at most one save is in progress.
 
-        With a crew, every process of it calls this and writes its part.
+        With a crew, every rank calls this and writes its shard.
         """
         self.wait()
         self.raise_if_failed()
@@ -141,7 +141,7 @@ class CheckpointManager:
             if self._published(step, publish_it):
                 self.last_seconds = time.monotonic() - started
                 if crew is None or crew.rank == crew.leader:
-                    self._rotate(keep, [step, *protect])  # a folder of an older run may hold higher steps
+                    self._rotate(keep, [step, *protect])  # an older run may have left checkpoints of higher steps
 
         if background:
             self._thread = threading.Thread(target=self._guarded(publish), name=f"save-{step}")
@@ -151,13 +151,13 @@ class CheckpointManager:
         return self.storage.place(folder_name(step))
 
     def wait(self) -> None:
-        """Until no save is in flight."""
+        """Wait until no save is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def raise_if_failed(self) -> None:
-        """Raise what went wrong in a background save."""
+        """Raise the error of a background save."""
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise CheckpointError(f"saving a checkpoint in the background failed: {failure}") from failure
@@ -166,19 +166,19 @@ class CheckpointManager:
         def run() -> None:
             try:
                 publish()
-            except BaseException as error:  # it surfaces at the next step
+            except BaseException as error:  # raised at the next step
                 self.failure = error
 
         return run
 
     def _published(self, step: int, publish: Callable[[], None]) -> bool:
-        """Publish; a full disk costs this checkpoint, not the run."""
+        """Publish; with a full disk the checkpoint is skipped and the run continues."""
         try:
             self._publish(step, publish)
         except CheckpointError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
-            logger.error(f"the disk is full: {folder_name(step)} was not saved; training goes on. {error}")
+            logger.error(f"the disk is full: {folder_name(step)} was not saved; training continues. {error}")
             return False
         return True
 
@@ -208,7 +208,7 @@ class CheckpointManager:
         if not keep or keep < 0:
             return
         complete = self._complete()
-        # A checkpoint with a file named `pinned` in it is the user's: it stays, and does not count.
+        # A checkpoint with a file named `pinned` is kept and does not count towards the limit.
         ours = [step for step, (name, *_) in complete.items() if not self.storage.holds(name, PINNED)]
         for step in to_delete(ours, keep=keep, protect=protect):
             self.storage.remove(complete[step][0])
@@ -225,7 +225,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _fetched(storage: Storage, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
-    """A checkpoint's files on this machine, and what is wrong with them, if anything."""
+    """A local folder with a checkpoint's files, and their problem, if any."""
     try:
         return storage.fetch(name, manifest)
     except OSError as error:
@@ -234,12 +234,12 @@ def _fetched(storage: Storage, name: str, manifest: Manifest | None) -> tuple[Pa
 
 def _newest_foreign(storage: Storage) -> str | None:
     """The newest checkpoint of another trainer: it has a state file and no manifest."""
-    # The names publications have in a store say no step here: without a manifest those are leftovers.
+    # Names of remote publications have no step here: without a manifest they are leftovers.
     steps = {name: step for name in storage.names() if (step := step_in_name(Path(name))) is not None}
     foreign = [
         name
         for name in steps
-        # Ours are complete with their manifest, or not at all.
+        # Checkpoints written by loopwright are complete only with a manifest.
         if storage.manifest(name) is None and storage.holds(name, STATE) and not storage.holds(name, PROGRESS)
     ]
     return max(foreign, key=lambda name: steps[name], default=None)

@@ -1,4 +1,4 @@
-"""The manifest: the files of a checkpoint with sizes and hashes; written last, so that it vouches for all of them."""
+"""The manifest: the files of a checkpoint with sizes and hashes; written last, so that it marks a complete one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ VERSION = 1
 CHUNK = 1 << 20
 
 Entry = dict[str, Any]
-"""What a manifest says about a file or a tensor."""
+"""The entry of a file or a tensor in a manifest."""
 
 
 @dataclass
 class Manifest:
-    """What a complete checkpoint holds."""
+    """The contents of a complete checkpoint."""
 
     step: int
     files: dict[str, dict[str, Any]]
     """Relative path -> size and sha256."""
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """File/key -> dtype, global shape and the boxes it is stored in."""
+    """File/key -> dtype, global shape and the boxes (index ranges) of its shards."""
     format: str = "native"
     version: int = VERSION
     check: str | None = None
-    """The hash of all the other fields: nothing else could tell that the manifest itself was damaged."""
+    """The hash of all other fields, to detect damage to the manifest itself."""
 
     def write(self, folder: Path) -> None:
         values = {**asdict(self), "check": _check(asdict(self))}
@@ -42,9 +42,9 @@ class Manifest:
 
 
 def describe(folder: Path, step: int, *, format: str, known: dict[str, Entry] | None = None) -> Manifest:
-    """The manifest of the files now in the folder, each of them flushed to the disk.
+    """The manifest of the files in the folder, each of them flushed to disk.
 
-    Files that are `known` were described, with their tensors, by the process that wrote them.
+    Files in `known` were described, with their tensors, by the rank that wrote them.
     """
     files, tensors = dict(known or {}), {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
@@ -58,12 +58,12 @@ def describe(folder: Path, step: int, *, format: str, known: dict[str, Entry] | 
 
 
 def file_entry(path: Path) -> Entry:
-    """Size and hash of a file, which is flushed to the disk."""
+    """Flush a file to disk; returns its size and hash."""
     return {"size": path.stat().st_size, "sha256": _hash(path, sync=True)}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest, or None if there is none that can be read."""
+    """The folder's manifest, or None if it is missing or unreadable."""
     try:
         return parsed((folder / MANIFEST).read_bytes())
     except OSError:
@@ -71,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def parsed(content: bytes | str) -> Manifest | None:
-    """The manifest in a file's content, or None if it is none or not as it was written."""
+    """The manifest in a file's content, or None if it is invalid or damaged."""
     try:
         values = json.loads(content)
         manifest = Manifest(**values)
@@ -81,7 +81,7 @@ def parsed(content: bytes | str) -> Manifest | None:
 
 
 def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
-    """What is wrong with the folder's files, naming the first one, or None when all are as they were written."""
+    """The problem of the first damaged file of the folder, or None if all are intact."""
     for name, expected in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -90,7 +90,7 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
         if hashes and _hash(path) != expected["sha256"]:
-            return f"{name} has other contents than when it was written; it was damaged after saving"
+            return f"{name} does not match its checksum; it was damaged after saving"
     return None
 
 

@@ -1,9 +1,9 @@
 """Checkpoints anywhere fsspec can reach, with the guarantees of a local folder.
 
-Object stores have no rename, so the manifest is the one step: it is uploaded last and deleted first, and a folder
-without one does not count. Each publication of step N gets a new folder, checkpoint-N.1,
-checkpoint-N.2 and so on; the highest complete one is the checkpoint. Saving a step again thus overwrites nothing, and
-the earlier one goes only when the new one is complete. To users all of them are checkpoint-N.
+Object stores have no rename, so the manifest makes a save atomic: it is uploaded last and deleted first, and a folder
+without one is not a checkpoint. Each publication of step N gets a new folder, checkpoint-N.1, checkpoint-N.2 and so
+on; the highest complete one is the checkpoint. Saving a step again overwrites nothing, and the earlier one is removed
+only when the new one is complete. Users see all of them as checkpoint-N.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from .local import staging_folder
 from .manifest import Manifest, damage, parsed
 
 DAMAGED = "damaged.json"
-"""Stands in for the manifest of a checkpoint that was set aside, and says why."""
+"""Replaces the manifest of a damaged checkpoint and contains the reason."""
 
 ATTEMPTS = 2
-"""Downloads of a checkpoint before a difference counts as damage: the first may have met a bad connection."""
+"""Download attempts before a mismatch counts as damage: the first may have failed because of the connection."""
 
 _FSSPEC = "fsspec"
 _NAME = re.compile(rf"^{PREFIX}-(\d+)(?:\.([1-9]\d*))?$")
 
 
 class FsspecStorage:
-    """Checkpoints under a URL; `Storage` says what the methods do.
+    """Checkpoints under a URL; see `Storage` for the methods.
 
-    Staging and downloads are in a working folder of this machine. A download stays until the next save, or until the
-    process ends.
+    Staging and downloads use a local working folder. A download is kept until the next save, or until the process
+    ends.
     """
 
     def __init__(self, url: str, *, working: Path) -> None:
@@ -71,14 +71,14 @@ class FsspecStorage:
         for each in candidates:
             if self.manifest(each) is not None:
                 return each
-        # A folder with a number was written here, and is a checkpoint only with its manifest.
+        # A folder with a publication number was written by loopwright, and is a checkpoint only with its manifest.
         return name if not number and self._fresh().isdir(self._inside(name)) else None
 
     def names(self) -> list[str]:
         return list(self._versions().values())
 
     def manifest(self, name: str) -> Manifest | None:
-        # Only what is not there is None: a failing connection must not look like a checkpoint that is gone.
+        # None only if it does not exist: a failed connection must not look like a missing checkpoint.
         try:
             return parsed(self._fs.cat_file(self._inside(name, MANIFEST)))
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class FsspecStorage:
 
     @contextmanager
     def staging(self, step: int) -> Iterator[Path]:
-        if self._downloads is not None:  # loaded by now, and a second copy of a checkpoint takes room
+        if self._downloads is not None:  # already loaded; a second copy uses disk space
             shutil.rmtree(self._downloads, ignore_errors=True)
             self._downloads = None
         self._working.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ class FsspecStorage:
         try:
             self._upload(staged, name)
         except Exception:
-            with suppress(Exception):  # what cannot be removed now is a leftover to the next run
+            with suppress(Exception):  # the next run removes it as a leftover
                 self.remove(name)
             raise
         for each in earlier.values():
@@ -130,7 +130,7 @@ class FsspecStorage:
             self._fs.rm(self._inside(name), recursive=True)
 
     def set_aside(self, name: str, reason: str) -> str:
-        # Moving would copy everything; a note in the place of the manifest does the same.
+        # Moving would copy everything; replacing the manifest has the same effect.
         manifest = self.manifest(name)
         note = {"reason": reason, "manifest": manifest and asdict(manifest)}
         self._fs.pipe_file(self._inside(name, DAMAGED), json.dumps(note, indent=1).encode())
@@ -143,7 +143,7 @@ class FsspecStorage:
         return "/".join([self._path.rstrip("/"), *names])
 
     def _fresh(self) -> Any:
-        """The file system, with what it remembers of earlier listings forgotten."""
+        """The file system, with its cache of listings cleared."""
         self._fs.invalidate_cache()
         return self._fs
 
@@ -167,9 +167,9 @@ class FsspecStorage:
         return {str(PurePosixPath(path).relative_to(root)): entry["size"] for path, entry in found.items()}
 
     def _remove_leftovers(self) -> None:
-        """What runs that died left behind: half an upload or removal, and a checkpoint whose successor is complete.
+        """Remove leftovers of crashed runs: incomplete uploads and removals, and checkpoints with a complete successor.
 
-        A folder without a number was not written here, and one that was set aside is kept for its user.
+        A folder without a publication number was not written by loopwright, and a damaged one is kept for the user.
         """
         if self._is_tidy:
             return
@@ -194,7 +194,7 @@ class FsspecStorage:
             size = (staged / file).stat().st_size
             if arrived.get(file) != size:
                 raise OSError(
-                    f"{file} has {size:,} bytes, of which {arrived.get(file, 0):,} are at {self.place(name)}"
+                    f"{file} has {size:,} bytes, but {arrived.get(file, 0):,} arrived at {self.place(name)}"
                 )
         self._fs.put_file(str(staged / MANIFEST), self._inside(name, MANIFEST))
 
@@ -206,20 +206,20 @@ class FsspecStorage:
             try:
                 self._fs.get_file(self._inside(name, file), str(folder / file))
             except FileNotFoundError:
-                (folder / file).unlink(missing_ok=True)  # found missing when compared with the manifest
+                (folder / file).unlink(missing_ok=True)  # the comparison with the manifest reports it as missing
 
     def _download_folder(self) -> Path:
         if self._downloads is None:
             self._working.mkdir(parents=True, exist_ok=True)
             self._downloads = Path(mkdtemp(prefix=".fetched-", dir=self._working))
-            # Not when this object goes: the files belong to the caller.
+            # Not when this object is deleted: the files belong to the caller.
             atexit.register(shutil.rmtree, self._downloads.absolute(), ignore_errors=True)
         return self._downloads
 
 
 @contextmanager
 def folder_for(place: str | os.PathLike[str]) -> Iterator[str]:
-    """A folder of this machine to write into: the place itself, or one whose files are then uploaded to the URL."""
+    """Context manager: the folder itself, or for a URL a local folder whose files are uploaded at exit."""
     if not is_url(place):
         yield plain_path(os.fspath(place))
         return
@@ -231,7 +231,7 @@ def folder_for(place: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def trimmed(url: str) -> str:
-    """The URL without slashes at its end; those of the protocol stay."""
+    """The URL without trailing slashes, except those of the protocol."""
     bare = url.rstrip("/")
     return f"{bare}//" if bare.endswith(":") else bare
 
@@ -239,8 +239,7 @@ def trimmed(url: str) -> str:
 def _open(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it.
 
-    fsspec is the one package from outside that this room uses. It is no framework, only URLs need it, and nothing is
-    imported before one is given.
+    fsspec is the only third-party package besides numpy in core; it is imported only for URLs.
     """
     try:
         core = import_module(f"{_FSSPEC}.core")
@@ -257,7 +256,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _version(name: str) -> tuple[int, int] | None:
-    """Step and number of publication in a folder's name; 0 for a folder that was not published here."""
+    """Step and publication number in a folder's name; 0 for a folder that was not published by loopwright."""
     match = _NAME.match(name)
     return (int(match.group(1)), int(match.group(2) or 0)) if match else None
 
@@ -267,7 +266,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _names_outside(files: Iterable[str]) -> str | None:
-    """What is wrong with a manifest that names files outside of its folder."""
+    """The problem of a manifest that names files outside its folder, or None."""
     for file in files:
         if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
             return f"its manifest names {file}, which is not a checkpoint file"

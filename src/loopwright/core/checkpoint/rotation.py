@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def to_delete(steps: Iterable[int], *, keep: int | None, protect: Iterable[int | None] = ()) -> list[int]:
-    """The oldest steps beyond `keep`; the newest and the protected ones stay and count towards the limit."""
+    """The oldest steps beyond `keep`; the newest and the protected ones are kept and count towards the limit."""
     ordered = sorted(set(steps))
     if keep is None or keep <= 0 or len(ordered) <= keep:
         return []

@@ -1,4 +1,4 @@
-"""Checks before step 1 that the checkpoints will fit on the disk."""
+"""Checks before step 1 that the checkpoints fit on the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def free_bytes(folder: str | os.PathLike[str]) -> int:
 
 
 def check_space(folder: str | os.PathLike[str], *, size: int, keep: int | None, saves: int) -> str | None:
-    """Raise if not even one checkpoint fits; returns a warning if not all that the run will keep do."""
+    """Raise if one checkpoint does not fit; returns a warning if all that the run keeps do not fit."""
     if saves <= 0 or size <= 0:
         return None
     free = free_bytes(folder)
@@ -27,7 +27,7 @@ def check_space(folder: str | os.PathLike[str], *, size: int, keep: int | None, 
             f"a checkpoint needs about {readable(size)}, but {folder} has only {readable(free)} free. Free some "
             "space, choose another output_dir, or set save_only_model=True or save_strategy='no'"
         )
-    # The new one is published before the oldest goes, so one more than is kept must fit.
+    # The new one is published before the oldest is removed, so one more than the limit must fit.
     most = min(saves, (keep or saves) + 1)
     if free < most * size:
         return (

@@ -1,4 +1,4 @@
-"""Where checkpoints live: a folder of this machine (local.py), or whatever fsspec can reach (remote.py)."""
+"""Storage of checkpoints: a local folder (local.py), or any URL that fsspec supports (remote.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .manifest import Manifest
 from .remote import FsspecStorage, folder_for, trimmed
 
 Place = Path | str
-"""Where a checkpoint is: a folder, or the URL of one."""
+"""The location of a checkpoint: a folder or a URL."""
 
 
 class Storage(Protocol):
-    """What the manager of checkpoints needs; checkpoints go by the names of their folders."""
+    """The operations that CheckpointManager needs; checkpoints are identified by folder names."""
 
     @property
     def root(self) -> Place:
-        """The folder or URL that holds the checkpoints."""
+        """The folder or URL that contains the checkpoints."""
 
     def check_writable(self) -> None:
         """Raise OSError unless a file can be written here."""
@@ -30,31 +30,31 @@ class Storage(Protocol):
         """The path or URL of a checkpoint, as it is shown to users and accepted from them."""
 
     def resolve(self, name: str) -> str | None:
-        """The folder a user means by this name, or None if there is none."""
+        """The folder for a name given by the user, or None if it does not exist."""
 
     def names(self) -> list[str]:
-        """All folders that are named like checkpoints; of two with the same step, the one that counts comes later."""
+        """All folders with names of checkpoints; of two with the same step, the valid one is later."""
 
     def manifest(self, name: str) -> Manifest | None:
-        """A checkpoint's manifest, or None if there is none that can be read."""
+        """A checkpoint's manifest, or None if it is missing or unreadable."""
 
     def holds(self, name: str, file: str) -> bool:
         """Whether a checkpoint has a file of this name."""
 
     def fetch(self, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
-        """A folder of this machine with the checkpoint's files, and what is wrong with them, if anything."""
+        """A local folder with the checkpoint's files, and their problem, if any."""
 
     def staging(self, step: int) -> AbstractContextManager[Path]:
-        """A new folder of this machine to write a checkpoint into; afterwards it is gone."""
+        """Context manager: a new local folder to write a checkpoint to, removed at exit."""
 
     def publish(self, staged: Path, step: int) -> None:
-        """Make a staged folder, its manifest in it, the checkpoint of this step, instead of any earlier one."""
+        """Publish a staging folder with its manifest as the checkpoint of this step, replacing an earlier one."""
 
     def remove(self, name: str) -> None:
-        """Delete a checkpoint; whatever interrupts that, it no longer counts."""
+        """Delete a checkpoint; if interrupted, what is left is not a checkpoint."""
 
     def set_aside(self, name: str, reason: str) -> str:
-        """Keep a damaged checkpoint's files but have it count no longer; says in a sentence where they are."""
+        """Keep the files of a damaged checkpoint, but not as a checkpoint; returns a sentence with their location."""
 
 
 def open_storage(place: str | os.PathLike[str] | None) -> Storage:

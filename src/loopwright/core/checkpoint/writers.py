@@ -1,4 +1,4 @@
-"""One checkpoint written by many ranks: each writes its shard, one of them publishes when all are done."""
+"""One checkpoint written by several ranks: each writes its shard, and one publishes when all are done."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from .storage import Storage
 
 @dataclass
 class Part:
-    """What one process has written: its files, and the tensors in them as boxes of larger ones."""
+    """The files written by one rank, and the tensors in them as boxes (index ranges) of full tensors."""
 
     files: list[str] = field(default_factory=list)
     tensors: dict[str, Entry] = field(default_factory=dict)
     record: dict[str, Any] | None = None
-    """What only this process knows (random states, streams), kept by the rank that publishes."""
+    """Per-rank state (random states, streams), written by the rank that publishes."""
 
 
 class Crew(Protocol):
-    """The processes that write a checkpoint together, seen from one of them."""
+    """The ranks that write a checkpoint together, from the view of one rank."""
 
     rank: int
     leader: int
-    """The process that stages and publishes for this one."""
+    """The rank that stages and publishes for this one."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """All-gather a value; the results are in rank order."""
 
 
 Write = Callable[[Path], Any]
 Keep = Callable[[Path, dict[int, dict[str, Any]]], None]
-"""Writes the records of processes, by rank, into a folder."""
+"""Writes the per-rank states to a folder."""
 
 
 @dataclass
 class Trouble:
-    """An error of one process, as the others hear of it."""
+    """An error of one rank, as sent to the others."""
 
     rank: int
     text: str
@@ -49,7 +49,7 @@ class Trouble:
 
 
 def publish_together(storage: Storage, step: int, write: Write, *, format: str, crew: Crew, keep: Keep) -> None:
-    """Write a checkpoint with all processes of the crew; raises on every one of them when one fails."""
+    """Write a checkpoint with all ranks of the crew; raises on every rank if one fails."""
     leads = crew.rank == crew.leader
     with ExitStack() as stack:
         staged = _attempt(crew, lambda: str(stack.enter_context(storage.staging(step))) if leads else None)
@@ -68,7 +68,7 @@ def _with_leaders(crew: Crew, parts: list[Any]) -> list[tuple[int, Any]]:
 
 
 def _written(write: Write, folder: Path) -> tuple[Part, dict[str, Entry]]:
-    """Write this process's part; its files are hashed by the process that has just written them."""
+    """Write this rank's shard; the rank hashes its own files."""
     part = write(folder)
     part = part if isinstance(part, Part) else Part()
     if part.files and not folder.is_dir():
@@ -89,7 +89,7 @@ def _publish(
 
 
 def joined(parts: list[dict[str, Entry]]) -> dict[str, Entry]:
-    """Tensors with the boxes of all processes."""
+    """Tensors with the boxes of all ranks."""
     tensors: dict[str, Entry] = {}
     for part in parts:
         for name, entry in part.items():
@@ -99,11 +99,11 @@ def joined(parts: list[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
-    """Do something on every process; returns all results, or raises on all of them what went wrong first."""
+    """Run a function on every rank; returns all results, or raises the first error on every rank."""
     result, error = None, None
     try:
         result = action()
-    except Exception as raised:  # the other ranks are waiting, and get any error
+    except Exception as raised:  # the other ranks wait, so any error is sent to them
         error = raised
     told = (
         None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))

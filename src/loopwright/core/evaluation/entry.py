@@ -1,4 +1,4 @@
-"""evaluate and predict, as users call them; what goes through the batches is the framework's."""
+"""The entry points evaluate and predict; a framework supplies the loop over batches."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .metric_objects import MetricObjects
 
 
 def named_eval_dataset(datasets: Any, name: str) -> Any:
-    """One of several named evaluation sets."""
+    """One of several named evaluation datasets."""
     sets = datasets if isinstance(datasets, Mapping) else {}
     if name not in sets:
         known = ", ".join(sets) or "no named sets"
-        raise DataError(f"there is no evaluation set {name!r}; eval_dataset has {known}")
+        raise DataError(f"there is no evaluation dataset {name!r}; eval_dataset has {known}")
     return sets[name]
 
 
 class Evaluation(Part):
-    """Evaluation and prediction from the outside."""
+    """Entry points of evaluation and prediction."""
 
     _wants_predictions: bool = False
     _evaluating_each: bool = False
@@ -32,7 +32,7 @@ class Evaluation(Part):
     # ---- what a framework brings ------------------------------------------------------------------------------------
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
-        """The batches of the evaluation data, or of one of its named sets."""
+        """The batches of the evaluation data, or of one of its named datasets."""
         raise NotImplementedError
 
     def _test_batches(self, test_dataset: Any) -> Any:
@@ -56,7 +56,7 @@ class Evaluation(Part):
         ignore_keys: Any,
         prefix: str,
     ) -> EvalLoopOutput:
-        """Run the evaluation loop with every random stream left as it was found, and time it."""
+        """Run and time the evaluation loop; random states are restored afterwards."""
         started = time.time()
         if not self.args.skip_memory_metrics:
             self.internals.memory.start()
@@ -68,7 +68,7 @@ class Evaluation(Part):
         return output
 
     def _make_evaluation_plan(self, loss_only: bool, expected_rows: int | None) -> EvalPlan:
-        """What the arguments ask of the loop; `expected_rows` is None where the data has no length."""
+        """The EvalPlan of the arguments; `expected_rows` is None if the dataset has no length."""
         metrics, args = self.trainer.compute_metrics, self.args
         return EvalPlan(
             compute_metrics=metrics,
@@ -79,7 +79,7 @@ class Evaluation(Part):
             weight_by_items=args.eval_loss_reduction == "item_mean",
             host_every=args.eval_accumulation_steps or 1,
             expected_rows=expected_rows,
-            # In host memory a small tensor that is kept splits the room its batch leaves behind.
+            # On the CPU, keeping a small tensor fragments the memory that its batch frees.
             read_every=1 if self.strategy.reads_are_free else 512,
             keep_always=self._wants_predictions,
         )
@@ -92,7 +92,7 @@ class Evaluation(Part):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets."""
+        """The metrics of a dataset; by default of eval_dataset, or of each of its named datasets."""
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Mapping):
             return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)

@@ -1,4 +1,4 @@
-"""The evaluation loop: exact loss, metrics, and predictions only when something needs them."""
+"""The evaluation loop: exact loss, metrics, and predictions only if they are needed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .predictions import PredictionStore
 
 @dataclass
 class EvalStep:
-    """What one evaluation batch gave, still on the device."""
+    """The results of one evaluation batch, on the device."""
 
     loss: Any
     logits: Any
     labels: Any
     inputs: Any
     items: Any
-    """Targets in the batch: the weight of its loss."""
+    """Number of targets in the batch: the weight of its loss."""
     samples: int
 
 
@@ -32,22 +32,22 @@ class EvalPlan:
     compute_metrics: Callable[..., dict[str, Any]] | None
     loss_only: bool
     per_batch_metrics: bool = False
-    """The metrics function collects batch by batch, so it needs no predictions to be kept."""
+    """Whether the metrics function is called for each batch, so that predictions need not be kept."""
     concat: bool = True
     include: list[str] = field(default_factory=list)
     weight_by_items: bool = True
     weight_by_samples: bool = True
-    """Where items do not weigh: a batch weighs its samples, or every batch the same."""
+    """If losses are not weighted by items: weight a batch by its samples, or all batches equally."""
     host_every: int = 1
-    """Batches kept on the device before their outputs move to the host."""
+    """Batches whose outputs are kept on the device before they are copied to the host."""
     expected_rows: int | None = None
     read_every: int = 512
-    """Batches whose losses are read together; reading waits for the device, where there is one to wait for."""
+    """Batches whose losses are read together; reading waits for the device."""
     keep_always: bool = False
-    """Predictions are what the caller wants, whatever the metrics need."""
+    """Whether predictions are returned, and therefore always kept."""
 
     def weight_of(self, step: EvalStep) -> Any:
-        """What a batch's mean loss counts for."""
+        """The weight of a batch's mean loss."""
         if self.weight_by_items:
             return step.items
         return step.samples if self.weight_by_samples else 1
@@ -65,7 +65,7 @@ def run_evaluation(
     read: Callable[[list[Any]], list[float]],
     prefix: str,
 ) -> EvalLoopOutput:
-    """Go through the batches; returns predictions and labels (if kept), metrics and the number of samples."""
+    """Evaluate all batches; returns predictions and labels (if kept), metrics and the number of samples."""
     losses, kept, collected = WeightedLoss(read, plan.read_every), KeptPredictions(plan, to_host), BatchMetrics(plan)
     samples = 0
     for step in steps:
@@ -87,7 +87,7 @@ def run_evaluation(
 
 
 class KeptPredictions:
-    """Predictions, labels and whatever else metrics ask for, moved to the host every few batches."""
+    """Predictions, labels and other inputs of metrics, copied to the host every few batches."""
 
     def __init__(self, plan: EvalPlan, to_host: Callable[[Any], Any]) -> None:
         self._plan, self._move = plan, to_host
@@ -113,7 +113,7 @@ class KeptPredictions:
         return self._stores[name].result() if name in self._stores else None
 
     def metrics(self) -> dict[str, Any]:
-        """The metrics of everything kept; none without predictions and labels."""
+        """The metrics of all kept batches; empty without predictions and labels."""
         predictions, labels = self.result("logits"), self.result("labels")
         if self._plan.compute_metrics is None or predictions is None or labels is None:
             return {}
@@ -123,7 +123,7 @@ class KeptPredictions:
 
 
 class BatchMetrics:
-    """Metrics collected batch by batch: compute_result=True marks the last batch, which returns the result."""
+    """Metrics computed batch by batch: the call for the last batch has compute_result=True and returns the result."""
 
     def __init__(self, plan: EvalPlan) -> None:
         self._plan = plan
@@ -165,7 +165,7 @@ class WeightedLoss:
         self._sum = self._weight = 0.0
 
     def add(self, loss: Any, weight: Any) -> None:
-        # A batch without targets has no mean; its loss would be NaN.
+        # The mean loss of a batch without targets is NaN.
         if loss is None or (isinstance(weight, int) and weight == 0):
             return
         self._losses.append(loss)
@@ -199,7 +199,7 @@ def _loss_per_sample(step: EvalStep) -> Any:
 
 
 def needs_compute_result(compute_metrics: Callable[..., Any]) -> bool:
-    """Whether a metrics function can collect batch by batch."""
+    """Whether a metrics function accepts compute_result, so that it can be called for each batch."""
     try:
         return "compute_result" in inspect.signature(compute_metrics).parameters
     except (TypeError, ValueError):

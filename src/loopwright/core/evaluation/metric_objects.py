@@ -1,4 +1,4 @@
-"""Metric objects, `compute_metrics={"accuracy": metric, ...}`: torchmetrics and `evaluate`, fed batch by batch."""
+"""Metric objects, `compute_metrics={"accuracy": metric, ...}`: torchmetrics and `evaluate`, updated batch by batch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from ...errors import ArgumentsError
 
 Shape = Callable[[Any, Any, bool], tuple[Any, Any]]
-"""Turns predictions and labels into what a metric takes: ignored targets left out, classes chosen.
+"""Converts predictions and labels for a metric: removes ignored targets and selects classes.
 
-The third argument says that predictions are of the next token: each one is compared with the label after it.
+The third argument is True for next-token predictions: each one is compared with the following label.
 """
 
 
 class MetricObjects:
-    """A metrics function made of objects that collect; it keeps nothing but their state."""
+    """A metrics function that updates metric objects; it stores only their state."""
 
     def __init__(self, metrics: Mapping[str, Any], *, scores: Shape, choices: Shape) -> None:
         self._metrics = dict(metrics)
@@ -38,7 +38,7 @@ class MetricObjects:
         return self._result() if compute_result else {}
 
     def restart(self) -> None:
-        """Forget what an evaluation that did not come to its end left behind."""
+        """Reset the state that an incomplete evaluation left."""
         for metric in self._metrics.values():
             for part in getattr(metric, "evaluation_modules", [metric]):
                 _forget(part)
@@ -62,7 +62,7 @@ def _forget(metric: Any) -> None:
     if callable(getattr(metric, "reset", None)):
         metric.reset()
     elif getattr(metric, "writer", None) is not None:
-        # `evaluate` has no reset: its samples are in a file, and without the writer it starts another one.
+        # `evaluate` has no reset: its samples are in a file, and without a writer it starts a new one.
         metric.writer = metric.buf_writer = metric.data = None
 
 

@@ -1,4 +1,4 @@
-"""Names and forms of metrics: prefixes, plain numbers, readable tables, result files."""
+"""Formatting of metrics: prefixes, plain numbers, tables, result files."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def full_name(metric: str) -> str:
-    """The name evaluation logs a metric under: `loss` is `eval_loss`."""
+    """The logged name of a metric: `loss` is `eval_loss`."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def plain_numbers(value: Any) -> Any:
-    """numpy (and other one-element) numbers as Python ones, so that they can be printed and written as JSON."""
+    """Convert numpy and other one-element values to Python numbers, for printing and JSON."""
     if isinstance(value, Mapping):
         return {name: plain_numbers(each) for name, each in value.items()}
     if isinstance(value, np.generic):
@@ -80,7 +80,7 @@ def _write_json(path: str, values: dict[str, Any]) -> None:
 
 
 def better(new: float, best: float | None, *, greater_is_better: bool) -> bool:
-    """Whether a metric improves on the best one so far. NaN is no improvement, and anything improves on it."""
+    """Whether a metric is better than the best one so far. NaN is never better, and any number is better than NaN."""
     if math.isnan(new):
         return False
     if best is None or math.isnan(best):

@@ -1,4 +1,4 @@
-"""Storage of predictions: per-batch arrays concatenated, ragged widths padded, in host memory or a mapped file."""
+"""Storage of predictions: concatenates batches, pads ragged widths, in host memory or a memory-mapped file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 
 PADDING = -100
 MAP_ABOVE = 2**30
-"""Bytes beyond which a column lives in a memory-mapped temporary file instead of in memory."""
+"""Above this many bytes a column is stored in a memory-mapped temporary file."""
 
 
 class Column:
@@ -52,14 +52,14 @@ class Column:
         if block.ndim != data.ndim:
             per_sample = data.shape[1:]
             raise ValueError(
-                f"a batch of shape {block.shape} cannot follow batches of shape {per_sample} per sample"
+                f"cannot concatenate a batch of shape {block.shape} with batches of shape {per_sample} per sample"
             )
         needed = self._rows + len(block)
         rows = len(data) if needed <= len(data) else max(needed, 2 * len(data))
         shape = (rows, *(max(a, b) for a, b in zip(data.shape[1:], block.shape[1:], strict=True)))
         dtype = np.promote_types(data.dtype, block.dtype)
         if data.shape[1:] != block.shape[1:]:
-            dtype = np.promote_types(dtype, np.int8)  # bool and unsigned numbers cannot hold the padding
+            dtype = np.promote_types(dtype, np.int8)  # bool and unsigned dtypes cannot represent the padding
         if shape == data.shape and dtype == data.dtype:
             return
         wider = self._allocate(shape, dtype)
@@ -72,12 +72,12 @@ class Column:
         size = int(np.prod(shape)) * dtype.itemsize
         if size <= MAP_ABOVE:
             return np.empty(shape, dtype)
-        with tempfile.TemporaryFile() as file:  # it has no name, and its space is free again when the array is gone
+        with tempfile.TemporaryFile() as file:  # unnamed: its space is freed with the array
             return np.memmap(file, dtype=dtype, mode="w+", shape=shape)
 
 
 class PredictionStore:
-    """Columns in the shape of the model's output: an array, or nested tuples, lists and dicts of arrays."""
+    """Columns in the structure of the model's output: an array, or nested tuples, lists and dicts of arrays."""
 
     def __init__(self, expected_rows: int | None = None, *, concat: bool = True) -> None:
         self._expected = expected_rows
@@ -96,7 +96,7 @@ class PredictionStore:
             self._batches.append(batch)
 
     def result(self) -> Any:
-        """The joined arrays in the batches' own structure; None when nothing came."""
+        """The concatenated arrays in the structure of the batches; None without batches."""
         if not self.batches:
             return None
         if not self._concat:
@@ -118,7 +118,7 @@ class PredictionStore:
             column = Column(self._expected) if node is None else node
             column.append(value)
             return column
-        # Strings, objects, lists of anything: kept as they are, one after the other.
+        # Strings, objects and other lists are kept unchanged.
         rows = _Rows() if node is None else node
         rows.extend(list(value) if isinstance(value, (list, np.ndarray)) else [value])
         return rows
