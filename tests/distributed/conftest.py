@@ -14,7 +14,7 @@ from .pool import Pool
 def pool() -> Iterator[Pool]:
     members = Pool()
     yield members
-    members.close()
+    members.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
