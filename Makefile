@@ -2,7 +2,8 @@
 #
 #   make demo    train a small language model on this machine's Python sources, about a minute
 #   make check   lint, types, arguments, core and structure: what to run before every commit
-#   make test    lint, types and the whole test suite
+#   make test    lint, types and the whole test suite; of large grids a spread
+#   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
 #   make lint    ruff and mypy only
 #   make bench   print ours, the peers' and a hand-written loop
@@ -16,7 +17,7 @@ PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
 JOBS     ?= 2
-CHECKED  := tests/core tests/args tests/callbacks tests/reporters tests/test_house.py
+CHECKED  := tests/core tests/args tests/callbacks tests/reporters tests/test_house.py tests/test_messages.py
 BENCHMARKS ?= overhead checkpoint layouts scaling
 
 VENV := .venv
@@ -32,7 +33,7 @@ PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning tor
 ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-xla xla-env lint bench clean
+.PHONY: help demo check test test-grid test-xla xla-env lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +47,9 @@ check: lint
 
 test: lint
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup --durations 15
+
+test-grid: $(VENV)/.dev
+	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup -m grid
 
 # The last torch that lazy torch_xla exists for. Its build in the public index is a CUDA one: without CUDA's 5 GB it
 # imports with stand-ins for CUDA's libraries, which tests/xla/cuda_stubs.py makes with gcc and binutils.

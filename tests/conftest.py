@@ -102,6 +102,16 @@ def url(tmp_path: Path) -> Iterator[str]:
         store.rm(f"/{name}", recursive=True)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases of the whole grids run with `-m grid`; without it, the spread that is not marked."""
+    if "grid" in (config.getoption("-m") or ""):
+        return
+    whole = [item for item in items if item.get_closest_marker("grid")]
+    if whole:
+        config.hook.pytest_deselected(items=whole)
+        items[:] = [item for item in items if not item.get_closest_marker("grid")]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before the first test: the suite runs on several processes, and results must not depend on how many there are."""
     if any(map(needs_torch, session.items)):

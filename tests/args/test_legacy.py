@@ -131,9 +131,8 @@ def test_an_old_name_that_cannot_be_honoured_is_refused(name):
         BaseArguments(**{name: REFUSED[name]})
 
 
-@pytest.mark.parametrize("name", OLD_DEFAULTS)
-def test_an_old_default_asks_for_nothing(name):
-    assert BaseArguments(**{name: OLD_DEFAULTS[name]}) == BaseArguments()
+def test_an_old_default_asks_for_nothing():
+    assert [name for name, value in OLD_DEFAULTS.items() if BaseArguments(**{name: value}) != BaseArguments()] == []
 
 
 def test_a_whole_configuration_of_4x_is_read():
@@ -141,13 +140,15 @@ def test_a_whole_configuration_of_4x_is_read():
     assert args == BaseArguments("out", learning_rate=1e-3)
 
 
-@pytest.mark.parametrize("name", OLD)
-def test_each_use_says_one_line(name, caplog):
-    value = OLD_DEFAULTS[name]
-    with caplog.at_level(logging.WARNING, "loopwright"):
-        BaseArguments(**{name: value})
-    assert [name in record.message for record in caplog.records] == [True]
-    assert all(record.name == "loopwright" for record in caplog.records)
+def test_each_use_says_one_line(caplog):
+    unlike = []
+    for name in OLD:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "loopwright"):
+            BaseArguments(**{name: OLD_DEFAULTS[name]})
+        if [(record.name, name in record.message) for record in caplog.records] != [("loopwright", True)]:
+            unlike.append((name, caplog.text))
+    assert unlike == []
 
 
 def test_copies_do_not_say_it_again(caplog):

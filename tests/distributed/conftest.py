@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +14,11 @@ from .pool import Pool
 def pool() -> Iterator[Pool]:
     members = Pool()
     yield members
-    members.close()
+    members.end()
 
 
-def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """All cases share one pool, and cases of the whole grids run with `-m grid` only."""
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    for item in here:
-        item.add_marker(pytest.mark.xdist_group("distributed"))
-    if "grid" in (config.getoption("-m") or ""):
-        return
-    whole = [item for item in here if item.get_closest_marker("grid")]
-    if whole:
-        items[:] = [item for item in items if item not in whole]
-        config.hook.pytest_deselected(items=whole)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All cases share one pool."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("distributed"))

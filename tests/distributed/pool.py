@@ -1,10 +1,12 @@
-"""A pool of processes that run cases together; started once, because importing torch takes longer than any case."""
+"""A pool of processes that run cases together, forked from one: importing torch takes longer than any case."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 START = 120.0
-"""Seconds a process may take to import torch on a busy machine."""
+"""Seconds a process may take to answer on a busy machine."""
 
 
 @dataclass
@@ -30,13 +32,66 @@ class Outcome:
     seconds: float = 0.0
 
 
+class Nursery:
+    """A process that has imported everything and is forked; see member.py."""
+
+    def __init__(self, key: bytes) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "member.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "POOL_KEY": key.hex()},
+        )  # fmt: skip
+        self.is_ready = False
+
+    def ask(self, **wish: Any) -> Any:
+        assert self._process.stdin is not None
+        if not self.is_ready:
+            self.is_ready = self._answer() == "ready"
+        print(json.dumps(wish), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the process that is forked has ended"
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._process.stdout.close()
+
+
+class Member:
+    """A process that was forked, as `subprocess` would have it."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery, self.pid = nursery, pid
+
+    def poll(self) -> int | None:
+        return self._nursery.ask(status=self.pid)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        end = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            assert time.monotonic() < end, f"process {self.pid} goes on"
+            time.sleep(0.002)
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 class Pool:
     """Processes that wait for cases."""
 
     def __init__(self) -> None:
-        self._members: list[tuple[subprocess.Popen[bytes], Connection]] = []
+        self._key = secrets.token_bytes(16)
+        self._nurseries: list[Nursery] = []
+        self._members: list[tuple[Member, Connection]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
-        self._said: dict[int, Any] = {}
+        self._said: dict[int, Path] = {}
 
     def run(
         self, world: int, case: str, *, timeout: float = 90.0, by_rank: list[dict[str, str]] | None = None, **given: Any
@@ -101,22 +156,21 @@ class Pool:
         missing = world - len(self._members)
         if missing <= 0:
             return
-        key = secrets.token_bytes(16)
-        with Listener(("127.0.0.1", 0), backlog=64, authkey=key) as listener:
+        if not self._nurseries:  # two, so that neighbours hash strings differently, as processes of their own would
+            self._nurseries = [Nursery(self._key), Nursery(self._key)]
+        with Listener(("127.0.0.1", 0), backlog=64, authkey=self._key) as listener:
             listener._listener._socket.settimeout(START)
-            command = [sys.executable, str(HERE / "member.py"), str(listener.address[1])]
-            env = {**os.environ, "POOL_KEY": key.hex()}
             started = []
-            for _ in range(missing):
-                said = open(self._folder / f"{len(self._said)}.txt", "w+")
-                process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=said)
+            for number in range(len(self._members), world):
+                nursery, said = self._nurseries[number % 2], self._folder / f"{len(self._said)}.txt"
+                said.touch()
+                process = Member(nursery, nursery.ask(fork=listener.address[1], out=str(said)))
                 self._said[process.pid] = said
                 started.append(process)
-            by_id = {process.pid: process for process in started}
             try:
-                for _ in range(missing):
-                    connection = listener.accept()
-                    self._members.append((by_id[connection.recv()], connection))
+                accepted = [listener.accept() for _ in started]
+                by_id = {connection.recv(): connection for connection in accepted}
+                self._members += [(process, by_id[process.pid]) for process in started]
             except BaseException:
                 for process in started:
                     process.kill()
@@ -124,7 +178,7 @@ class Pool:
 
     def said(self, process: int) -> str:
         """What a process has written to its error stream."""
-        return Path(self._said[process].name).read_text()
+        return self._said[process].read_text()
 
     def close(self) -> None:
         for process, connection in self._members:
@@ -132,6 +186,13 @@ class Pool:
             process.kill()
             process.wait()
         self._members = []
+
+    def end(self) -> None:
+        """Close the pool for good."""
+        self.close()
+        for nursery in self._nurseries:
+            nursery.close()
+        self._nurseries = []
 
 
 def free_port() -> int:

@@ -26,10 +26,14 @@ def assert_all_valid(folder: Path, steps: int) -> None:
     assert not [path for path in folder.iterdir() if is_staging(path) or "shared" in path.name]
 
 
-@pytest.mark.parametrize("given", [{}, pytest.param({"fsdp": True}, marks=pytest.mark.grid)], ids=["ddp", "fsdp"])
-def test_eight_processes_save_fifty_times_on_one_folder(pool: Pool, tmp_path: Path, given: Any) -> None:
-    pool.run(8, "trained", folder=str(tmp_path), max_steps=50, timeout=240, **SAVING, **given)
-    assert_all_valid(tmp_path, 50)
+@pytest.mark.parametrize(
+    ("times", "given"),
+    [(12, {}), *(pytest.param(50, given, marks=pytest.mark.grid) for given in ({}, {"fsdp": True}))],
+    ids=["ddp", "ddp, fifty times", "fsdp, fifty times"],
+)
+def test_eight_processes_save_again_and_again_on_one_folder(pool: Pool, tmp_path: Path, times: int, given: Any) -> None:
+    pool.run(8, "trained", folder=str(tmp_path), max_steps=times, timeout=240, **SAVING, **given)
+    assert_all_valid(tmp_path, times)
 
 
 @pytest.mark.parametrize("given", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])

@@ -1,4 +1,4 @@
-"""The forking server, and which cases run when nobody asks for all of them."""
+"""The forking server, and the runs nobody interrupts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases of the whole grids run with `-m grid`; without it, the spread that is not marked."""
-    if "grid" in (config.getoption("-m") or ""):
-        return
-    here = str(Path(__file__).parent)
-    whole = [item for item in items if str(item.path).startswith(here) and item.get_closest_marker("grid")]
-    if whole:
-        config.hook.pytest_deselected(items=whole)
-        items[:] = [item for item in items if item not in set(whole)]
 
 
 class Forks:

@@ -149,6 +149,7 @@ def test_copies_overlap_with_computation() -> None:
     numbers = [milliseconds(each, rounds=5) for each in (plain, prefetched, lambda: [work() for _ in range(4)])]
     plain_ms, ahead_ms, alone = numbers
     say(f"prefetch: 4 x 64 MiB: copy, then compute {plain_ms:.1f} ms, ahead {ahead_ms:.1f}, compute alone {alone:.1f}")
+    assert ahead_ms < 1.05 * plain_ms, "copying ahead costs more than it hides"
 
 
 # ---- clipping -------------------------------------------------------------------------------------------------------
@@ -215,6 +216,7 @@ def test_time_of_folded_clipping() -> None:
         count = sum(p.numel() for p in own) / 1e6
         times = f"{min(both[::2]):.2f} ms clip + step, {min(both[1::2]):.2f} ms folded"
         say(f"clip: {count:.0f}M parameters {dtype}: {times}")
+        assert min(both[1::2]) < 1.05 * min(both[::2]), "folding costs more than it saves"
         del own, optimizer, fold, folded, plain
         gc.collect()
 
@@ -408,6 +410,7 @@ def test_time_of_graphs() -> None:
     }
     for name, (plain, graphed) in rows.items():
         say(f"graph: 12 x 768 encoder, 3,072 tokens, {name}: eager {plain:.2f} ms, graph {graphed:.2f} ms")
+        assert graphed < 1.05 * plain, name
     say(f"graph: first two steps, recorded and checked, took {ready:.2f} s")
     for block in model.blocks:
         block.compile()
@@ -415,6 +418,7 @@ def test_time_of_graphs() -> None:
     recorded = GraphedStep(eager, model, tell=say)
     both = milliseconds(update(recorded.step), warm=5)
     say(f"graph: with compiled blocks: {compiled:.2f} ms an update, also as a graph {both:.2f} ms ({recorded.reason})")
+    assert both < 1.1 * compiled
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -126,11 +126,13 @@ def test_every_argument_is_accounted_for_once() -> None:
     assert not unknown, f"no arguments at all: {', '.join(unknown)}"
 
 
-@pytest.mark.parametrize("where", sorted(set(ELSEWHERE.values())))
-def test_the_tests_elsewhere_exist(where: str) -> None:
-    path, name = where.split("::")
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_the_tests_elsewhere_exist() -> None:
+    missing = []
+    for where in sorted(set(ELSEWHERE.values())):
+        path, name = where.split("::")
+        if not re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.M):
+            missing.append(where)
+    assert missing == []
 
 
 def test_every_name_of_a_parametrized_test_elsewhere_is_in_its_file() -> None:

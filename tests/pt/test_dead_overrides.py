@@ -17,6 +17,5 @@ def test_the_trainer_refuses_when_it_is_created(tmp_path: Any) -> None:
         cls(torch.nn.Linear(1, 1), loopwright.TrainingArguments(str(tmp_path), use_cpu=True))
 
 
-@pytest.mark.parametrize("name", NEVER_CALLED)
-def test_what_is_refused_does_not_exist_here(name: str) -> None:
-    assert not hasattr(loopwright.Trainer, name)
+def test_what_is_refused_does_not_exist_here() -> None:
+    assert NEVER_CALLED and [name for name in NEVER_CALLED if hasattr(loopwright.Trainer, name)] == []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,13 @@ def test_every_argument_is_accounted_for() -> None:
     assert not unknown, f"no arguments at all: {', '.join(unknown)}"
 
 
-@pytest.mark.parametrize("where", sorted(set(ELSEWHERE.values())))
-def test_the_tests_elsewhere_exist(where: str) -> None:
-    path, name = where.split("::")
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+def test_the_tests_elsewhere_exist() -> None:
+    missing = []
+    for where in sorted(set(ELSEWHERE.values())):
+        path, name = where.split("::")
+        if not re.search(rf"^def {name}\(", (ROOT / path).read_text(encoding="utf-8"), flags=re.M):
+            missing.append(where)
+    assert missing == []
 
 
 ASKS: dict[str, Any] = {
