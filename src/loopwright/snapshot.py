@@ -1,8 +1,7 @@
-"""Leaving everything as it was: the RNG states, buffers and gradients of a moment, and how to restore them.
+"""Snapshots of RNG states, buffers and gradients, and how to restore them.
 
-All that is tried out or undone goes through here: an update that a signal cuts short, a loss that is only computed to
-see how it is scaled (`pt/sandbox.py`, which restores plain Python state too), a CUDA graph that is recorded, counted
-FLOPs.
+Used for everything that is undone: an update interrupted by a signal, a loss that is computed only to find out how it is
+scaled (`pt/sandbox.py`, which restores plain Python state too), the recording of a CUDA graph, the counting of FLOPs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 MORE_STREAMS: dict[str, tuple[Callable[[], int], Callable[[int], None]]] = {}
-"""Random streams torch does not know of, by name: how to ask where one stands (a whole number), how to put it there."""
+"""RNG states that torch does not manage, by name: a function that reads one as an integer, and one that sets it."""
 
 
 class Snapshot:
@@ -63,7 +62,7 @@ def restored(model: nn.Module, parameters: Sequence[nn.Parameter] = ()) -> Itera
 
 
 def snapshot_rng() -> dict[str, Any]:
-    """Where the streams of Python, numpy, torch and the accelerator stand now."""
+    """The RNG states of Python, numpy, torch and the accelerator."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),
@@ -78,9 +77,9 @@ def snapshot_rng() -> dict[str, Any]:
 
 
 def restore_rng(states: dict[str, Any]) -> None:
-    """Put every stream back to where `snapshot_rng` found it.
+    """Restore the RNG states of a `snapshot_rng`.
 
-    Devices that are no longer there are left out, and streams that the snapshot does not have stay as they are.
+    Devices that are gone are skipped; RNG states that the snapshot does not have are not changed.
     """
     if "python" in states:
         random.setstate(states["python"])
@@ -110,7 +109,7 @@ def _started_accelerator() -> Any | None:
     if not torch.accelerator.is_available():
         return None
     module = torch.get_device_module(torch.accelerator.current_accelerator())
-    # Asking a device for its stream starts it, and a run on the CPU should not take memory on a GPU.
+    # Reading the RNG state of a device initializes it, and a run on the CPU should not take memory on a GPU.
     started = getattr(module, "is_initialized", None)
     tells = any(hasattr(module, name) for name in ("get_rng_state", "get_rng_state_all"))
     return module if tells and (started is None or started()) else None

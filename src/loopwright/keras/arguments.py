@@ -20,7 +20,7 @@ POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16", "no": None}
 
 
 class Distribution(Protocol):
-    """What is used of a tf.distribute strategy, or of what stands for one."""
+    """The members of a tf.distribute strategy that are used; JAX has an equivalent."""
 
     @property
     def num_replicas_in_sync(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Datasets to batches: sources, their order, and where a run stands in them."""
+"""Datasets to batches: sources, their order, and the position of a run in them."""
 
 from __future__ import annotations
 
