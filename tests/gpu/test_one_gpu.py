@@ -198,7 +198,7 @@ def test_out_of_memory_is_answered_by_smaller_micro_batches() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     whole = train(copy.deepcopy(model.inner), data, per_device_train_batch_size=16)
-    assert small.micro_split == 4
+    assert small._loopwright.run.micro_split == 4
     for a, b in zip(losses(small), losses(whole), strict=True):
         assert abs(a - b) < 1e-5 * abs(b)
 

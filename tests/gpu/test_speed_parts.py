@@ -319,11 +319,12 @@ def test_nobody_waits_for_replays() -> None:
     batches = [tokens(8, 64, number) for number in range(6)]
     for batch in batches[:3]:
         step.step(batch, 0.5)
+    half = torch.tensor(0.5, device=GPU)  # a copy that waits
     with nobody_waits():
         losses = [step.step(batch, 0.5) for batch in batches]
         for parameter in model.parameters():
             parameter.grad = None
-        step.step(batches[0], torch.tensor(0.5, device=GPU))
+        step.step(batches[0], half)
     assert torch.stack(losses).isfinite().all()
 
 
