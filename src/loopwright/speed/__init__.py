@@ -1,1 +1,1 @@
-"""Accelerations and the proof that each of them leaves the result as it was."""
+"""Accelerations, and the proof that each of them does not change results."""

@@ -1,4 +1,4 @@
-"""SpeedEngine: has the plan made from the first updates, and lays out the samples of every update."""
+"""SpeedEngine: makes the plan from the first updates and lays out the samples of every update."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .proof.guard import image_tokens_of, samples_of
 from .proof.prover import knows_count
 
 MOST_CHANGES = 8
-"""Times a model may change between two updates before nothing about it is believed any more."""
+"""Changes of the model between updates after which accelerations are switched off for good."""
 
 
 class SpeedEngine:
-    """Lays out updates, and brings the model's attention and head in and out around each of them."""
+    """Lays out updates, and installs and removes the model's attention and head around each of them."""
 
     def __init__(
         self,
@@ -42,29 +42,29 @@ class SpeedEngine:
         self._reset()
         self._changes = 0
         self._whole: set[str] = set()
-        """Entries of batches that were seen to run along no tokens."""
+        """Entries of batches that have no token dimension."""
         self._undo: list[Callable[[], None]] = []
 
     def _reset(self) -> None:
-        """Nothing decided; what the plan depends on is looked at when it is first needed."""
+        """Clear all decisions; the planner's inputs are created when they are first needed."""
         self._situation: PlannerInputs | None = None
         self._knows_loss = False
         self.is_decided = False
         self.is_active = False
-        """Whether anything is done to updates."""
+        """Whether the plan changes updates."""
         self.is_idle = False
-        """Whether nothing is done to updates, nor will be."""
+        """Whether the plan is made and changes nothing."""
         self.plan = SpeedPlan()
         self._layout: Layout | None = None
         self._head: PendingHead | None = None
         self._last: tuple[list[Any], Samples] | None = None
-        """The update before it was laid out, in case that has to be done again; None if it stays as it was made."""
+        """Collated batches and samples of the current update, to lay it out again; None if it is not laid out."""
         self._widest = 0
-        """The longest sample so far, which padded batches are as wide as where few shapes are wanted."""
+        """Length of the longest sample so far, which is the width of padded batches if few shapes are required."""
         self._graphed: GraphedTraining | None = None
         self._verification: Verification | None = None
         self._must_prove = False
-        """Whether the plan comes from a checkpoint, and the next update is to show that it still holds."""
+        """Whether the next update must prove the plan: it comes from a checkpoint, or the model has changed."""
 
     @property
     def _here(self) -> PlannerInputs:
@@ -78,7 +78,7 @@ class SpeedEngine:
     # ---- every update -----------------------------------------------------------------------------------------------
 
     def arrange(self, update: Update) -> None:
-        """Lay the update's samples out as planned; batches that cannot be taken apart stay as they are."""
+        """Lay out the update's samples according to the plan; batches that cannot be split into samples are kept."""
         here = self._here
         if not self.is_decided and not here.is_shared:
             self.consider(update.batches)
@@ -103,11 +103,11 @@ class SpeedEngine:
             self._put_into(update, samples, laid)
 
     def _learn(self, batches: list[Any]) -> None:
-        """Ask the loss what it is while that is open: a later batch may show more than the first."""
+        """Determine the form of the loss while it is unknown: a later batch may show more than the first."""
         here = self._here
         if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
             here.learn(batches)
-            self._knows_loss = True  # or as much as can be known
+            self._knows_loss = True  # as far as it can be determined
 
     def _taken_apart_or_none(self, batches: list[Any]) -> Samples | None:
         try:
@@ -131,10 +131,10 @@ class SpeedEngine:
         update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
         update.real_tokens, update.squared_lengths = samples.real_tokens, samples.squared_lengths
 
-    # ---- is it still true -------------------------------------------------------------------------------------------
+    # ---- validity of the plan ---------------------------------------------------------------------------------------
 
     def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
-        """Whether a plan of a checkpoint holds for this update; if not, it is made again from the next one on."""
+        """Whether the plan of a checkpoint is valid for this update; if not, the next update makes a new one."""
         assert self._verification is not None
         proof = self._verification.prove(batches, samples, limits, covers=not self._verification.coverage.forms)
         self._must_prove = False
@@ -143,7 +143,7 @@ class SpeedEngine:
         return proof.accepted
 
     def _verify(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
-        """Compare some updates both ways; a difference switches everything off."""
+        """Compare some updates both ways; if one differs, switch everything off and return False."""
         assert self._verification is not None
         watch = self._verification
         proof = watch.count(batches, samples, limits)
@@ -168,7 +168,7 @@ class SpeedEngine:
         self._announce(plan)
 
     def _start_again(self, reason: str) -> None:
-        """Take everything off; the next update decides anew, from what model and training are now."""
+        """Undo the plan; the next update makes a new one, unless that happened too often or ranks share updates."""
         self._tell(f"speed: accelerations are chosen again: {reason}")
         self._changes += 1
         if self._changes > MOST_CHANGES or self._here.is_shared:
@@ -178,7 +178,7 @@ class SpeedEngine:
             self._reset()
 
     def follow_changes(self, update: Update, changes: list[str]) -> None:
-        """Model or training were changed since the last update, by a callback say: does the plan still hold?"""
+        """Prove the plan again after the model or the training has changed between updates, e.g. in a callback."""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
         if "hooks" in changes and self._here.user_hook() is not None:
@@ -191,7 +191,7 @@ class SpeedEngine:
         assert self._verification is not None
         batches, samples = self._last or (update.batches, None)
         if samples is None and self._layout is not None:
-            self._must_prove = True  # this update is as made; the next one that is not shows whether the plan holds
+            self._must_prove = True  # this update is not laid out; the next one that is proves the plan again
             return
         limits = None if samples is None else self._limits(batches, samples)
         self._changes += 1
@@ -222,25 +222,25 @@ class SpeedEngine:
 
     @property
     def is_laid(self) -> bool:
-        """Whether the current update is laid out anew, and not as the collator made it."""
+        """Whether the current update is laid out, instead of having the collator's batches."""
         return self._last is not None
 
     def as_made(self, update: Update) -> list[Any]:
-        """The micro-batches of the current update as the collator made them."""
+        """The collator's micro-batches of the current update."""
         return update.batches if self._last is None else self._last[0]
 
     @property
     def checks(self) -> dict[str, int]:
-        """What was compared after the plan was made, for the report."""
+        """Counts of comparisons since the plan was made, for the report."""
         return {} if self._verification is None or not self.is_active else self._verification.checks
 
     def leave_as_made(self) -> None:
-        """Take the current update as it is: its micro-batches were exchanged for others."""
+        """Treat the current update as not laid out: its micro-batches were replaced by others."""
         self._last = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around the forward and backward of all micro-batches of an update."""
+        """Install the plan's attention and head around the forward and backward of all micro-batches of an update."""
         reason = None if self._head is None else self._head.try_install()
         if reason is not None:
             self._tell(f"speed: the fused loss is switched off because the output layer changed: {reason}")
@@ -256,7 +256,7 @@ class SpeedEngine:
                 self._head.remove()
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that runs an update, with what the plan needs in place."""
+        """Wraps the function that runs an update in `active`."""
 
         def running(*args: Any) -> Any:
             with self.active():
@@ -265,17 +265,17 @@ class SpeedEngine:
         return running
 
     def inputs_of(self, micro: MicroBatch) -> Any:
-        """The inputs of a micro-batch as the model takes them, on the device."""
+        """The inputs of a micro-batch for the model, on the device."""
         if self._head is not None:
             self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
             return batch
         batch = self._here.put(batch)
-        return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph does that inside
+        return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph includes that conversion
 
     def rearrange(self, update: Update) -> bool:
-        """Lay an update out in micro-batches half as large, after memory ran out; returns whether that is possible."""
+        """Lay out an update in micro-batches of half the size after memory ran out; returns whether that worked."""
         if self._layout is None or self._last is None:
             return False
         batches, samples = self._last
@@ -293,8 +293,8 @@ class SpeedEngine:
     # ---- the plan ---------------------------------------------------------------------------------------------------
 
     def consider(self, batches: list[Any]) -> None:
-        """Have the plan made as soon as an update shows that it pays, and carry it out."""
-        here = self._here  # which makes the planner, too
+        """Make the plan as soon as an update allows a decision, and apply it."""
+        here = self._here  # also creates the planner
         made = self._planner.consider(batches, self._taken_apart)
         if made is None:
             return
@@ -346,14 +346,14 @@ class SpeedEngine:
         return limits_for(self.plan, self._here, batches, samples, widest=self._widest)
 
     def finish(self) -> None:
-        """Leave the model as it was found."""
+        """Undo all changes to the model."""
         while self._undo:
             self._undo.pop()()
 
-    # ---- going on ---------------------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._here is not None  # with its planner, if nothing has needed them so far
+        assert self._here is not None  # creates the planner if necessary
         plan = self.plan.as_dict() if self.is_decided else None
         seen = {**self._planner.state_dict(), "whole": sorted(self._whole), "widest": self._widest}
         if self._verification is not None:
@@ -363,7 +363,7 @@ class SpeedEngine:
         return {**seen, "plan": plan}
 
     def follow(self, state: dict[str, Any]) -> None:
-        """Do what another process of this run has decided, or nothing where that is impossible here."""
+        """Apply the plan that another rank has made; no accelerations if it is not possible on this rank."""
         self.load_state_dict(state)
         if state.get("plan") and not self.is_decided:
             self.plan.note("layouts", False, "the decision of another rank is not possible on this one")
@@ -372,7 +372,7 @@ class SpeedEngine:
             self._announce(self.plan)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the plan of a checkpoint, if it was made for a place like this one; else it is made again."""
+        """Apply the plan of a checkpoint if it was made for the same device, versions and code; else plan again."""
         here = self._here
         self._planner.load_state_dict(state)
         self._whole, self._widest = set(state.get("whole", ())), state.get("widest", 0)

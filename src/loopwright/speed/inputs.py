@@ -16,72 +16,72 @@ from .proof.prober import LossOf
 
 @dataclass
 class PlannerInputs:
-    """A model, its loss, its device, and what the user asked for."""
+    """The model, its loss, its device, and the user's settings."""
 
     model: nn.Module
-    """What is trained, without the wrappers of compile and parallelism."""
+    """The trained model, without the wrappers of compilation and parallelism."""
     device: torch.device
     level: str
-    """off, auto or max."""
+    """"off", "auto" or "max"."""
     loss_of: LossOf
     put: Callable[[Any], Any]
-    """A batch to the device."""
+    """Copies a batch to the device."""
     sandbox: Callable[[], AbstractContextManager[Any]]
-    """Random states and buffers put back afterwards."""
+    """Context that restores random states and buffers at exit."""
     as_trained: Callable[[], AbstractContextManager[Any]]
-    """Around a forward as training runs it: autocast."""
+    """Context around a forward as in training: autocast."""
     computes_half: bool
     """Whether matrix products are computed in half precision."""
     learn: Callable[[Any], bool]
-    """Find out what the loss is, from the micro-batches of an update; returns whether it is known, and additive."""
+    """Determines the form of the loss from the micro-batches of an update; returns whether it is known and additive."""
     targets_in: Callable[[Any], Any]
-    """How many targets the loss of a batch counts; None if it has no labels."""
+    """Number of targets the loss of a batch counts; None if the batch has no labels."""
     shifts: Callable[[], bool]
-    """Whether the loss leaves out the first target of each row."""
+    """Whether the loss omits the first target of each row."""
     updates_left: Callable[[], int]
     compile: Callable[[bool], None]
-    """Compile the model's blocks for changing lengths; the argument says whether rows are short."""
+    """Compiles the model's blocks for dynamic lengths; the argument is whether rows are short."""
     why_not_compile: str | None
     operations_per_token: float
     token_budget: int | None = None
-    """Tokens per micro-batch, if the user said so."""
+    """Tokens per micro-batch, if set by the user."""
     packs: bool = False
     """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None
-    """Why nothing but grouping by length is allowed, if so."""
+    """Why only grouping by length is allowed; None if all layouts are."""
     is_shared: bool = False
-    """Whether other processes hold a part of each update, so that the plan is made for all of them."""
+    """Whether each update is split across ranks, so that one plan is made for all of them."""
     is_pair: bool = False
     """Whether samples are pairs of source and target."""
     device_memory: Callable[[], int | None] = lambda: None
-    """Bytes the device has in all; None where nothing is planned with them."""
+    """Total bytes of device memory; None if memory is not planned."""
     model_bytes: Callable[[], int] = lambda: 0
     """Bytes of weights, gradients and optimizer states."""
     recompute: Callable[[str], Callable[[], None]] = lambda policy: lambda: None
-    """Have the model recompute activations by a policy; returns what undoes it."""
+    """Makes the model recompute activations according to a policy; returns a function that undoes it."""
     policies: tuple[str, ...] = ("none",)
-    """What the model can do about its activations, from nothing recomputed to all."""
+    """Recomputation policies that the model supports, from none to full."""
     free_memory: Callable[[], None] = lambda: None
-    """Give cached memory of the device back."""
+    """Releases cached device memory."""
     identity: Callable[[], str] = lambda: ""
-    """Who computes the loss of what: model, loss, collator and attention, as text that changes with their code."""
+    """Identifies the code that computes the loss: model, loss, collator and attention; changes with that code."""
     why_not_additive: Callable[[], str | None] = lambda: None
-    """Why the loss of an update is not made of those of its samples, if so."""
+    """Why the loss of an update is not composed of the losses of its samples; None if it is."""
     recount: Callable[[Any], None] = lambda update: None
-    """Count the targets of an update again, after its micro-batches were exchanged."""
+    """Counts the targets of an update again after its micro-batches were replaced."""
     user_hook: Callable[[], str | None] = lambda: None
-    """The module that has a hook of the user's, if any."""
+    """Name of a module with a hook of the user; None if there is none."""
     wants_look: Callable[[list[Any]], bool] = lambda batches: False
-    """Whether these batches may show more about the loss than those before."""
+    """Whether these batches may show more about the loss than earlier ones."""
     recomputes: bool = False
-    """Whether the user has activations recomputed already."""
+    """Whether the user has already enabled activation recomputation."""
     graph: Callable[[], Any] | None = None
-    """Run micro-batches as graphs from here on; returns the training step that does."""
+    """Switches to CUDA graphs for micro-batches; returns the training step that replays them."""
     why_not_graph: str | None = "CUDA graphs were not requested"
 
     @property
     def insists(self) -> bool:
-        """Whether the user wants what is possible, whether or not it pays."""
+        """Whether everything possible is to be enabled, without estimating the benefit."""
         return self.level == "max" or self.token_budget is not None
 
     @property
@@ -91,13 +91,13 @@ class PlannerInputs:
 
     @property
     def modules(self) -> int:
-        """The modules that compute something themselves."""
+        """Number of modules without children."""
         return sum(1 for module in self.model.modules() if next(module.children(), None) is None)
 
     def described(self) -> str:
-        """Where and for whom a plan is proved; elsewhere it is proved again."""
+        """Device, versions and code for which a plan is proved; the plan is not valid for others."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         libraries = [sys.modules.get(library) for library in ("torch", "transformers")]
         versions = [f"{library.__name__} {library.__version__}" for library in libraries if library is not None]
-        # An override that was not there before sees what only the plain path may change.
+        # A new override of the user may depend on the collator's batches, so it invalidates the plan.
         return ", ".join([name, *versions, *([self.only_grouped] if self.only_grouped else []), self.identity()])

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 PLAIN = (bool, int, float, str, type(None))
 FEW = 64
-"""Elements up to which a list of numbers on a module is looked at."""
+"""Longest sequence of plain values on a module that is compared."""
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
 )  # fmt: skip
 NOT_OURS = ("_compiled_call_impl", "forward")
-"""Attributes of modules that accelerations put in place and take away again."""
+"""Attributes of modules that accelerations set and remove."""
 _WANTS_GRADIENT = operator.attrgetter("requires_grad")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
 ATTENTION = "_attn_implementation_internal"
 
 
 def plain(value: Any) -> Any:
-    """A value that can be compared: numbers, text, functions, short sequences of numbers; `...` for anything else."""
+    """A value that can be compared: number, text, function, short sequence of numbers; `...` for anything else."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, FUNCTIONS):
@@ -39,7 +39,7 @@ def plain(value: Any) -> Any:
 
 
 def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The configurations the modules of a model read while they compute, each once."""
+    """The configurations that the modules of a model read in forward, each once."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         config = module.__dict__.get("config")
@@ -49,10 +49,10 @@ def configs_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class ModelStamp:
-    """Modes, plain numbers, functions, hooks, buffers and trainable parameters of a model, and what is around it.
+    """Modes, plain numbers, functions, hooks, buffers and trainable parameters of a model, and objects around it.
 
-    `settle` after each update, `changes` before the next one: what a callback did in between. What is compared
-    is found once, and then only read.
+    Call `settle` after each update and `changes` before the next one, to detect changes made by callbacks. The values
+    to compare are located once and only read afterwards.
     """
 
     def __init__(self, model: nn.Module, around: Callable[[], tuple[Any, ...]] = tuple) -> None:
@@ -80,7 +80,7 @@ class ModelStamp:
         self._read = self._readings()
 
     def settle(self) -> None:
-        """Take everything as it is now: what an update has changed itself is no change."""
+        """Store the current values, so that changes made by the update itself are not reported."""
         try:
             self._read = self._readings()
         except (KeyError, RuntimeError, ValueError, TypeError):
@@ -88,7 +88,7 @@ class ModelStamp:
 
     def _readings(self) -> tuple[Any, ...]:
         return (
-            # `map` with functions of C: there are thousands of these in a model of ordinary size.
+            # `map` with C functions: a model of ordinary size has thousands of these values.
             list(map(operator.getitem, *self._numbers)),
             [plain(place[key]) for place, key in self._others],
             list(map(len, self._dicts)),
@@ -97,13 +97,13 @@ class ModelStamp:
         )
 
     def changes(self) -> list[str]:
-        """What is different from the last time, by name; nothing in the usual case."""
+        """Names of everything that has changed since the last call of `settle`; usually empty."""
         objects, before = self._around(), self._read
         found = [AROUND] if any(a is not b and a != b for a, b in zip(objects, self._objects, strict=True)) else []
         try:
             if not found and self._readings() == before:
                 return []
-        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute went, or a number became a tensor
+        except (KeyError, RuntimeError, ValueError, TypeError):  # an attribute was removed, or a number became a tensor
             pass
         known = self._known
         self._take()
@@ -111,7 +111,7 @@ class ModelStamp:
         return found or (["a buffer"] if self._read[-1] != before[-1] else [])
 
     def _named(self) -> dict[str, Any]:
-        """Everything that is looked at and has a name."""
+        """All compared values that have a name, by name."""
         found = {
             f"{name}.{key}".lstrip("."): kept
             for name, place in self._modules
@@ -126,12 +126,12 @@ class ModelStamp:
 
 
 def _counts(key: str, value: Any) -> bool:
-    """Whether a value of a configuration may change what is computed: numbers, and the name of the attention."""
+    """Whether a value of a configuration may affect results: numbers, and the name of the attention."""
     return isinstance(value, (bool, int, float)) or key == ATTENTION
 
 
 def is_foreign(hook: Any) -> bool:
-    """Whether a hook comes from the user: neither from us nor from the libraries models are made of."""
+    """Whether a hook belongs to the user: not to loopwright, transformers or torch."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return not home.startswith(("loopwright.", "transformers.", "torch."))
 
@@ -141,11 +141,11 @@ def _differ(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool
     return a is not b and (type(a) is not type(b) or a != b)
 
 
-# ---- what a forward leaves behind -----------------------------------------------------------------------------------
+# ---- state changed by a forward -------------------------------------------------------------------------------------
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything a forward of a model may leave behind: buffers, tensors and plain values on its modules."""
+    """Everything a forward may change: buffers, tensors and plain values on modules and configurations."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
@@ -167,7 +167,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 def left_differently(
     one: tuple[Mapping[str, Any], ...], other: tuple[Mapping[str, Any], ...], tolerance: float
 ) -> str | None:
-    """The first thing two runs, each given as before and after, have changed differently; None if there is none."""
+    """Name of the first value that two runs, each given as (before, after), changed differently; None if equal."""
     for name in {**one[1], **other[1]}:
         changed = [not _same(before.get(name), after.get(name), 0.0) for before, after in (one, other)]
         a, b = one[1].get(name), other[1].get(name)
@@ -177,7 +177,7 @@ def left_differently(
 
 
 def counted_by(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """The first plain number that a forward has changed: what depends on it differs with the number of forwards."""
+    """Name of the first plain number that a forward has changed, so that results depend on the number of forwards."""
     for name, value in after.items():
         was = before.get(name)
         if type(value) in (int, float) and type(was) is type(value) and value != was:
@@ -198,7 +198,7 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 
 
 def _is_longer_cache(a: Any, b: Any) -> bool:
-    """Whether one tensor is the beginning of the other: tables of positions grow with the longest row."""
+    """Whether one tensor is a prefix of the other: position tables grow with the longest row."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.dim() != b.dim() or a.dtype != b.dtype:
         return False
     unequal = [dim for dim in range(a.dim()) if a.shape[dim] != b.shape[dim]]
@@ -209,11 +209,11 @@ def _is_longer_cache(a: Any, b: Any) -> bool:
     return same
 
 
-# ---- who computes ---------------------------------------------------------------------------------------------------
+# ---- identity of code -----------------------------------------------------------------------------------------------
 
 
 def fingerprint(thing: Any) -> str:
-    """A function, class or object as text that changes with its code and the plain values it is bound to."""
+    """Describes a function, class or object by a text that changes with its code and the plain values bound to it."""
     if thing is None:
         return ""
     thing = getattr(thing, "__wrapped__", thing)
@@ -241,7 +241,7 @@ def _code_of(function: Callable[..., Any]) -> str:
     for cell in getattr(function, "__closure__", None) or ():
         try:
             digest.update(repr(plain(cell.cell_contents)).encode())
-        except ValueError:  # a name that is not bound yet
+        except ValueError:  # a variable that is not bound yet
             continue
     digest.update(repr([plain(each) for each in getattr(function, "__defaults__", None) or ()]).encode())
     return digest.hexdigest()[:12]
@@ -253,5 +253,5 @@ def _add_code(digest: Any, code: Any) -> None:
     for constant in code.co_consts:
         if hasattr(constant, "co_code"):
             _add_code(digest, constant)
-        else:  # the order of a set is another one in every process
+        else:  # the order of a set differs between processes
             digest.update(repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant).encode())

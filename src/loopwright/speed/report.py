@@ -1,4 +1,4 @@
-"""The speed report: what was switched on and why, and what the run then looked like."""
+"""The speed report: which accelerations were enabled and why, and the measurements of the run."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class SpeedReport:
-    """What `trainer.speed_report()` returns: `str()` is a short table, `as_dict()` the data."""
+    """The result of `trainer.speed_report()`: `str()` is a short table, `as_dict()` the data."""
 
     choices: Sequence[Choice] = ()
     probe: Mapping[str, Any] = field(default_factory=dict)
-    """What the comparison with the plain path showed, by name."""
+    """Results of the comparison with the normal path, by name."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Speeds and shares as in metrics.jsonl, over the run without its first log interval."""
     split: Mapping[str, float] = field(default_factory=dict)
     """Shares of an update's time, from sampled updates."""
     checks: Mapping[str, int] = field(default_factory=dict)
-    """How many later updates were computed both ways, proved again, and left as the collator made them."""
+    """How many later updates were computed both ways, proved again, or kept the collator's batches."""
     sampled_updates: int = 0
     update_seconds: float | None = None
     device: str | None = None
     number_format: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The report in JSON's types."""
+        """The report in JSON types."""
         return {
             "device": self.device,
             "number_format": self.number_format,
@@ -67,7 +67,7 @@ class SpeedReport:
 
 
 def report_of(plan: Mapping[str, Any] | None, **measured: Any) -> SpeedReport:
-    """A report from a plan (`choices`: rows of name, on, reason; `probe`: numbers by name) and what was measured."""
+    """A report from a plan (`choices`: rows of name, on, reason; `probe`: numbers by name) and measurements."""
     plan = plan or {}
     choices = [row if isinstance(row, Choice) else _choice(row) for row in plan.get("choices", ())]
     rows = [row for row in plan.get("choices", ()) if isinstance(row, Mapping)]
@@ -77,7 +77,7 @@ def report_of(plan: Mapping[str, Any] | None, **measured: Any) -> SpeedReport:
 
 
 def _worst(proofs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each test the result that was furthest off, whatever it was that was proved."""
+    """The largest error of each test, over all proofs."""
     found: dict[str, float] = {}
     for numbers in proofs:
         for name, value in numbers.items():
@@ -94,7 +94,7 @@ def _choice(row: Any) -> Choice:
 
 def _choice_lines(choices: Sequence[Choice]) -> list[str]:
     width = max((len(name) for name, _, _ in choices), default=0)
-    ordered = sorted(choices, key=lambda choice: not choice.on)  # what is on comes first
+    ordered = sorted(choices, key=lambda choice: not choice.on)  # enabled ones first
     return [f"  {'on ' if on else 'off'}  {name:<{width}}  {reason}".rstrip() for name, on, reason in ordered]
 
 
@@ -113,7 +113,7 @@ _TEXTS = {
     "peak_memory_gib": ("peak memory", "{:.2f} GiB"),
     "recompiles": ("recompiles", "{:.0f}"),
 }
-"""How a number is named and written on a screen."""
+"""Titles and formats of the numbers in the printed report."""
 
 
 def _number_texts(numbers: Mapping[str, float]) -> dict[str, str]:

@@ -1,7 +1,7 @@
-"""Triton kernels of attention within the documents of a row: forward, the gradient of queries, that of keys and values.
+"""Triton kernels for attention within the documents of a row: forward, gradients of queries, of keys and values.
 
-A row of a tile is a token for one head, and the G query heads a program takes share one key head. Documents are found
-by their borders; a program without a block of any document does nothing.
+A row of a tile is a token for one head, and the G query heads of a program share one key head. Documents are located
+by their borders; a program without a block of any document returns immediately.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-# Set when the kernels are built: Triton looks up the names a kernel uses among the globals of its module.
+# Set when the kernels are built: Triton resolves the names in a kernel from the globals of its module.
 tl: Any = None
 place_of: Any = None
 is_seen: Any = None
@@ -18,14 +18,14 @@ is_kept: Any = None
 
 @cache
 def kernels() -> dict[str, Any]:
-    """The compiled-on-first-use kernels."""
+    """The kernels, which are compiled on first use."""
     global tl, place_of, is_seen, is_kept
     import triton
     import triton.language
 
     tl = triton.language
     place_of, is_seen, is_kept = (triton.jit(function) for function in (_place_of, _is_seen, _is_kept))
-    # Rows differ in these from one to the next.
+    # These values differ between rows.
     build = triton.jit(do_not_specialize=["documents", "tokens"])
     return {"forward": build(_forward_kernel), "queries": build(_queries_kernel), "keys": build(_keys_kernel)}
 
@@ -115,7 +115,7 @@ def _forward_kernel(
         seen = is_seen(at[:, None], (start + n)[None, :], length, CAUSAL, WINDOW)
         s = tl.where(seen, tl.dot(q, k) * factor, float("-inf"))
         new = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # rows that have seen nothing yet
+        base = tl.where(new == float("-inf"), 0.0, new)  # rows without a visible key so far
         p = tl.exp2(s - base[:, None])
         faded = tl.exp2(top - base)
         total = total * faded + tl.sum(p, 1)

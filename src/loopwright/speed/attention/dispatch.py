@@ -1,7 +1,7 @@
-"""Attention over rows that hold several documents: every token sees its own document and no other.
+"""Attention over rows that hold several documents: every token sees only its own document.
 
-Registered by name with transformers, so that a model is not changed. On GPUs kernels of our own do the work, or torch's
-flash kernels of variable length; on CPUs each document is a call of scaled_dot_product_attention.
+It is registered by name with transformers, so models are not changed. GPUs use our own kernels or torch's flash kernels
+for variable lengths; CPUs call scaled_dot_product_attention for each document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .per_document import AttentionRequest, one_by_one
 
 HALF = (torch.float16, torch.bfloat16)
 UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "block_mask", "head_mask", "relative_position", "cache")
-"""Arguments that change the result and that we do not compute; a model that uses one is refused."""
+"""Arguments that change the result and are not supported here; models that use one are refused."""
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
     twice: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within documents: (1, heads, tokens, size) to (1, tokens, heads, size)."""
+    """Attention within documents, (1, heads, tokens, size) to (1, tokens, heads, size)."""
     if not is_documents(attention_mask):
         raise AttentionRefused("the model builds its own attention mask")
     assert attention_mask is not None
@@ -46,7 +46,7 @@ def attend(
         raise AttentionRefused(f"the model's attention uses {surplus[0]}")
     if query.shape[0] != 1 or query.shape[2] != key.shape[2]:
         raise AttentionRefused("the model's attention spans more than one row")
-    if dropout and dropout_is_off():  # our own kernels draw their numbers themselves
+    if dropout and dropout_is_off():  # our own kernels draw dropout themselves
         dropout = 0.0
     causal, window = pattern_in(attention_mask)
     claimed = kwargs.get("is_causal")
@@ -58,12 +58,12 @@ def attend(
 
 
 def attend_twice(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """In place of attention step by step, whose gradients can be differentiated again."""
+    """Replaces eager attention, whose gradients can be differentiated again."""
     return attend(*args, twice=True, **kwargs)
 
 
 def attend_as_told(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """In place of a flash kernel, which takes a window and no mask."""
+    """Replaces flash attention, which takes a window instead of a mask."""
     mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
     if is_documents(mask) and pattern_in(mask)[1] != kwargs.get("sliding_window"):
         raise AttentionRefused("the model's mask has a window that is not passed to flash attention")
@@ -84,7 +84,7 @@ def _on_gpu(query: Tensor, value: Tensor, documents: Tensor, ask: AttentionReque
 
 
 def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
-    """Our own kernels."""
+    """Attention by our own kernels."""
     scale = query.shape[-1] ** -0.5 if ask.scale is None else float(ask.scale)
     q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
     output = document_attention.attend(
@@ -94,9 +94,9 @@ def by_kernel(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask:
 
 
 def by_flash(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
-    """torch's flash kernels of variable length; heads of keys may be fewer than those of queries."""
+    """Attention by torch's varlen flash kernels; there may be fewer key heads than query heads."""
     borders, longest = borders_in(documents), longest_in(documents)
-    # Rotary embeddings compute in single precision; the kernel wants one number format.
+    # Rotary embeddings compute in single precision; the kernel requires one dtype.
     q, k, v = (each.transpose(1, 2).squeeze(0).to(value.dtype) for each in (query, key, value))
     left = -1 if ask.window is None else int(ask.window) - 1
     window = (left, 0 if ask.causal else left)
@@ -128,7 +128,7 @@ def _varlen(
 
 
 def varlen_options() -> dict[str, bool]:
-    """Which options this torch's varlen_attn takes; its signature has changed from version to version."""
+    """Which options torch's varlen_attn supports; its signature differs between versions."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -139,11 +139,11 @@ def varlen_options() -> dict[str, bool]:
 
 VARLEN_TAKES: dict[str, bool] = {}
 HAS = {"kernel": False}
-"""Both looked up when a model is switched over, since compiled blocks cannot look them up."""
+"""Both are set when a model's attention is replaced, since compiled blocks cannot determine them."""
 
 
 def by_flex(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
-    """FlexAttention: for what the flash kernels do not have."""
+    """FlexAttention, for features that the flash kernels do not have."""
     if ask.dropout:
         raise AttentionRefused("FlexAttention does not support dropout")
     softcap = ask.softcap
@@ -173,7 +173,7 @@ _LAST_BLOCKS: list[Any] = []
 
 
 def _block_mask(documents: Tensor, tokens: int, causal: bool, window: int | None) -> Any:
-    """The blocks of the row that need computing; the same for every layer of a forward, so the last one is kept."""
+    """The blocks of the row to compute; all layers of a forward use the same, so the last result is kept."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     asked = (documents, tokens, causal, window)

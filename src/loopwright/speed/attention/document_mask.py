@@ -1,10 +1,10 @@
-"""Document boundaries in a row that holds several documents, in a form every model passes on to its attention.
+"""Document boundaries of a row that holds several documents, in a form that every model passes to its attention.
 
-A model is given the boundaries of the documents in place of a padding mask, as integers in five dimensions: with fewer
-it may take them for padding, and with four for a finished mask. transformers passes them to the mask function that is
-registered for the attention's name, here: its result has four dimensions and is passed on unchanged. The boundaries
-lie along the last dimension; the size of the one before is the length of the longest document, and that of the second
-says which positions a token sees, so that no number is read from the device.
+A model gets the boundaries of the documents instead of a padding mask, as an integer tensor of five dimensions: with
+fewer it could be treated as padding, and with four as a finished mask. transformers passes it to the mask function
+registered for the attention's name, `mask_of_documents`: its result has four dimensions and is used unchanged. The
+boundaries are along the last dimension. The size of the dimension before it is the length of the longest document, and
+the size of the second encodes the visible positions, so that no value is read from the device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 PAD_BORDERS_TO = 64
-"""Borders are filled up to a multiple of this with documents of no length, so that few shapes occur."""
+"""Boundaries are padded to a multiple of this with empty documents, so that few shapes occur."""
 
 
 def borders_of(lengths: np.ndarray, *, fill: bool = False) -> Tensor:
-    """Where the documents of a row begin, and where the last one ends."""
+    """The start of each document of a row, and the end of the last one."""
     borders = np.concatenate([[0], np.cumsum(lengths)])
     if fill:
         missing = -(len(borders) - 1) % PAD_BORDERS_TO
@@ -27,33 +27,33 @@ def borders_of(lengths: np.ndarray, *, fill: bool = False) -> Tensor:
 
 
 def as_given(borders: Tensor, longest: int) -> Tensor:
-    """The borders as a model is given them; takes no memory."""
+    """The boundaries as the mask passed to a model; an expanded view without memory."""
     return borders.view(1, 1, 1, 1, -1).expand(1, 1, 1, longest, -1)
 
 
 def is_given(mask: Tensor) -> bool:
-    """Whether a mask is one of ours that a model was given."""
+    """Whether a mask is one made by `as_given`."""
     return mask.dtype is torch.int32 and mask.dim() == 5
 
 
 def with_pattern(given: Tensor, *, causal: bool, window: int | None = None) -> Tensor:
-    """What the attention gets: the same with which places a token sees as the size of another dimension."""
+    """The mask for the attention: the same with the visible positions encoded as the size of its second dimension."""
     code = 2 * (window or 0) + (1 if causal else 2)
     return given[0].expand(-1, code, -1, -1)
 
 
 def as_mask(borders: Tensor, longest: int, *, causal: bool = True, window: int | None = None) -> Tensor:
-    """The borders as the attention gets them."""
+    """The boundaries as the mask for the attention."""
     return with_pattern(as_given(borders, longest), causal=causal, window=window)
 
 
 def is_documents(mask: Tensor | None) -> bool:
-    """Whether a mask is one of ours that the attention gets."""
+    """Whether a mask is one made by `with_pattern`."""
     return mask is not None and mask.dtype is torch.int32 and mask.dim() == 4
 
 
 def borders_in(mask: Tensor) -> Tensor:
-    """The borders a mask holds."""
+    """The boundaries in a mask."""
     return mask[0, 0, 0]
 
 
@@ -64,13 +64,13 @@ def longest_in(mask: Tensor) -> int:
 
 
 def pattern_in(mask: Tensor) -> tuple[bool, int | None]:
-    """Whether a token sees earlier places only, and how many."""
+    """Whether a token sees only earlier positions, and the size of its window, if any."""
     code = mask.shape[1] - 1
     return code % 2 == 0, code // 2 or None
 
 
 def split_at_chunks(given: Tensor, chunk: int, tokens: int) -> Tensor:
-    """Every document cut into pieces of `chunk` tokens, of a row of at most `tokens`; nothing waits for the device."""
+    """Split every document of a row of at most `tokens` into pieces of `chunk` tokens; no synchronization."""
     borders = given[0, 0, 0, 0]
     places = torch.arange(tokens, device=borders.device, dtype=torch.int32)
     document = torch.searchsorted(borders.contiguous(), places, right=True) - 1

@@ -1,7 +1,7 @@
-"""Patterns of attention masks besides padding: windows, chunks; unknown patterns are refused.
+"""Patterns of attention masks besides padding: windows and chunks; unknown patterns are refused.
 
-transformers describes a mask by a function of two places. Of those it is made of, the ones that can be said in a few
-numbers are known here; any other is refused, since leaving it out would be another model.
+transformers describes a mask by a function of two positions. Functions that a few numbers can describe are supported;
+others are refused, since ignoring them would change the model.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ class AttentionRefused(Exception):
 
 
 class Pattern(NamedTuple):
-    """Which places of its document a token sees."""
+    """The positions of its document that a token sees."""
 
     causal: bool = False
     window: int | None = None
-    """How many places back, its own included; the same ahead where it is not causal."""
+    """Number of positions back, including its own; the same number ahead if the mask is not causal."""
     chunk: int | None = None
-    """Documents are cut to this length."""
+    """Documents are split into pieces of this length."""
     only_back: bool = False
-    """Whether the window is none ahead, so that a mask which is not causal has half a window."""
+    """Whether the window extends backwards only, which is not supported without causality."""
 
     def and_also(self, other: Pattern) -> Pattern:
-        """Both at once."""
+        """Both patterns combined."""
         if self.chunk is not None and other.chunk is not None:
             raise AttentionRefused("the model's mask has chunks of two lengths")
         windows = [each for each in (self.window, other.window) if each is not None]
@@ -43,7 +43,7 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(function: Any) -> Pattern:
-    """What a mask function of transformers lets through; raises `AttentionRefused` for one that is not known."""
+    """The pattern of a mask function of transformers; raises `AttentionRefused` if it is unknown."""
     found = _parsed(function)
     if found.only_back and not found.causal:
         raise AttentionRefused("the model's mask has a one-sided window")
@@ -80,7 +80,7 @@ def _closure_of(function: Any) -> dict[str, Any]:
 def mask_of_documents(
     *args: Any, mask_function: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """The documents of a row with the pattern a model asks for; None where it was given no documents."""
+    """The documents of a row with the pattern the model requests; None if it was not given documents."""
     if attention_mask is None or not is_given(attention_mask):
         return None
     pattern = pattern_of(mask_function)

@@ -1,4 +1,4 @@
-"""Attention within documents by a call of torch's own for each: for CPUs, single precision and second derivatives."""
+"""Attention by one torch call per document: for CPUs, single precision and double backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .document_mask import borders_in
 
 
 class AttentionRequest(NamedTuple):
-    """What a model asks of its attention."""
+    """Options of one attention call."""
 
     causal: bool
     window: int | None
@@ -22,17 +22,17 @@ class AttentionRequest(NamedTuple):
     dropout: float
     scale: float | None
     twice: bool = False
-    """Whether gradients have to be differentiable themselves, as those of attention step by step are."""
+    """Whether gradients must be differentiable again, as those of eager attention are."""
 
 
-@torch._disable_dynamo  # every number of documents would be compiled anew
+@torch._disable_dynamo  # every number of documents would be compiled again
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, ask: AttentionRequest) -> Tensor:
-    """A call of scaled_dot_product_attention for each document."""
+    """Call scaled_dot_product_attention for each document."""
     borders = borders_in(documents).tolist()
     lengths = [end - begin for begin, end in zip(borders, borders[1:], strict=False) if end > begin]
     groups = query.shape[1] // key.shape[1]
     outputs = []
-    # `split`, not slices: the gradient of a slice would be as long as the row.
+    # `split` instead of slices: the gradient of a slice has the length of the whole row.
     for q, k, v in zip(*(each.split(lengths, dim=2) for each in (query, key, value)), strict=True):
         k, v = k.to(v.dtype), v
         if ask.softcap:
@@ -59,7 +59,7 @@ def _window_mask(tokens: int, causal: bool, window: int | None, device: torch.de
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, groups: int, ask: AttentionRequest) -> Tensor:
-    """Attention whose scores are squeezed by tanh."""
+    """Attention with soft-capped scores."""
     assert ask.softcap is not None
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     tokens = q.shape[2]

@@ -14,15 +14,15 @@ from .dispatch import HAS, VARLEN_TAKES, attend, attend_as_told, attend_twice, v
 from .mask_patterns import mask_of_documents
 
 NAME = "loopwright"
-"""What our attention is called among those of transformers."""
+"""The name under which our attention is registered with transformers."""
 INSTEAD_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "sdpa": (NAME, attend),
     "eager": (f"{NAME}_twice", attend_twice),
     "flash_attention_2": (f"{NAME}_told", attend_as_told),
     "flash_attention_3": (f"{NAME}_told", attend_as_told),
 }
-"""What takes the place of an attention of theirs: its name, in which models must not find one of theirs, and what
-computes it."""
+"""Replacements for transformers' attention implementations: the name to register, which must not contain one of the
+original names because models search for these, and the function."""
 
 
 class AttentionSwitch:
@@ -39,7 +39,7 @@ class AttentionSwitch:
         self.reason = self._register(mask)
 
     def _register(self, mask: Callable[..., Any]) -> str | None:
-        """Make our attention known; returns why it cannot be used."""
+        """Register our attention with transformers; returns why it cannot be used, or None."""
         if not self._configs:
             return "the model does not look up its attention implementation by name"
         used = [config._attn_implementation for config in self._configs]
@@ -60,7 +60,7 @@ class AttentionSwitch:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """In place of what the model uses now."""
+        """Replace the attention that the model uses now."""
         were = [config._attn_implementation for config in self._configs]
         for config, name in zip(self._configs, were, strict=True):
             if name in self._instead_of:
@@ -82,7 +82,7 @@ def _configs_with_attention(model: nn.Module) -> list[Any]:
 
 
 def use_newest_flash() -> str | None:
-    """Let torch use FlashAttention 4 or 3 where one is installed; returns its name."""
+    """Activate FlashAttention 4 or 3 in torch if one is installed; returns its name."""
     try:
         from torch.nn.attention import activate_flash_attention_impl
     except ImportError:
@@ -94,6 +94,6 @@ def use_newest_flash() -> str | None:
             if find_spec(package) is not None:
                 activate_flash_attention_impl(name)
                 return name
-        except Exception:  # installed, and not for this GPU or this torch
+        except Exception:  # installed, but not for this GPU or this torch
             continue
     return None

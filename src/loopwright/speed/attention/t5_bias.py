@@ -1,7 +1,7 @@
-"""Attention with a learned position bias (T5 and its kin), handed to torch in the form its fast kernels take.
+"""Attention with a learned position bias (such as T5's), converted to a form that torch's fast kernels support.
 
-Such a bias is looked up with heads as its last dimension. In that order torch has no kernel for it and computes
-attention step by step in single precision; copied into rows, it has one.
+The bias is looked up with the heads as its last dimension. For that memory order torch has no kernel and computes
+attention step by step in single precision; for a contiguous copy it has one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def attend(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """transformers' own attention by scaled_dot_product_attention, given the bias row by row."""
+    """transformers' attention by scaled_dot_product_attention, with a contiguous bias."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if position_bias is not None:
-        # Autocast would round it too, after it was made as large as the batch.
+        # Autocast would round it too, but after it was expanded to the whole batch.
         position_bias = position_bias.to(value.dtype, memory_format=torch.contiguous_format)
     return sdpa_attention_forward(module, query, key, value, attention_mask, position_bias=position_bias, **kwargs)
 
 
 def switch_for(model: nn.Module) -> AttentionSwitch | str:
-    """What makes a model use this attention, or why it has no use for it."""
+    """The switch that makes a model use this attention, or why it would not help."""
     if not any(hasattr(module, "relative_attention_bias") for module in model.modules()):
         return "the model has no position bias"
     try:

@@ -1,9 +1,9 @@
 """Varlen attention kernels for many short documents and shared key heads.
 
-A program takes a few tokens of one document with all the query heads that share a key head: keys are read once for all
-of them, little of a tile lies outside a short document, and the gradient of a key is summed in one place, so that two
-runs never differ. What is kept for the backward pass is one number per token and head: the sum of its
-exponentials, as a logarithm.
+A program computes a few tokens of one document for all query heads that share a key head: keys are read once for all of
+them, little of a tile is outside a short document, and the gradient of a key is summed in one program, so that results
+are deterministic. For the backward pass, one number per token and head is kept: the logarithm of the sum of its
+exponentials.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .document_mask import as_mask
 from .per_document import AttentionRequest, one_by_one
 
 SIZES = (16, 32, 64, 128)
-"""Sizes of a head that fill tiles without a rest."""
+"""Supported head sizes, which fill tiles completely."""
 ROOM, MOST_DOCUMENTS = 128, 4096
-"""Every program looks its document up among all of them: kernels are compiled for so many, and not for more."""
+"""Programs search their document among all: kernels are compiled for at least 128, at most 4096 documents."""
 TILE = 64
-"""Rows of queries, and of keys, of a tile; a row is a token for one head."""
+"""Rows of queries, and of keys, in a tile; a row is a token for one head."""
 WARPS = 4
 STAGES = {"forward": (3, 3), "queries": (3, 2), "keys": (3, 2)}
-"""Tiles under way at a time, for heads of up to 64 and for larger ones."""
+"""Pipeline stages, for head sizes up to 64 and for larger ones."""
 
 
 class Shape(NamedTuple):
-    """How heads are shared out among programs."""
+    """How heads are distributed among programs."""
 
     heads: int
     key_heads: int
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     sharing: int
     """Query heads per key head."""
     together: int
-    """Query heads one program takes."""
+    """Query heads per program."""
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> Shape:
@@ -51,13 +51,13 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a tile of queries."""
+        """Tokens in a tile of queries."""
         return TILE // self.together
 
 
 @cache
 def has_kernel() -> bool:
-    """Whether there is a GPU that runs these kernels, which torch knows from then on: NVIDIA's from Ampere on."""
+    """Whether the GPU supports these kernels (NVIDIA, Ampere or newer); also registers the operation with torch."""
     try:
         import triton
     except ImportError:
@@ -65,14 +65,14 @@ def has_kernel() -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
         return False
     register()
-    # Triton builds what it launches with when that is asked for first: meanwhile something else can be done.
+    # Triton compiles its launcher on first use: a thread starts that early.
     _UNDER_WAY.append(Thread(target=lambda: triton.runtime.driver.active.get_current_device(), daemon=True))
     _UNDER_WAY[-1].start()
     return True
 
 
 def takes(query: Tensor, value: Tensor, documents: int) -> bool:
-    """Whether heads of this size, in so many documents, can be computed."""
+    """Whether this head size and number of documents are supported."""
     return query.shape[-1] == value.shape[-1] and query.shape[-1] in SIZES and documents <= MOST_DOCUMENTS
 
 
@@ -88,9 +88,9 @@ _LIBRARY: list[torch.library.Library] = []
 
 @cache
 def register() -> None:
-    """Make the operation known to torch and to its compiler."""
+    """Register the operation with torch and its compiler."""
     library = torch.library.Library("loopwright", "FRAGMENT")
-    _LIBRARY.append(library)  # what it defines goes with it
+    _LIBRARY.append(library)  # its definitions are removed with it
     saved = SIGNATURE.format(more=", Tensor output, Tensor sums")
     library.define(f"document_attention({SIGNATURE.format(more='')}) -> (Tensor, Tensor)")
     library.define(f"document_attention_backward(Tensor gradient, {saved}) -> (Tensor, Tensor, Tensor)")
@@ -115,7 +115,7 @@ def register() -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """The operation without torch's dispatcher, which would take the host longer than the kernels take a GPU."""
+    """The operation without torch's dispatcher, whose host time would exceed the kernels' time on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -138,7 +138,7 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         raise RuntimeError(
             "attention with dropout does not support double backward; set attention_dropout=0 or speed='off'"
         )
-    # Views: what queries and keys have in common before is not a part of this.
+    # Views, because the inputs may depend on each other: only the direct gradients are computed here.
     parts = [each.view_as(each) for each in ctx.saved_tensors[:3]]
     ask = AttentionRequest(causal, window or None, None, 0.0, scale, twice=True)
     row = one_by_one(*(each.transpose(0, 1).unsqueeze(0) for each in parts), as_mask(borders, 1), ask)
@@ -149,10 +149,10 @@ def _differentiable(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor, *, causal: bool, window: int, scale: float, drop: float
 ) -> Tensor:
-    """Attention of each document to itself, (tokens, heads, size) to the same; a window of 0 is none."""
-    # Drawn on the device by torch's own generator, so that a resumed run draws the same.
+    """Attention within each document, (tokens, heads, size) to the same; a window of 0 means none."""
+    # Drawn on the device by torch's generator, so that a resumed run draws the same.
     seed = torch.randint(2**31 - 1, (1,), device=query.device, dtype=torch.int32) if drop else borders[:1]
-    # A compiler sees the operation, and so does who looks at operations to keep their results.
+    # Compilers and dispatch modes such as selective checkpointing must see the operation.
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.ops.loopwright.document_attention(query, key, value, borders, seed, causal, window, scale, drop)[0]
     return _Attention.apply(query, key, value, borders, seed, causal, window, scale, drop)
@@ -197,7 +197,7 @@ def _empty(like: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """With the numbers of a head side by side."""
+    """The tensor with a contiguous last dimension."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
@@ -205,7 +205,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class Job(NamedTuple):
-    """What the kernels of one attention have in common."""
+    """The arguments that all kernels of one attention share."""
 
     shape: Shape
     borders: Tensor
@@ -216,7 +216,7 @@ class Job(NamedTuple):
     drop: float
 
     def launch(self, name: str, tensors: tuple[Tensor, ...], *statistics: Tensor, only_compile: bool = False) -> None:
-        """Run a kernel: tensors of (tokens, heads, size), then statistics of (heads, tokens)."""
+        """Run a kernel on tensors of (tokens, heads, size), then statistics of (heads, tokens)."""
         shape, query = self.shape, tensors[0]
         documents, tokens = self.borders.numel() - 1, query.shape[0]
         strides = [stride for tensor in tensors for stride in tensor.stride()[:2]]
@@ -233,7 +233,7 @@ class Job(NamedTuple):
 
 
 def room_for(documents: int) -> int:
-    """The power of two of documents that a kernel is compiled for."""
+    """The number of documents a kernel is compiled for: a power of two."""
     return max(ROOM, 1 << (documents - 1).bit_length())
 
 
@@ -242,7 +242,7 @@ _SEEN: set[Any] = set()
 
 
 def _compile_ahead(job: Job, query: Tensor, key: Tensor, value: Tensor, output: Tensor, sums: Tensor) -> None:
-    """Have the kernels of a new kind of backward pass compiled beside the forward one: they take a second each."""
+    """Compile the kernels of a new kind of backward pass in threads during the forward: each takes a second."""
     kind = (job.shape, query.dtype, job.causal, job.window, job.drop > 0, room_for(job.borders.numel() - 1))
     if kind in _SEEN:
         return
@@ -263,5 +263,5 @@ def _await() -> None:
 
 
 def _quietly(job: Job, name: str, tensors: tuple[Tensor, ...], sums: Tensor) -> None:
-    with suppress(Exception):  # the launch that needs it says what is wrong
+    with suppress(Exception):  # the actual launch raises the error
         job.launch(name, tensors, sums, sums, only_compile=True)

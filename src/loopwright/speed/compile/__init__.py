@@ -1,1 +1,1 @@
-"""Compiling the blocks of a model, and the cache of what was compiled."""
+"""Compiling the blocks of a model, and the compile cache."""

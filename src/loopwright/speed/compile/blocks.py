@@ -1,6 +1,6 @@
-"""Compiling the blocks a model repeats, in place: names stay, masks stay outside, and a block that fails runs as it is.
+"""Compiling a model's repeated blocks in place: names and masks are unchanged, and a block that fails runs eagerly.
 
-Torch keeps compiled code per function, not per module, so the blocks of one class share it: sixteen equal blocks are
+Torch caches compiled code per function, not per module, so all blocks of a class share it: sixteen equal blocks need
 one compilation.
 """
 
@@ -34,10 +34,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def get_ready() -> None:
-    """Have inductor's processes started, which takes them seconds, while something else is computed."""
+    """Start inductor's worker processes, which takes seconds, while other work is done."""
     try:
         from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:  # it starts them when it needs them
+    except ImportError:  # inductor starts them when it needs them
         return
     maybe_warm_pool()
 
@@ -53,11 +53,11 @@ def compile_blocks(
     short_rows: bool = False,
     notices: Notices,
 ) -> Compiled:
-    """Compile each repeated block in place; the model as a whole when that is asked for or nothing repeats.
+    """Compile each repeated block in place; the whole model if `scope` is "model" or it has no repeated blocks.
 
-    `dynamic=True` compiles once for all shapes, False once for each, None starts with the first shape it sees and
-    turns to all shapes when another one comes. `short_rows` says that rows are on both sides of a few thousand tokens,
-    where inductor would otherwise choose another fusion, and compile again, by their length.
+    `dynamic=True` compiles once for all shapes, False once for each; None starts with the first shape and switches to
+    all shapes at the second one. `short_rows`: rows are both below and above a few thousand tokens, where inductor
+    would otherwise choose the fusion by their length, and compile again.
     """
     modules = repeated_blocks(model) if scope == "blocks" else []
     if not modules and scope == "blocks":
@@ -75,7 +75,7 @@ def compile_blocks(
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
-    """Without the compiled forms of a model and its parts: a few samples of another shape would each be compiled."""
+    """Disable the compiled forms of a model and its parts: a few samples of other shapes would each be compiled."""
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
     for module, _ in compiled:
         module._compiled_call_impl = None
@@ -87,7 +87,7 @@ def as_written(model: nn.Module) -> Iterator[None]:
 
 
 def have_equal_numbers(blocks: list[nn.Module]) -> bool:
-    """Whether the blocks of a class have the same scales, rates and the like."""
+    """Whether all blocks of a class have the same float attributes, such as scales and rates."""
     numbers: dict[type, list[float]] = {}
     for block in blocks:
         mine = [value for part in block.modules() for value in vars(part).values() if type(value) is float]
@@ -97,7 +97,7 @@ def have_equal_numbers(blocks: list[nn.Module]) -> bool:
 
 
 class Compiled:
-    """The compiled parts of a model: what compiled again, what fell back, and torch's settings meanwhile."""
+    """The compiled parts of a model: recompilations, fallbacks, and torch's settings meanwhile."""
 
     def __init__(self, notices: Notices, *, max_recompiles: int | None = None) -> None:
         self.calls: list[CompiledCall] = []
@@ -109,7 +109,7 @@ class Compiled:
         self._kept = 0
 
     def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
-        """Count compilations, under settings that keep them few."""
+        """Count compilations, and change torch's settings so that there are few."""
         self.counter.start()
         more = [*(_one_fusion() if short_rows else []), *(_constant_numbers() if constant_numbers else [])]
         for config, name, value in [*_settings(blocks), *more]:
@@ -118,23 +118,23 @@ class Compiled:
                 setattr(config, name, value)
 
     def keep(self, output_dir: str | None, device: torch.device) -> None:
-        """Keep what was compiled with the run, when something was compiled since the last time."""
+        """Save the compile cache with the run, if there were compilations since the last time."""
         if self.counter.compilations != self._kept:
             self._kept = self.counter.compilations
             save_compile_cache(output_dir, device)
 
     def finish(self) -> None:
-        """Stop counting and put torch's settings back; compiled blocks stay compiled."""
+        """Stop counting and restore torch's settings; compiled blocks stay compiled."""
         self.counter.stop()
         while self._before:
             setattr(*self._before.pop())
 
     def figures(self) -> dict[str, Any]:
-        """What a report shows."""
+        """The counts for a report."""
         return {"blocks": len(self.calls), "fell_back": dict(self.fell_back), **self.counter.figures()}
 
     def fall_back(self, failed: CompiledCall, error: Exception) -> None:
-        """Leave a block as it is from now on and say so; two failures for one reason speak for the rest of a class."""
+        """Run a block eagerly from now on and warn; after two failures for one reason, also the rest of its class."""
         reason = _first_line(error)
         self._leave(failed, reason)
         kind = type(failed.module)
@@ -156,7 +156,7 @@ class Compiled:
 
 
 class CompiledCall:
-    """Calls a module's compiled form, or the module itself when that cannot be compiled."""
+    """Calls a module's compiled form, or the module itself if it cannot be compiled."""
 
     def __init__(self, module: nn.Module, name: str, session: Compiled) -> None:
         from torch._dynamo.exc import TorchDynamoException
@@ -165,14 +165,14 @@ class CompiledCall:
         self.has_run = False
         self._compiled = module._compiled_call_impl
         self._session, self._counter = session, session.counter
-        # Failures of dynamo, of a backend and of inductor are all of this kind; a model's own errors are not.
+        # Failures of dynamo, a backend or inductor are of this class; errors of the model are not.
         self._failure = TorchDynamoException
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             result = self._compiled(*args, **kwargs)
         except self._failure as error:
-            # An error of the model itself, found while compiling, comes again here, with the model's own traceback.
+            # An error of the model found during compilation is raised again here, with the model's own traceback.
             result = self.module._call_impl(*args, **kwargs)
             self._session.fall_back(self, error)
             return result
@@ -183,45 +183,45 @@ class CompiledCall:
 
 
 def _settings(blocks: int) -> list[tuple[Any, str, Any]]:
-    """Torch's settings while blocks are compiled, where this torch has them."""
+    """Torch's settings while blocks are compiled; those that this torch does not have are skipped."""
     import torch._dynamo
     import torch._functorch.config
     import torch.fx.experimental._config
 
     dynamo, functorch = torch._dynamo.config, torch._functorch.config
-    # Blocks that differ in a number (a scale per layer) are variants of one function: room for each of them, when
-    # training and when evaluating, and for a few shapes.
+    # Blocks that differ in a number (a scale per layer) are variants of one function: allow all of them, in training
+    # and in evaluation, and a few shapes.
     variants = max(dynamo.recompile_limit, 16 + 3 * blocks)
     return [
         (dynamo, "recompile_limit", variants),
         (dynamo, "accumulated_recompile_limit", max(dynamo.accumulated_recompile_limit, 4 * variants)),
-        # A backward pass that cannot be compiled is found in the forward, where its block can still fall back.
+        # Compile the backward pass in the forward, where the block can still fall back if that fails.
         (functorch, "force_non_lazy_backward_lowering", True),
-        # What only matmuls of the backward pass read (a normed input, a gated product) is computed again: a quarter of
-        # what a Llama's block keeps, for a hundredth of its time.
+        # Recompute what only matmuls of the backward pass read (a normed input, a gated product): this saves a quarter
+        # of the activations of a Llama block for a hundredth of its time.
         (functorch, "ban_recompute_materialized_backward", False),
-        # Sizes that happen to be equal (64 tokens, 64 per head) are not taken for the same size: it would cost another
+        # Do not treat sizes that happen to be equal (64 tokens, 64 per head) as the same size, which would cost another
         # compilation when they differ.
         (torch.fx.experimental._config, "use_duck_shape", False),
     ]
 
 
 def _one_fusion() -> list[tuple[Any, str, Any]]:
-    """Settings under which the length of a row does not decide what is fused, where this torch has them."""
+    """Settings that make fusion independent of the length of a row."""
     import torch._inductor.config
 
     return [(torch._inductor.config.triton, "mix_order_reduction", False)]
 
 
 def _constant_numbers() -> list[tuple[Any, str, Any]]:
-    """Settings under which a block's numbers are constants: as unknowns they can make torch trace a block twice."""
+    """Settings that make a block's floats constants: as variables, they can make torch trace a block twice."""
     import torch._dynamo
 
     return [(torch._dynamo.config, "specialize_float", True)]
 
 
 def _first_line(error: Exception) -> str:
-    """The kind of error and its first line; what a backend raised rather than that it raised."""
+    """The type of an error and its first line; for a backend's failure, those of the original error."""
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:300]

@@ -1,8 +1,8 @@
-"""The compile cache, saved with the run: a resumed run, on another machine too, recompiles little.
+"""The compile cache, saved with the run, so that a resumed run, also on another machine, recompiles little.
 
-The file holds machine code and torch's own serialized objects, so reading one is running it. It lies in the run's
-folder and never in a checkpoint, and is signed with a key that only this user can read: a file that came from elsewhere
-is not read.
+The file holds machine code and torch's serialized objects, so loading it can execute code. It is in the run's folder,
+never in a checkpoint, and is signed with a key that only this user can read: files from other sources are not
+loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNATURE = 32
 
 
 def save_compile_cache(output_dir: str | None, device: torch.device) -> Path | None:
-    """Write what this process compiled into the run's folder; returns the file, or None when there is nothing."""
+    """Write this process's compile cache to the run's folder; returns the file, or None if nothing was written."""
     if not _is_local(output_dir):
         return None
     try:
@@ -37,13 +37,13 @@ def save_compile_cache(output_dir: str | None, device: torch.device) -> Path | N
         partial.write_bytes(_signature(artifacts[0]) + artifacts[0])
         os.replace(partial, path)
         return path
-    except Exception as error:  # a cache is never worth a run
+    except Exception as error:  # a run must not fail because of its cache
         _tell(f"could not be saved with the run: {type(error).__name__}: {error}")
     return None
 
 
 def load_compile_cache(output_dir: str | None, device: torch.device) -> bool:
-    """Give torch what an earlier start of this run compiled; returns whether there was something."""
+    """Load the compile cache of an earlier start of this run; returns whether there was one."""
     if not _is_local(output_dir):
         return False
     path = cache_file(output_dir, device)
@@ -56,20 +56,20 @@ def load_compile_cache(output_dir: str | None, device: torch.device) -> bool:
             _tell(f"in {path} was not written by this user (or is damaged) and is ignored")
             return False
         return torch.compiler.load_cache_artifacts(artifacts) is not None
-    except Exception as error:  # it is compiled again
+    except Exception as error:  # the code is compiled again
         _tell(f"in {path} could not be read: {type(error).__name__}: {error}")
     return False
 
 
 def cache_file(output_dir: str | os.PathLike[str] | None, device: torch.device) -> Path:
-    """Where it lies: one file for each torch and each kind of device."""
+    """The file of the cache, by torch version and device type."""
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{platform.machine()}"
     name = re.sub(r"[^\w.+-]+", "-", f"torch-{torch.__version__}-{kind}")
     return Path(output_dir or ".") / FOLDER / f"{name}.bin"
 
 
 def key_file() -> Path:
-    """The user's key, outside every run."""
+    """The user's key, outside all runs."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "loopwright" / "compile_cache.key"
 
@@ -97,5 +97,5 @@ def _is_local(output_dir: str | None) -> bool:
 
 
 def _tell(text: str) -> None:
-    # Said and nothing more, strict or not: without the cache the run is the same, only later.
+    # A warning even in strict mode: without the cache the run is the same, only slower to start.
     logger.warning(f"torch_compile: the compile cache {text}")

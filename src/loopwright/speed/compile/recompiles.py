@@ -1,4 +1,4 @@
-"""Counting how often torch compiles again, and why: each time costs seconds, and beyond a limit torch gives up."""
+"""Counting recompilations and their reasons: each takes seconds, and beyond a limit torch runs eagerly."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any
 from ...notices import Notices
 
 KEPT = 8
-"""Reasons that are kept; the last ones say most."""
+"""Number of reasons to keep, the latest ones."""
 
 
 class RecompileCounter:
-    """How many compilations this run made, how many of them were of code already compiled, and the last reasons."""
+    """Number of compilations in this run, how many of them were recompilations, and the last reasons."""
 
     def __init__(self, notices: Notices, *, allowed: int | None = None) -> None:
         self.compilations = self.count = 0
         self.reasons: deque[str] = deque(maxlen=KEPT)
         self.pending: list[str] = []
-        """What is to be said; it waits, because torch's compiler is no place to raise from."""
+        """Warnings to emit later, because they must not be raised inside torch's compiler."""
         self._notices, self._allowed = notices, allowed
         self._frames: set[str] = set()
         self._failures: dict[Any, int] = {}
         self._told_limit = False
 
     def start(self) -> None:
-        """Count from here."""
+        """Start counting."""
         from torch._dynamo.callback import callback_handler
         from torch._dynamo.utils import guard_failures
 
@@ -34,14 +34,14 @@ class RecompileCounter:
             callback_handler.register_end_callback(self._compiled)
 
     def stop(self) -> None:
-        """Count no further."""
+        """Stop counting."""
         from torch._dynamo.callback import callback_handler
 
         if self._compiled in callback_handler.end_callbacks:
             callback_handler.remove_end_callback(self._compiled)
 
     def tell(self) -> None:
-        """Say what is to be said, once; an error when the run is strict."""
+        """Emit the pending warnings, each once; an error in strict mode."""
         pending, self.pending = self.pending, []
         for text in pending:
             self._notices.warn_once(text)
@@ -51,9 +51,9 @@ class RecompileCounter:
         return {"compilations": self.compilations, "recompilations": self.count, "reasons": list(self.reasons)}
 
     def _compiled(self, event: Any) -> None:
-        """Torch has compiled something; `event.compile_id` is which code, and how often it had been compiled before."""
+        """Torch has compiled code; `event.compile_id` identifies it and how often it had been compiled before."""
         if event.callback_trigger.name != "DYNAMO":
-            return  # a backward pass or a recording that belongs to a compilation already counted
+            return  # a backward pass or a CUDA graph capture of a compilation already counted
         code, _, before = event.compile_id.rpartition("/")
         self.compilations += 1
         name, reason = self._latest_failure()
@@ -83,7 +83,7 @@ class RecompileCounter:
             )
 
     def _latest_failure(self) -> tuple[str, str]:
-        """The code that was compiled again and the check of its newest variant that failed."""
+        """The function that was compiled again, and the failed guard of its newest variant."""
         from torch._dynamo.utils import guard_failures
 
         found = ("a function", "an unknown reason")
@@ -96,7 +96,7 @@ class RecompileCounter:
 
 
 def plain_reason(text: str) -> str:
-    """Torch's reason in one line: without the number of the variant and the source it points to."""
+    """Torch's reason in one line, without the number of the variant and the source location."""
     head, _, rest = text.partition(": ")
     body = rest if "/" in head and rest else text
     return " ".join(body.split("#")[0].split()).rstrip(". ") or " ".join(body.split())

@@ -1,1 +1,1 @@
-"""Micro-batches as recorded CUDA graphs."""
+"""Micro-batches as CUDA graphs."""

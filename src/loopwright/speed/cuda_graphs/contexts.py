@@ -1,4 +1,4 @@
-"""Contexts that recording a CUDA graph needs: streams, waits of the host, the autocast cache."""
+"""Contexts for capturing a CUDA graph: streams, synchronization, the autocast cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def host_streams(device: torch.device) -> tuple[Any, ...]:
-    """Where the random streams of the host stand, in a form that can be compared."""
+    """The states of the host's random generators, in a form that can be compared."""
     _, keys, *rest = np.random.get_state(legacy=True)
     own = () if device.type == "cpu" else (bytes(torch.get_rng_state().numpy()),)
     return (random.getstate(), bytes(np.asarray(keys)), *rest, *own)
@@ -22,7 +22,7 @@ def host_streams(device: torch.device) -> tuple[Any, ...]:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Work on another stream, ordered after what came before and before what comes after."""
+    """Run on another stream, ordered after earlier work and before later work of the current stream."""
     if device.type != "cuda":
         yield
         return
@@ -35,7 +35,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def as_if_recording(device: torch.device) -> Iterator[None]:
-    """Let models that ask whether they are recorded go the way they go then: it has other kernels, and no waits."""
+    """Pretend that a capture is running, so that models use the kernels for it and do not synchronize."""
     if device.type != "cuda":
         yield
         return
@@ -49,7 +49,7 @@ def as_if_recording(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def no_wait(device: torch.device) -> Iterator[None]:
-    """Make every wait of the host for the device an error."""
+    """Make every synchronization with the device an error."""
     if device.type != "cuda":
         yield
         return
@@ -59,7 +59,7 @@ def no_wait(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def any_wait_is_fine() -> Iterator[None]:
-    """Allow waiting where a run otherwise forbids it: recording and checking wait, a few times per run."""
+    """Allow synchronization where a run forbids it: capturing and checking synchronize, a few times per run."""
     if not torch.cuda.is_available():
         yield
         return
@@ -81,7 +81,7 @@ def _sync_debug_mode(mode: str) -> Iterator[None]:
 
 @contextmanager
 def autocast_without_cache() -> Iterator[None]:
-    """Autocast contexts inside keep no casts: a cached one would be memory of the recording, used outside of it."""
+    """Disable autocast's cache of casts: a cached tensor would be memory of the capture that is used outside it."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -91,5 +91,5 @@ def autocast_without_cache() -> Iterator[None]:
 
 
 def buffers_of(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """The place of every buffer: the dict that holds it and its name there."""
+    """The location of every buffer: the dict that holds it and its name there."""
     return [(m._buffers, name) for m in model.modules() for name, buffer in m._buffers.items() if buffer is not None]

@@ -1,4 +1,4 @@
-"""Micro-batches of training as CUDA graphs: when that pays, and the training step that replays them."""
+"""Micro-batches of training as CUDA graphs: when that pays off, and the training step that replays them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ from .contexts import any_wait_is_fine
 from .recorder import MOST_SHAPES, GraphedStep, Recorder, shape_key
 
 MOST_ROWS = 32
-"""Lengths of rows that are graphs; each is one from the second time on that it occurs."""
+"""Most row lengths that become graphs; each is captured when it occurs for the second time."""
 SAME_LOSS = 1e-3
-"""How far the loss that goes into a graph may be off, relatively: half precision, not another loss."""
+"""Allowed relative difference of the captured loss: rounding in half precision, not a different loss."""
 
 LossOf = Callable[[dict[str, Any], Any], Tensor]
 """The loss of inputs on the device and num_items_in_batch, or None."""
 
 
-# ---- when it pays ---------------------------------------------------------------------------------------------------
+# ---- estimated benefit ----------------------------------------------------------------------------------------------
 
 
 class GraphChoice:
-    """Looks at the shapes of micro-batches, and says whether they become graphs."""
+    """Collects the shapes of micro-batches and decides whether they become graphs."""
 
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self.shapes: set[str] = set()
-        """The shapes seen so far, as text: they are kept with the run."""
+        """The shapes seen so far, as text, because they are saved with the run."""
 
     def look(self, batches: Sequence[Any]) -> None:
         if self._here.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
     def why_not(self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0) -> str | None:
-        """Why micro-batches stay as they are, or None when they become graphs; `row` is the tokens of a row."""
+        """Why micro-batches do not become graphs, or None if they do; `row` is the number of tokens in a row."""
         here, in_rows = self._here, plan.layout in IN_ROWS
         if here.why_not_graph is not None:
             return here.why_not_graph
@@ -71,7 +71,7 @@ class GraphChoice:
         self, operations: float | None, micro_batches: int, pays: Callable[[float, str], bool]
     ) -> str | None:
         here, kind = self._here, self._here.device.type
-        # Where everything possible is wanted, blocks that can be compiled gain more by that, once they compute enough.
+        # With level "max", blocks that can be compiled gain more from that, once they compute enough.
         wants_all = here.level == "max"
         if operations is None:
             return None if wants_all else "what a micro-batch computes does not depend on its shapes alone"
@@ -89,14 +89,14 @@ def _key(batch: Any) -> Any:
 
 
 def operations_of(batches: Sequence[Any], per_token: float) -> float | None:
-    """Operations of the largest micro-batch, forward and backward; None where its shapes do not say."""
+    """Operations of the largest micro-batch, forward and backward; None if its shapes do not determine them."""
     units = [_units(batch) for batch in batches]
     known = [each for each in units if each is not None]
     return max(known) * per_token if known and len(known) == len(units) else None
 
 
 def _units(batch: Any) -> int | None:
-    """Tokens, or rows of numbers; an image or a sound could be anything."""
+    """Tokens, or rows of features; None for inputs such as images or audio, whose cost is unknown."""
     if not isinstance(batch, Mapping):
         return None
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -111,10 +111,10 @@ def _units(batch: Any) -> int | None:
 
 
 class GraphedTraining:
-    """A training step that replays graphs, in the place of the trainer's own.
+    """A training step that replays graphs, in place of the trainer's own.
 
-    The captured loss is given no number of items: it is the mean over its own targets, times the micro-batch's
-    share, so that the graph is right for every update. The first micro-batch shows whether that is the same loss.
+    The captured loss gets no number of items: it is the mean over its own targets, times the micro-batch's share, so
+    that the graph is valid for every update. The first micro-batch shows whether that is the same loss.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GraphedTraining:
     def __call__(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its share of the update's loss."""
         micro = self._micro_batch()
-        share = micro.share  # None where it has to run as it is
+        share = micro.share  # None if it has no targets
         if share is None or not self._is_possible():
             return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
         given = self._put(inputs)
@@ -151,11 +151,11 @@ class GraphedTraining:
             if not self._is_proved or not self._is_possible():
                 return self._plain(model, inputs, num_items_in_batch=num_items_in_batch)
         loss = self.step.step(self._without_mask(given, inputs), share)
-        self._is_possible()  # a checkpoint of this update is to say so
+        self._is_possible()  # report a failure now, so that a checkpoint of this update includes it
         return loss
 
     def take_rows(self, prepare: Callable[[Any], Any]) -> None:
-        """Micro-batches come laid out in rows; `prepare` makes what the model takes of one on the device."""
+        """Accept micro-batches laid out in rows; `prepare` converts one on the device to the inputs of the model."""
         self._prepare = prepare
         self.step.most, self.step.from_time = MOST_ROWS, 2
 
@@ -166,17 +166,17 @@ class GraphedTraining:
         return self._given_plain(model, self._prepare(inputs), **more)
 
     def look_again(self) -> None:
-        """Let go of all graphs, and prove the loss again: a number that was recorded has changed."""
+        """Discard all graphs and prove the loss again, because a captured value has changed."""
         self._is_proved, self._drops_mask = False, True
         self.step.forget()
 
     def give_up(self, reason: str) -> None:
-        """Replay nothing from here on."""
+        """Stop replaying graphs."""
         self.step.reason = self.step.reason or reason
         self._is_possible()
 
     def close(self) -> None:
-        """Let go of all graphs; steps are the trainer's own from here on."""
+        """Discard all graphs; the trainer's own step is used from now on."""
         self._told = True
         self.step.close()
 
@@ -194,22 +194,22 @@ class GraphedTraining:
         return loss.detach()
 
     def _without_mask(self, given: dict[str, Any], inputs: Any) -> dict[str, Any]:
-        """Inputs without a mask that masks nothing: models look into it on the device, and a graph cannot wait."""
+        """Inputs without a mask of ones only: models read the mask's values, which is not possible in a capture."""
         mask = inputs[MASK] if self._drops_mask and MASK in inputs else None
         if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not mask.all():
             return given
         return {name: value for name, value in given.items() if name != MASK}
 
     def _prove(self, given: dict[str, Any], inputs: Any, micro: MicroBatch, share: float) -> None:
-        """See on one micro-batch that the loss that would be recorded is the loss of training."""
+        """Check on one micro-batch that the loss to be captured equals the loss of training."""
         expected = self._looked_at(lambda: self._weigh(self._loss_of(dict(given), micro.items), micro))
         if not math.isfinite(expected):
-            return  # the next micro-batch is asked
+            return  # try again with the next micro-batch
         self._is_proved = True
         try:
             if self._is_alike(self._without_mask(given, inputs), expected, share):
                 return
-        except TypeError:  # it cannot do without its mask
+        except TypeError:  # the model requires its mask
             pass
         self._drops_mask = False
         if not self._is_alike(given, expected, share):

@@ -1,8 +1,7 @@
-"""Forward and backward of a micro-batch as one recorded CUDA graph, for small models whose launches cost more than
-their arithmetic.
+"""Forward and backward of a micro-batch as one CUDA graph, for small models that are bound by kernel launches.
 
-The optimizer stays outside the graph: a fused step is a few launches, which the host issues while the device still
-replays, so that recording it too would gain nothing and would forbid every change of its settings.
+The optimizer is not part of the graph: a fused step has few launches, which the host issues while the device still
+replays. Capturing it would gain nothing and would not allow its settings to change.
 """
 
 from __future__ import annotations
@@ -30,42 +29,42 @@ from .contexts import (
 
 MOST_SHAPES = 8
 CHECKS, LATER_CHECKS = 2, 1
-"""Replays that are compared with an eager run: of the first shape on the recorded batch and on another one."""
+"""Replays compared with an eager run: two for the first shape, the second on another batch; one for later shapes."""
 
 TOLERANCE = 1e-2
-"""Relative difference of loss and gradients: kernels that add in any order, in bf16, not another computation."""
+"""Allowed relative difference of loss and gradients: summation order in bf16, not a different computation."""
 
 Inputs = dict[str, Any]
 Run = Callable[[Inputs, Any], Tensor]
 """Forward, loss times weight, backward; returns the weighted loss, detached."""
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
-"""Records a function without executing it; returns what replays it and the tensor its result is in after a replay."""
+"""Captures a function without executing it; returns a function to replay it and the tensor of its result."""
 
 BROKEN: list[Any] = []
-"""Graphs whose recording broke off: torch's allocators may still ask them whether they own memory."""
+"""Graphs whose capture failed; they are kept because torch's allocators may still access them."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Uncapturable(Exception):
-    """The micro-batch cannot be a graph; says why."""
+    """The micro-batch cannot be captured; the message gives the reason."""
 
 
 @dataclass(eq=False)
 class Graph:
-    """One recorded micro-batch: where its inputs go, where its loss and gradients come out."""
+    """One captured micro-batch with its static inputs, loss and gradients."""
 
     inputs: Inputs
     weight: Tensor
     loss: Tensor
     replay: Callable[[], Any]
     gradients: list[tuple[nn.Parameter, Tensor]]
-    """Parameters the backward reaches, each with the tensor the graph adds its gradient to."""
+    """Parameters that get a gradient, each with the tensor to which the graph adds it."""
     checks: int = CHECKS
 
     def load(self, inputs: Inputs, weight: Any) -> None:
-        """Copy a batch of the same shapes to where the graph reads it."""
+        """Copy a batch of the same shapes to the static inputs."""
         for name, place in self.inputs.items():
             if isinstance(place, Tensor):
                 place.copy_(inputs[name], non_blocking=True)
@@ -75,7 +74,7 @@ class Graph:
             self.weight.fill_(float(weight))
 
     def place_gradients(self) -> None:
-        """Make the recorded tensors the parameters' gradients; what was accumulated so far is kept, None is zero."""
+        """Make the captured tensors the parameters' gradients; accumulated gradients are kept, None becomes zero."""
         empty = []
         for parameter, place in self.gradients:
             if parameter.grad is place:
@@ -90,10 +89,10 @@ class Graph:
 
 
 class GraphedStep:
-    """Runs micro-batches as graphs, one for each of a few shapes, and eagerly whatever cannot be one.
+    """Runs micro-batches as graphs, one for each of a few shapes, and all others eagerly.
 
-    Each graph is compared with an eager run on the same batch, random numbers included, before it is believed.
-    Gradients may be None between updates, as after `zero_grad`: they are zeroed where the graph expects them.
+    Each graph is compared with an eager run on the same batch, including random numbers, before it is used. Gradients
+    may be None between updates, as after `zero_grad`: they are then zeroed in the tensors of the graph.
     """
 
     def __init__(
@@ -110,13 +109,13 @@ class GraphedStep:
         self._key_of_batch = key_of_batch or shape_key
         self.most = most_shapes
         self.from_time = 1
-        """Which time a shape is seen it is recorded: a shape that never comes again is not worth it."""
+        """The occurrence of a shape at which it is captured: shapes that occur once may not be worth it."""
         self._all = list(model.parameters())
         self.device = self._all[0].device
         self._recorder = recorder
         self._graphs: dict[Hashable, Graph] = {}
         self.times: Counter[str] = Counter()
-        """How often each shape has come before it was a graph, by its description: a run that is resumed goes on."""
+        """Occurrences of each shape before it was captured, by description; saved, so that a resumed run continues."""
         self._look_at_parameters()
         self.reason = cannot_capture(model, self.device) if recorder is None else None
         if self.reason is not None:
@@ -125,7 +124,7 @@ class GraphedStep:
             self._recorder = CudaRecorder(self.device)
 
     def step(self, inputs: Inputs, weight: Any = 1.0) -> Tensor:
-        """Forward and backward of a micro-batch; returns its weighted loss, in a tensor of its own."""
+        """Forward and backward of a micro-batch; returns its weighted loss, as a new tensor."""
         graph = self._graph_for(inputs) if self.reason is None else None
         if graph is not None and graph.checks:
             graph = self._checked(graph, inputs, weight)
@@ -137,27 +136,27 @@ class GraphedStep:
         return graph.loss.clone()
 
     def forget(self) -> None:
-        """Let go of all graphs: their shapes do not come again."""
+        """Discard all graphs and the counts of shapes."""
         self._graphs.clear()
         self.times.clear()
         if isinstance(self._recorder, CudaRecorder):
-            self._recorder.take_new_memory()  # torch lets go of a pool with its last graph
+            self._recorder.take_new_memory()  # torch frees a pool with its last graph
 
     def close(self) -> None:
-        """Let go of all graphs and their memory; steps are eager from here on."""
+        """Discard all graphs and their memory; steps are eager from now on."""
         self.reason = self.reason or "closed"
         self.forget()
         self._places.clear()
         self._recorder = None
 
     def _look_at_parameters(self) -> None:
-        """Start anew with the parameters as they are now: a graph knows addresses, and who wants a gradient."""
+        """Discard all graphs and read the parameters again: a graph depends on their addresses and requires_grad."""
         self._stamp = [(p.data_ptr(), p.requires_grad) for p in self._all]
         self._parameters = [p for p in self._all if p.requires_grad]
         self.forget()
         self._places: dict[int, Tensor] = {}
 
-    # ---- recording --------------------------------------------------------------------------------------------------
+    # ---- capturing --------------------------------------------------------------------------------------------------
 
     def _graph_for(self, inputs: Inputs) -> Graph | None:
         if self._stamp != [(p.data_ptr(), p.requires_grad) for p in self._all]:
@@ -171,12 +170,12 @@ class GraphedStep:
         try:
             if self._is_due(repr(key)):
                 self._graphs[key] = self._record(inputs)
-        except Exception as error:  # whatever a model does that a graph cannot: eager training still can
+        except Exception as error:  # anything a graph does not support: eager training still works
             self._give_up(error)
         return self._graphs.get(key)
 
     def _is_due(self, shape: str) -> bool:
-        """Whether a shape has come often enough to be recorded, and not too many did before; by counts alone."""
+        """Whether a shape has occurred often enough to be captured, within the limit on shapes; uses counts only."""
         due = sum(times >= self.from_time for times in self.times.values())
         if self.times[shape] < self.from_time and due == self.most:
             self._tell(f"CUDA graphs are kept for {self.most} shapes; micro-batches of other shapes run eagerly")
@@ -204,11 +203,11 @@ class GraphedStep:
         return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS)
 
     def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
-        """Run eagerly until nothing is set up for the first time any more; returns the parameters reached."""
+        """Run eagerly until all one-time initialization is done; returns the parameters with gradients."""
         before = host_streams(self.device)
         with side_stream(self.device), as_if_recording(self.device):
             self._run_alone(inputs, weight)
-            with no_wait(self.device):  # found here it does no harm; a wait breaks a recording, and torch with it
+            with no_wait(self.device):  # an error here is harmless; during a capture it would break torch's state
                 self._run_alone(inputs, weight)
             if not self._graphs:
                 self._run_alone(inputs, weight)
@@ -233,21 +232,21 @@ class GraphedStep:
     # ---- proving ----------------------------------------------------------------------------------------------------
 
     def _checked(self, graph: Graph, inputs: Inputs, weight: Any) -> Graph | None:
-        """The graph, if a replay on this batch does what an eager run does; None and no more graphs otherwise."""
+        """The graph if a replay on this batch equals an eager run; otherwise None, and graphs are disabled."""
         graph.checks -= 1
         try:
             with any_wait_is_fine():
                 error = self._difference(graph, inputs, weight)
             if not error <= TOLERANCE:
                 raise Uncapturable(f"a replay differs from the eager run by {error:.1e}")
-        except Exception as error:  # any trouble means: no graphs, and the log says why
+        except Exception as error:  # any error disables graphs, and the log gives the reason
             self._give_up(error)
             return None
         return graph
 
     def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
         """The largest relative difference between replay and eager run: loss, gradients, buffers."""
-        # Models that go another way while they are recorded (other kernels, so other dropout) must go it here too.
+        # Models that use other kernels during a capture, and so other dropout, must use them here too.
         with restored(self._model, self._parameters), as_if_recording(self.device):
             loss = self._run_alone(dict(inputs), weight)
             eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
@@ -264,7 +263,7 @@ class GraphedStep:
         return max(relative_difference(mine, theirs) for mine, theirs in parts)
 
     def _give_up(self, error: Exception) -> None:
-        """Eager from here on, and tell why."""
+        """Disable graphs and log the reason."""
         text = str(error).strip().splitlines()
         self.reason = text[0] if text else type(error).__name__
         self.close()
@@ -272,7 +271,7 @@ class GraphedStep:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory: replays follow one another, never overlap."""
+    """Captures CUDA graphs that share one memory pool: replays are sequential and never overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -280,7 +279,7 @@ class CudaRecorder:
         self.take_new_memory()
 
     def take_new_memory(self) -> None:
-        """Record into another pool from here on."""
+        """Use a new memory pool for later captures."""
         self._pool = torch.cuda.graph_pool_handle()
         self._is_first = True
 
@@ -288,34 +287,34 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         generator = self._generator().clone_state()
         try:
-            # The stream is entered once more: a recording that breaks off does not leave its own.
+            # This context restores the current stream: a failed capture does not leave its own.
             with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 loss = self._capture(graph, function)
-        except BaseException:  # Ctrl-C too: a half recording would break what comes after
+        except BaseException:  # including Ctrl-C: an unfinished capture would break later work
             self._repair(graph, generator)
             raise
         return graph.replay, loss
 
     def _capture(self, graph: Any, function: Callable[[], Tensor]) -> Tensor:
-        if self._is_first:  # freed memory is room for the pool; later it would only cost time
+        if self._is_first:  # the pool can use freed memory; later it would only cost time
             gc.collect()
             torch.cuda.empty_cache()
         torch.cuda.synchronize(self._device)
         collects, cause = gc.isenabled(), None
-        gc.disable()  # garbage that owns graphs or events must not be found in the middle of a recording
+        gc.disable()  # no garbage collection of graphs or events during a capture
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads (loaders that pin memory, checkpoints being written) may call CUDA meanwhile.
+                # Other threads (loaders that pin memory, checkpoint writers) may call CUDA during the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     loss = function()
-                except Exception as error:  # kept, because ending the recording raises another one
+                except Exception as error:  # kept, because ending the capture raises another error
                     cause = error
                     raise
                 finally:
                     graph.capture_end()
         except Exception as error:
-            raise cause or error from None  # ending a broken recording fails too, and says nothing
+            raise cause or error from None  # ending a failed capture fails too, without a useful message
         finally:
             if collects:
                 gc.enable()
@@ -323,14 +322,14 @@ class CudaRecorder:
         return loss
 
     def _repair(self, graph: Any, generator: Any) -> None:
-        """Bring torch back to order after a recording that broke off: it leaves generator and pool half way."""
+        """Restore the generator and the pool after a failed capture, which leaves both in an intermediate state."""
         BROKEN.append(graph)
         self._generator().graphsafe_set_state(generator)
         try:
             torch._C._cuda_endAllocateToPool(self._index(), self._pool)
             torch._C._cuda_releasePool(self._index(), self._pool)
         except RuntimeError:
-            pass  # the recording had ended in order
+            pass  # the capture had ended normally
 
     def _index(self) -> int:
         index: int = torch.cuda.current_device() if self._device.index is None else self._device.index
@@ -340,11 +339,11 @@ class CudaRecorder:
         return torch.cuda.default_generators[self._index()]
 
 
-# ---- what may be recorded -------------------------------------------------------------------------------------------
+# ---- what may be captured -------------------------------------------------------------------------------------------
 
 
 def shape_key(inputs: Inputs) -> Hashable | None:
-    """Shapes and dtypes of the tensors, plain values as they are; None when a batch holds anything else."""
+    """Shapes and dtypes of the tensors, and plain values; None if a batch holds anything else."""
     parts: list[Hashable] = []
     for name, value in inputs.items():
         if isinstance(value, Tensor):
@@ -357,9 +356,9 @@ def shape_key(inputs: Inputs) -> Hashable | None:
 
 
 def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
-    """Why micro-batches of this model cannot be graphs, as far as looking tells; None when nothing speaks against it.
+    """Why micro-batches of this model cannot be captured, by inspection of the model; None if no reason is found.
 
-    Overrides of `training_step` and `compute_loss` are for the caller to look at.
+    Overrides of `training_step` and `compute_loss` must be checked by the caller.
     """
     if device.type != "cuda":
         return f"{device.type} has none"
@@ -380,7 +379,7 @@ def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
 
 
 def relative_difference(mine: list[Tensor], theirs: list[Tensor]) -> float:
-    """|mine - theirs| / |theirs| over all tensors together, as one vector; infinite when one is not finite."""
+    """`|mine - theirs| / |theirs|` over all tensors as one vector; infinite if it is not finite."""
     if not mine:
         return 0.0
     sums = torch.stack([_squares(a.float(), b.float()) for a, b in zip(mine, theirs, strict=True)]).sum(0)
@@ -390,7 +389,7 @@ def relative_difference(mine: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 def _squares(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Squared sizes of the difference and of theirs; what is not finite in both is not a difference."""
+    """Squared norms of the difference and of `theirs`; elements that are not finite in both are ignored."""
     off = torch.where(mine.isfinite() | theirs.isfinite(), mine - theirs, 0.0)
     return torch.stack([off.square().sum(), theirs.nan_to_num(0.0, 0.0, 0.0).square().sum()])
 

@@ -1,1 +1,1 @@
-"""Work moved off the critical path of a device: copies ahead of use, clipping, 8-bit linear layers."""
+"""Reducing time on the device's critical path: prefetching, gradient clipping, FP8 linear layers."""

@@ -1,7 +1,7 @@
-"""Clipping without what its general form costs, and clipping folded into the optimizer step.
+"""Gradient clipping with fewer calls, and clipping as part of the optimizer step.
 
-torch's fused Adam and AdamW divide every gradient by `optimizer.grad_scale` when that attribute is set, and write the
-scaled gradients back. Clipping through it saves the pass over all gradients that a separate multiplication costs.
+torch's fused Adam and AdamW divide every gradient by `optimizer.grad_scale` if that attribute is set, and write the
+scaled gradients back. Using it for clipping saves the separate multiplication of all gradients.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor, nn
 
 OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers whose fused kernel takes a scale; a subclass may do anything with its gradients, so it does not count."""
+"""Optimizers whose fused kernel supports a scale; subclasses are excluded, since they may use gradients otherwise."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The scale is a float32: with float64 gradients it would be the least exact number of the update."""
+"""Supported dtypes: the scale is float32 and would reduce the precision of float64 gradients."""
 
 
 PLAIN = {Tensor, nn.Parameter}
 FOREACH = ("cpu", "cuda", "xpu")
-"""Devices where torch takes all gradients in one call."""
+"""Devices on which torch processes all gradients in one call."""
 PLACE_AND_FORMAT = attrgetter("device", "dtype")
 
 
 def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """What `clip_grad_norm_` does and returns, to the bit, with a fifth of its calls.
+    """Clip gradients like `clip_grad_norm_` and return the same norm, bit for bit, with a fifth of its calls.
 
-    Gradients of several devices or number formats, and others than plain tensors, are left to torch.
+    Gradients on several devices, of several dtypes, or other than plain tensors are passed to torch's function.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     is_simple = PLAIN.issuperset(map(type, gradients)) and len(set(map(PLACE_AND_FORMAT, gradients))) == 1
@@ -42,10 +42,10 @@ def clip_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 class FoldedClip:
-    """Clips when the optimizer steps: until then gradients keep their full size.
+    """Clips in the optimizer step: until then gradients keep their full size.
 
-    `clip` returns the norm as `clip_grad_norm_` does; `step` steps and takes the scale away again. While `allowed()` is
-    false, clipping is done at once, since something reads the gradients before the step.
+    `clip` returns the norm like `clip_grad_norm_`; `step` runs the step and removes the scale. While `allowed()` is
+    false, gradients are clipped immediately, since something reads them before the step.
     """
 
     def __init__(self, optimizer: Any, step: Callable[[Any], bool], allowed: Callable[[], bool] = lambda: True) -> None:
@@ -60,22 +60,21 @@ class FoldedClip:
         return norm
 
     def step(self, optimizer: Any) -> bool:
-        """Step with the scale that `clip` left, then without it again; returns what the step returned."""
+        """Step with the scale set by `clip`, then remove the scale; returns the result of the step."""
         try:
             return self._step(optimizer)
         finally:
             self.after_step()
 
     def after_step(self) -> None:
-        """Take the scale away, so that a step without clipping is one."""
+        """Remove the scale, so that a step without clipping is not scaled."""
         self.optimizer.grad_scale = None
 
 
 def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | None:
-    """Why clipping these parameters cannot be part of this optimizer's step; None when it can.
+    """Why clipping these parameters cannot be part of this optimizer's step; None if it can.
 
-    What the optimizer cannot know is the caller's to ask: a loss scaler, and callbacks that read gradients between
-    clipping and step.
+    The caller must check the rest: a loss scaler, and callbacks that read gradients between clipping and step.
     """
     if type(optimizer) not in OPTIMIZERS or not all(group.get("fused") for group in optimizer.param_groups):
         return "the optimizer is not torch's fused Adam or AdamW"
@@ -93,7 +92,7 @@ def cannot_fold(optimizer: Any, parameters: Iterable[nn.Parameter]) -> str | Non
 
 
 def _has_step_hooks(optimizer: Any) -> bool:
-    """Whether a hook of the user's runs between clipping and step; ours reads learning rates only."""
+    """Whether a user's hook runs between clipping and step; loopwright's own hook reads learning rates only."""
     from torch.optim import optimizer as home
 
     hooks = [*optimizer._optimizer_step_pre_hooks.values(), *home._global_optimizer_pre_hooks.values()]

@@ -1,7 +1,7 @@
 """Linear layers in FP8: forward and both products of the backward pass; the weights are unchanged.
 
-Opt-in, as it is not rounding: a product of 8-bit numbers has about two digits. A layer is changed only where a
-measurement on the device shows that it becomes faster; small ones lose more by converting than they gain.
+Opt-in, since FP8 changes results: a product of 8-bit numbers has about two digits. A layer is changed only if a
+measurement on the device shows that it becomes faster; small layers lose more by conversion than they gain.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ...errors import ArgumentsError
 from ...notices import logger
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-"""Activations and weights need digits, gradients need range."""
+"""e4m3 for activations and weights, which need precision; e5m2 for gradients, which need range."""
 
 GAIN = 0.95
-"""The part of the plain time that a layer may take in fp8 to be changed."""
+"""Largest fraction of the plain time that a layer may take in FP8 to be changed."""
 
 MULTIPLE = 16
-"""Sizes the kernels ask for."""
+"""The kernels require sizes that are a multiple of this."""
 
 Measure = Callable[[int, int], "Timing"]
 
@@ -44,26 +44,26 @@ class Timing:
 
 @dataclass
 class Fp8Layers:
-    """The layers of a model that compute in fp8, why the others do not, and what was measured."""
+    """The layers of a model that use FP8, why the others do not, and the measurements."""
 
     layers: list[nn.Linear] = field(default_factory=list)
     left: Counter[str] = field(default_factory=Counter)
     timings: dict[tuple[int, int], Timing] = field(default_factory=dict)
 
     def remove(self) -> None:
-        """Give the layers their own forward back."""
+        """Restore the layers' own forward."""
         for layer in self.layers:
             layer.__dict__.pop("forward", None)
         self.layers = []
 
     def summary(self) -> str:
-        """One line: how many layers, and why not the others."""
+        """One line: the number of layers, and why others are not changed."""
         rest = "".join(f"; {count} {why}" for why, count in self.left.items())
         return f"fp8: {len(self.layers)} linear layers{rest}"
 
 
 def refuse_without_fp8(device: torch.device) -> None:
-    """Raise when the device has no 8-bit matrix products."""
+    """Raise `ArgumentsError` if the device has no FP8 matrix products."""
     reason = _no_fp8(device)
     if reason:
         raise ArgumentsError(
@@ -80,9 +80,9 @@ def _no_fp8(device: torch.device) -> str | None:
 
 
 def use_fp8(model: nn.Module, measure: Measure) -> Fp8Layers:
-    """Let the linear layers that `measure` shows to be faster in fp8 compute in it; names in the state stay.
+    """Switch the linear layers that `measure` shows to be faster to FP8; names in the state dict are unchanged.
 
-    `measure(inputs, outputs)` times a layer of that size at the run's number of tokens.
+    `measure(inputs, outputs)` times a layer of that size with the run's number of tokens.
     """
     found = Fp8Layers()
     shared = _shared_weights(model)
@@ -105,7 +105,7 @@ def use_fp8(model: nn.Module, measure: Measure) -> Fp8Layers:
 
 
 def _left_alone(layer: nn.Linear, shared: set[int]) -> str | None:
-    """Why a layer keeps its own forward whatever its speed."""
+    """Why a layer keeps its own forward regardless of its speed; None if it may be changed."""
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         return "of an unsupported type"
     if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
@@ -116,7 +116,7 @@ def _left_alone(layer: nn.Linear, shared: set[int]) -> str | None:
 
 
 def _shared_weights(model: nn.Module) -> set[int]:
-    """Weights of the output layer and those several modules hold: they are shared."""
+    """Ids of tied weights, which several modules hold, and of the output layer's weight."""
     count = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     shared = {key for key, times in count.items() if times > 1}
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -127,7 +127,7 @@ def _shared_weights(model: nn.Module) -> set[int]:
 
 
 def fp8_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """What stands in for `nn.Linear.forward`; evaluation computes with the weights as they are."""
+    """Replaces `nn.Linear.forward`; evaluation uses the unquantized weights."""
     if not self.training or input.numel() == 0:
         return nn.functional.linear(input, self.weight, self.bias)
     kind = input.device.type
@@ -138,13 +138,13 @@ def fp8_forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T + bias, each product in fp8 with one scale per tensor."""
+    """x @ weight.T + bias, each product in FP8 with one scale per tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x8, x_scale = as_rows(x, VALUES)
-        w8, w_scale = as_rows(weight.detach(), VALUES)  # compilers take the shape of a parameter for a constant
-        # The high-precision input is kept, not its fp8 copy: layers that share an input share what is kept.
+        w8, w_scale = as_rows(weight.detach(), VALUES)  # compilers treat a parameter's shape as constant
+        # The high-precision input is saved, not its FP8 copy: layers with the same input share it.
         ctx.save_for_backward(x, weight, x_scale, w_scale)
         ctx.bias_dtype = None if bias is None else bias.dtype
         out = scaled_product(x8, w8.t(), x_scale, w_scale, dtype=x.dtype, fast=True)
@@ -172,17 +172,17 @@ class _Linear(torch.autograd.Function):
 def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """a @ b of fp8 tensors times their scales; `a` by rows, `b` by columns."""
+    """a @ b of FP8 tensors times their scales; `a` is row-major, `b` column-major."""
     return torch._scaled_mm(a, b, a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def dequantised_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor) -> Tensor:
-    """What `scaled_product` means, in float32: the reference it is held against."""
+    """`scaled_product` in float32, as a reference."""
     return (a.float() * a_scale) @ (b.float() * b_scale)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """Rows of zeros added until their number suits a product over rows."""
+    """The tensor with rows of zeros added, to a number the kernels support."""
     return nn.functional.pad(x, (0, 0, 0, -len(x) % MULTIPLE)) if len(x) % MULTIPLE else x
 
 
@@ -205,8 +205,8 @@ def _both(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an fp8 number is multiplied by: the largest value becomes the largest fp8 number, none overflows."""
-    # A value that is not finite makes the scale so, and with it the whole product: nothing is hidden.
+    """The scale of an FP8 tensor: the largest absolute value maps to the largest FP8 number, so none overflows."""
+    # A value that is not finite makes the scale and the whole product not finite, so it is not hidden.
     return x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
 
 
@@ -216,7 +216,7 @@ def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Fused:
-    """A function of elementwise steps, compiled into one kernel on a GPU: one by one they would cost the gain."""
+    """A function of elementwise steps, compiled into one kernel on GPUs: separate kernels would cost the gain."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._plain = function
@@ -237,11 +237,11 @@ as_rows, as_columns, as_both = _Fused(_rows), _Fused(_columns), _Fused(_both)
 
 
 def measured_on(device: torch.device, tokens: int, *, weight: torch.dtype, compute: torch.dtype) -> Measure:
-    """A measure for `use_fp8`: times layers on the device with this many tokens, weights and computation."""
+    """A `measure` for `use_fp8`: times layers on the device with this many tokens and these dtypes."""
 
     def measure(inputs: int, outputs: int) -> Timing:
         layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False, device=device, dtype=weight)
-        draws = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay where they are
+        draws = torch.Generator(device).manual_seed(0)  # does not change the run's random states
         with torch.no_grad():
             layer.weight.normal_(std=inputs**-0.5, generator=draws)
         x = torch.empty(tokens, inputs, device=device, dtype=compute).normal_(generator=draws).requires_grad_()
@@ -264,7 +264,7 @@ def measured_on(device: torch.device, tokens: int, *, weight: torch.dtype, compu
 
 
 def _milliseconds(once: Callable[[], None], rounds: int = 10) -> float:
-    """The better half's mean time on the device, after everything has been compiled and chosen."""
+    """Mean time of the faster half of the rounds on the device, after compilation and autotuning."""
     for _ in range(3):
         once()
     times: list[float] = []

@@ -1,7 +1,7 @@
-"""Copying the micro-batches of an update to the device ahead of their use, on a stream of their own.
+"""Copying the micro-batches of an update to the device ahead of their use, on a separate stream.
 
-Only placement runs ahead, never reading: the batches of an update are in hand when it begins, so no random stream of
-the data is touched earlier than without it.
+Only copies run ahead, not loading: the batches of an update are available when it begins, so random states of the data
+do not change earlier than without prefetching.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ AHEAD = 512 * 2**20
 """Bytes of batches that may wait on the device for their use; the first batch of an update is always copied."""
 
 NEEDED = ("Stream", "Event", "stream", "current_stream")
-"""What a device's module in torch must have for copies to run beside its work."""
+"""Attributes that torch's module for a device must have for concurrent copies."""
 
 
 class Prefetch:
-    """Batches of an update on their way to the device.
+    """Copies of an update's batches in progress.
 
-    `begin` issues the copies, `take` gives the copy of one host tensor to the compute stream, which waits for it there;
-    the host never waits. A tensor that was not announced, or was changed since, is copied on the spot.
+    `begin` issues the copies, `take` makes the compute stream wait for the copy of one host tensor and returns it; the
+    host never waits. A tensor that was not passed to `begin`, or has changed since, is copied by `take`.
     """
 
     runs = True
@@ -39,7 +39,7 @@ class Prefetch:
         self._bytes = 0
 
     def begin(self, batches: list[Any]) -> None:
-        """Start copying these micro-batches; what was announced before and not taken is forgotten."""
+        """Start copying these micro-batches; earlier copies that were not taken are dropped."""
         self._copies.clear()
         self._bytes = 0
         self._waiting = deque(batches)
@@ -56,7 +56,7 @@ class Prefetch:
         if copy.arrival.waiting != stream:
             stream.wait_event(copy.arrival.event)
             copy.arrival.waiting = stream
-        # The memory belongs to the side stream: it may be given away only after the compute stream is done with it.
+        # The memory belongs to the side stream: it must not be reused before the compute stream is done with it.
         copy.moved.record_stream(stream)
         self._bytes -= copy.moved.nbytes
         if self._waiting:
@@ -78,7 +78,7 @@ class Prefetch:
                 arrival.event.record(self._stream)
 
     def _send(self, tensor: Tensor) -> Tensor:
-        """The tensor's copy on the device, in flight on the side stream."""
+        """The tensor's copy on the device, in progress on the side stream."""
         if tensor.is_pinned() or not tensor.is_contiguous():
             return tensor.to(self._device, non_blocking=True)
         buffer, event = self._staging.take(tensor.nbytes)
@@ -91,7 +91,7 @@ class Prefetch:
 
 
 class NoPrefetch:
-    """What stands in where a device has no streams: nothing runs ahead, tensors move when they are used."""
+    """For devices without streams: tensors are copied when they are used."""
 
     runs = False
 
@@ -99,7 +99,7 @@ class NoPrefetch:
         self._device, self._non_blocking = device, non_blocking
 
     def begin(self, batches: list[Any]) -> None:
-        """Nothing to announce."""
+        """Does nothing."""
 
     def take(self, tensor: Tensor) -> Tensor:
         """The tensor on the device."""
@@ -107,9 +107,9 @@ class NoPrefetch:
 
 
 def prefetch_for(device: torch.device, *, non_blocking: bool = True) -> Prefetch | NoPrefetch:
-    """Prefetching for a device that has streams, its stand-in for the others.
+    """`Prefetch` for a device with streams, `NoPrefetch` for others.
 
-    `non_blocking` is how tensors move that were not announced, as those of an evaluation.
+    `non_blocking` applies to tensors that were not passed to `begin`, such as those of an evaluation.
     """
     backend = getattr(torch, device.type, None) if device.type != "cpu" else None
     kind = Prefetch if all(hasattr(backend, name) for name in NEEDED) else NoPrefetch
@@ -117,7 +117,7 @@ def prefetch_for(device: torch.device, *, non_blocking: bool = True) -> Prefetch
 
 
 class Arrival:
-    """The event after which the tensors of one batch are there, and the stream that waits for it already."""
+    """The event that marks the end of a batch's copies, and the stream that already waits for it."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
@@ -125,7 +125,7 @@ class Arrival:
 
 
 class Copy:
-    """A host tensor on its way; it is kept, so that its id stays its own."""
+    """A host tensor and its copy in progress; the tensor is referenced, so that its id is not reused."""
 
     __slots__ = ("arrival", "moved", "tensor", "version")
 
@@ -134,10 +134,10 @@ class Copy:
 
 
 class Staging:
-    """Pinned buffers that are written again only when the copy that reads them has ended.
+    """Pinned buffers that are reused only when the copy that reads them has ended.
 
-    Each has an event, recorded after its copy; a buffer whose event has not happened is left alone and another one is
-    taken, so the host does not wait.
+    Each has an event, recorded after its copy; while the event of a buffer is pending, another buffer is used, so the
+    host does not wait.
     """
 
     def __init__(self, event: Callable[[], Any], *, pin: bool = True) -> None:
@@ -146,9 +146,9 @@ class Staging:
 
     def take(self, size: int) -> tuple[Tensor, Any]:
         """A free buffer of at least this many bytes, and the event to record after the copy from it."""
-        room = max(4096, 1 << (size - 1).bit_length())  # few sizes, so that buffers come back into use
+        room = max(4096, 1 << (size - 1).bit_length())  # few sizes, so that buffers are reused
         buffers = self._buffers.setdefault(room, deque())
-        # The oldest is in front: when its copy has not ended, none has.
+        # The oldest is first: if its copy has not ended, no other has.
         if buffers and buffers[0][1].query():
             buffers.rotate(-1)
         else:
@@ -172,7 +172,7 @@ def leaves(batch: Any) -> Iterator[Tensor]:
 
 
 def _can_go(tensor: Tensor) -> bool:
-    """Whether copying the bytes is all there is to moving this tensor: a plain host tensor outside autograd."""
+    """Whether a tensor can be moved by copying its bytes: a plain host tensor outside autograd."""
     return (
         type(tensor) is Tensor
         and tensor.device.type == "cpu"

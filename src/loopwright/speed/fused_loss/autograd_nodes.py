@@ -1,4 +1,4 @@
-"""The nodes of autograd behind logits that are not computed: what a gradient that arrives at them becomes."""
+"""Autograd nodes of logits that are not computed: how they pass a gradient on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .recipe import Recipe
 NEED_NUMBERS = frozenset({"tanh"})
 """Recorded operations whose gradient depends on the logits."""
 SAMPLED = 64
-"""Weights of the head that are looked at to see whether it was changed."""
+"""Number of the head's weights that are compared to detect changes."""
 
 
 class Parts:
-    """What logits are computed from, as it was when the head was called."""
+    """The tensors from which logits are computed, as they were when the head was called."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._given = [each for each in (recipe.hidden, recipe.weight, recipe.bias) if each is not None]
         self._versions = [each._version for each in self._given]
-        # Assigning `weight.data` leaves these as they were.
+        # These keep the old tensor when `weight.data` is assigned.
         self.hidden, self.weight = recipe.hidden.detach(), recipe.weight.detach()
         self.bias = None if recipe.bias is None else recipe.bias.detach()
         self._sample = self._sampled().clone()
 
     def _sampled(self) -> Tensor:
-        """Some weights all over the head: changes through `.data` are not counted as versions."""
+        """Some weights from all over the head: changes through `.data` do not increase the version."""
         flat = self.weight.reshape(-1)
         return flat[:: max(1, flat.numel() // SAMPLED)]
 
     def are_changed(self) -> bool:
-        """Whether anything was changed in place since; waits for the device."""
+        """Whether a tensor was changed in place since; waits for the device."""
         if [each._version for each in self._given] != self._versions:
             return True
         if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -43,14 +43,14 @@ class Parts:
         return not torch.equal(self._sampled().nan_to_num(), self._sample.nan_to_num())
 
     def logits(self) -> Tensor:
-        """The head's product."""
+        """The head's product; raises `ModelError` if its inputs have changed."""
         if self.are_changed():
             raise ModelError(
                 "these logits were never computed, and the head or its input has changed since the forward pass. "
                 "Read outputs.logits before the optimizer step, or train with speed='off'"
             )
         found = Recipe(self.hidden, self.weight, self.bias, self.hidden.dtype).compute()
-        # The same memory, and no view of a matrix: what a node of ours returns may then be changed in place.
+        # The same memory, but not as a view, so that the result of an autograd function may be changed in place.
         place = (found.storage_offset(), found.shape, found.stride())
         return found.new_empty(0).set_(found.untyped_storage(), *place)
 
@@ -62,7 +62,7 @@ class Root(torch.autograd.Function):
     def forward(
         ctx: Any, kind: type[Tensor], parts: Parts, recipe: Recipe, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
-        # Not save_for_backward: hooks on saved tensors would copy or move them for a backward that hardly ever runs.
+        # Not save_for_backward: hooks on saved tensors would copy or move them for a backward that rarely runs.
         ctx.recipe, ctx.parts = recipe, parts
         ctx.set_materialize_grads(False)
         return _wrapper(kind, recipe)
@@ -85,7 +85,7 @@ class Root(torch.autograd.Function):
 
 
 class Derived(torch.autograd.Function):
-    """An operation on logits that was written down and not run."""
+    """An operation on logits that was recorded instead of run."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ class Derived(torch.autograd.Function):
             return (None,) * (5 + len(ctx.learned))
         tracked = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views: what the logits were computed with too has a gradient through them, which is not ours.
+            # Views: tensors from which the logits were also computed get that part of their gradient elsewhere.
             learned = [each.view_as(each) if tracked else each.detach().requires_grad_() for each in ctx.learned]
             logits = _logits_before(ctx, tracked)
             of, result = [logits, *learned], ctx.run(logits, learned)
@@ -111,7 +111,7 @@ class Derived(torch.autograd.Function):
 
 
 def _logits_before(ctx: Any, tracked: bool) -> Tensor:
-    """Logits to differentiate an operation at; where it is linear, any numbers will do."""
+    """Logits at which to differentiate an operation; any values will do if it is linear."""
     before: Recipe = ctx.before
     if not ctx.learned and ctx.run.name not in NEED_NUMBERS:
         return torch.empty(before.shape, dtype=before.dtype, device=before.hidden.device).requires_grad_()
@@ -122,7 +122,7 @@ def _logits_before(ctx: Any, tracked: bool) -> Tensor:
 
 
 class Numbers(torch.autograd.Function):
-    """The numbers of logits; their gradient is that of what stood for them."""
+    """The values of logits; their gradient is passed to the tensor that represents the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, make: Callable[[], Tensor]) -> Tensor:

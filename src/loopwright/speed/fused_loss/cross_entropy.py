@@ -1,4 +1,4 @@
-"""Cross-entropy straight from hidden states and the head's weight: logits exist one chunk of tokens at a time."""
+"""Cross-entropy from hidden states and the head's weight: logits exist for one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from ...errors import ArgumentsError
 from .loss_kernel import LogitMap, softmax_loss_and_gradient_
 
-# Bytes of one chunk of logits. Large chunks keep the matmuls fat and the weight's gradient from being read and written
-# often; a CPU gains nothing beyond its caches.
+# Bytes of one chunk of logits. Large chunks make matmuls efficient and reduce how often the weight's gradient is read
+# and written; a CPU gains nothing beyond its caches.
 GPU_CHUNK_BYTES = 1 << 30
 CPU_CHUNK_BYTES = 32 << 20
 LEAST_TOKENS, MOST_TOKENS = 1024, 16384
@@ -41,18 +41,18 @@ def linear_cross_entropy(
     dtype: torch.dtype | None = None,
     logits: StandIn | None = None,
 ) -> Tensor:
-    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, without ever keeping the logits.
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`, without keeping the logits.
 
-    The gradients of what requires one are computed in the forward; a backward that is itself to be differentiated
-    (`create_graph=True`) computes them again from real logits. `logits` stands for the logits in the graph. Before the
-    softmax they are multiplied by `scale` and capped as `softcap * tanh(logits / softcap)`, or go through `logit_map`,
-    which says both and more.
+    Required gradients are computed in the forward; a backward that is itself differentiated (`create_graph=True`)
+    computes them again from real logits. `logits` represents the logits in the graph. Before the softmax they are
+    multiplied by `scale` and capped as `softcap * tanh(logits / softcap)`, or mapped by `logit_map`, which replaces
+    both.
 
-    Tokens whose target is `ignore_index` are left out before the matmul. On a GPU that takes `count`, the number of
-    counted targets as the host knows it, since asking the device would mean waiting for it; more than there are is
-    only slower; fewer makes loss and gradients NaN (on a CPU it is an error), never quietly wrong. Matmuls run in
-    `dtype`, or in what `F.linear` would choose here; softmax, loss and the weight's gradient over all chunks in
-    float32, or in float64 for float64.
+    Tokens whose target is `ignore_index` are removed before the matmul. On a GPU that requires `count`, the number of
+    counted targets, from the host, to avoid a synchronization. A count that is too large only costs time; one that is
+    too small makes loss and gradients NaN (on a CPU it raises an error). Matmuls run in `dtype`, by default the one
+    `F.linear` would use here; softmax, loss and the weight's gradient over all chunks in float32, or in float64 for
+    float64.
     """
     if reduction not in ("mean", "sum"):
         raise ArgumentsError(f"reduction={reduction!r} must be 'mean' or 'sum'")
@@ -77,18 +77,18 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class StandIn:
-    """What stands for the logits in the graph, (rows, classes), so that their gradient can be asked for."""
+    """The tensor that represents the logits in the graph, (rows, classes), so that it can receive their gradient."""
 
     tensor: Tensor
     is_wanted: Callable[[bool], bool]
-    """Whether that gradient may be needed, known in the backward whether it is of everything or of a few tensors.
-    Otherwise it goes past the logits.
+    """Whether the gradient of the logits may be needed. The argument is whether the backward pass is for all leaves
+    rather than for a few tensors. If it returns False, the gradient bypasses the logits.
     """
 
 
 @cache
 def _witness() -> tuple[Tensor, Any]:
-    """A tensor whose gradient is never asked for, and its node, which runs in backwards of everything only."""
+    """A tensor whose gradient is never requested, and its node, which runs only in a backward for all leaves."""
     tensor = torch.zeros((), requires_grad=True)
     return tensor, torch.autograd.graph.get_gradient_edge(tensor).node
 
@@ -98,7 +98,7 @@ def _is_of_everything() -> bool:
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
-    """The dtype in which `F.linear` would multiply `hidden` here and now; autocast leaves float64 alone."""
+    """The dtype in which `F.linear` would multiply `hidden` now; autocast does not change float64."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -106,7 +106,7 @@ def matmul_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def tokens_per_chunk(tokens: int, classes: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many tokens go through the head at a time: as many as fit the chunk's bytes, evenly spread."""
+    """Tokens per chunk: as many as fit the chunk's bytes, distributed evenly."""
     on_cpu = device.type == "cpu"
     row: int = max(1, classes) * dtype.itemsize
     most = (CPU_CHUNK_BYTES if on_cpu else GPU_CHUNK_BYTES) // row
@@ -133,12 +133,12 @@ class _Job:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     def from_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The logits as the caller of the loss would compute them, by operations that can be differentiated."""
+        """The logits as the caller of the loss would compute them, by differentiable operations."""
         z = F.linear(hidden.to(self.dtype), weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         return self.logit_map.apply(z)[0].to(self.logits_dtype or self.wide)
 
     def loss_of(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """torch's own loss."""
+        """The loss by torch's own function."""
         wide = logits if logits.dtype == torch.float64 else logits.to(self.wide)
         return F.cross_entropy(
             wide, targets, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
@@ -154,10 +154,10 @@ class _CountedRows:
     """The rows of hidden states to compute: all of them, or those of `index` (one past the last row is padding)."""
 
     targets: Tensor
-    counted: Tensor  # how many targets count, on the device
+    counted: Tensor  # number of counted targets, on the device
     index: Tensor | None = None
     all_counted: bool = False
-    is_broken: Tensor | None = None  # whether there are more counted targets than were announced, on the device
+    is_broken: Tensor | None = None  # whether there are more counted targets than `count`, on the device
 
 
 def _choose_rows(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
@@ -166,7 +166,7 @@ def _choose_rows(targets: Tensor, ignore_index: int, count: int | None) -> _Coun
 
 
 def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
-    """The counted rows, found by looking."""
+    """The counted rows, determined from the targets."""
     index = (targets != ignore_index).nonzero().squeeze(1)
     real = index.numel()
     if count is not None and count < real:
@@ -177,7 +177,7 @@ def _rows_on_host(targets: Tensor, ignore_index: int, count: int | None) -> _Cou
 
 
 def _check_range(targets: Tensor, classes: int) -> None:
-    """On a host a target that is no class is the error it is for torch; on a device it makes loss and gradient NaN."""
+    """Raise torch's error for a target out of range on a CPU; on a device, loss and gradient become NaN."""
     if targets.device.type != "cpu" or not targets.numel():
         return
     low, high = (int(each) for each in targets.aminmax())
@@ -186,7 +186,7 @@ def _check_range(targets: Tensor, classes: int) -> None:
 
 
 def _rows_on_device(targets: Tensor, ignore_index: int, count: int | None) -> _CountedRows:
-    """The counted rows if the host knows their number, else all: nothing waits for the device."""
+    """The counted rows if `count` is given, else all; no synchronization."""
     total = targets.numel()
     mask = targets != ignore_index
     counted = mask.sum()
@@ -198,10 +198,10 @@ def _rows_on_device(targets: Tensor, ignore_index: int, count: int | None) -> _C
 
 
 def _find_true(mask: Tensor, true: Tensor, size: int) -> Tensor:
-    """The places where `mask` holds, in order; past the last one, the length of the mask."""
+    """The indices where `mask` is true, in order, padded with the length of the mask."""
     try:
         return torch.nonzero_static(mask, size=size, fill_value=mask.numel()).squeeze(1)
-    except NotImplementedError:  # not written for this device
+    except NotImplementedError:  # not implemented for this device
         return _sort_true(mask, true, size)
 
 
@@ -253,12 +253,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _backward_from_logits(ctx: Any, gradient: Tensor, is_wanted: bool) -> tuple[Tensor | None, ...]:
-    """The same from real logits: their own gradient where it is wanted, and differentiable where that is wanted."""
+    """The gradients from real logits: that of the logits if it is wanted; differentiable if a graph is created."""
     job, targets, tracked = ctx.job, ctx.saved_tensors[8], torch.is_grad_enabled()
     needs = [like is not None for like in ctx.like]
     given = ctx.saved_tensors[5:8]
     with torch.enable_grad(), without_autocast(targets.device.type):
-        # Views: a weight that hidden states were computed with too has a gradient through them, which is not ours.
+        # Views: a weight that the hidden states also depend on gets that part of its gradient elsewhere.
         parts = [each if each is None else each.view_as(each) if tracked else each.detach() for each in given]
         for part, is_needed in zip(parts, needs, strict=True):
             if part is not None and is_needed and not tracked:
@@ -272,7 +272,7 @@ def _backward_from_logits(ctx: Any, gradient: Tensor, is_wanted: bool) -> tuple[
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor, like: Any) -> Tensor | None:
-    """The gradient times a number, in the dtype of what it is the gradient of; the saved one stays as it is."""
+    """The gradient times a factor, in the dtype of its tensor; the saved gradient is unchanged."""
     if gradient is None:
         return None
     if gradient.dtype == like[1]:
@@ -281,7 +281,7 @@ def _scaled(gradient: Tensor | None, factor: Tensor, like: Any) -> Tensor | None
 
 
 def _spread(gradient: Tensor | None, factor: Tensor, like: Any, index: Tensor) -> Tensor | None:
-    """The gradient of the chosen rows at their places among all rows; padding ends in a row that is cut off."""
+    """The gradient of the chosen rows at their indices among all rows; padding goes to an extra row, then removed."""
     scaled = _scaled(gradient, factor, like)
     if scaled is None:
         return None
@@ -293,14 +293,14 @@ def _spread(gradient: Tensor | None, factor: Tensor, like: Any, index: Tensor) -
 def _run_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _CountedRows, job: _Job, needs: list[bool]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The sum of the losses, and the gradients that are needed: of the chosen rows, the weight and the bias."""
+    """The sum of the losses, and the required gradients of the chosen rows, the weight and the bias."""
     head, shift = weight.to(job.dtype), None if bias is None else bias.to(job.dtype)
     tokens, classes = rows.targets.numel(), weight.shape[0]
     wide = job.wide
     chunk = job.chunk_tokens or tokens_per_chunk(tokens, classes, job.dtype, hidden.device)
     logits = head.new_empty(min(chunk, tokens), classes)
     losses = head.new_zeros(tokens, dtype=wide)
-    # Kept wide until it is scaled: rounding twice would make it less exact than a loss from logits.
+    # Kept in the wide dtype until it is scaled: rounding twice would be less exact than a loss from logits.
     to_hidden = head.new_empty(tokens, weight.shape[1], dtype=wide) if needs[0] else None
     to_weight = None
     to_bias = head.new_zeros(classes, dtype=wide) if needs[2] else None
@@ -358,13 +358,13 @@ def _add_narrow_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch
     return product.to(dtype) if total is None else total.add_(product)
 
 
-# The ways, best first; which of them a device has is found out once per kind of device and dtype.
+# Implementations, best first; which of them works is determined once per device type and dtype.
 _WAYS = (_add_wide, _add_wide_product, _add_narrow_product)
 _FIRST_WAY: dict[tuple[str, torch.dtype], int] = {}
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + a @ b, in place, accumulated in `dtype` wherever the device can; without a total, the product."""
+    """total + a @ b, in place, accumulated in `dtype` if the device supports it; without a total, the product."""
     if a.dtype == dtype:
         return _add_alike(total, a, b, dtype)
     key = (a.device.type, a.dtype)
@@ -373,7 +373,7 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
             result = _WAYS[way](total, a, b, dtype)
         except torch.OutOfMemoryError:
             raise
-        except (NotImplementedError, RuntimeError, TypeError):  # the device or this torch does not have it
+        except (NotImplementedError, RuntimeError, TypeError):  # not supported by the device or this torch
             continue
         _FIRST_WAY[key] = way
         return result
@@ -382,5 +382,5 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """A context in which autocast is off on a kind of device."""
+    """A context in which autocast is off for a device type."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

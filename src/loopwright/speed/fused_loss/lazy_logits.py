@@ -1,4 +1,4 @@
-"""Logits that are computed only when they are read: a loss takes the head's input and weight instead."""
+"""Logits that are computed only when they are read: the loss uses the head's input and weight instead."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Family:
     """The logits of one call of the head, and everything derived from them."""
 
     members: list[weakref.ref[Any]] = field(default_factory=list)
-    is_real: bool = False  # once real logits exist, everything goes on with them
-    is_settled: bool = False  # changed in place: the tensors that hold the numbers are all there is
+    is_real: bool = False  # once real logits exist, all operations use them
+    is_settled: bool = False  # changed in place: only the tensors with values are valid
     wants_gradient: bool = False  # the gradient of the logits themselves is needed
     has_loss: bool = False
     saving: Any = field(default_factory=lambda: _way_of_saving())
@@ -36,7 +36,7 @@ class Family:
         return [member for member in (reference() for reference in self.members) if member is not None]
 
     def settle(self) -> None:
-        """Make all of it real before one is changed in place, so that each sees what it would have seen."""
+        """Compute all members before one is changed in place, so that each has the values it would have had."""
         if self.is_settled:
             return
         members = self.alive()
@@ -47,22 +47,22 @@ class Family:
             member.become_plain()
 
     def is_wanted(self, of_everything: bool) -> bool:
-        """Whether the loss has to send its gradient through the logits; asked in the backward."""
-        # In a backward of a few tensors, logits that are still referenced may be one of them.
+        """Whether the loss must pass its gradient through the logits; called in the backward."""
+        # In a backward for a few tensors, logits that are still referenced may be one of them.
         return self.wants_gradient or (not of_everything and bool(self.alive()))
 
     def may_record(self) -> bool:
-        """Whether operations may be written down; what is run twice must do the same twice."""
+        """Whether operations may be recorded: not across a checkpointed part, whose recomputation must be identical."""
         return not self.is_real and torch.is_grad_enabled() and self.saving is _way_of_saving()
 
 
 class PendingLogits(Tensor):
     """A tensor subclass with the shape, dtype and device of the logits, computed only when something reads it.
 
-    What models do between head and loss (casts, reshapes, slices of the leading dimensions, scaling, softcapping) is
-    recorded, and `F.cross_entropy` of the result becomes a linear cross-entropy. Anything else gets the real logits,
-    made by the very operations recorded. In the graph of autograd this tensor is the logits: whatever is computed from
-    them hangs on its node, so that their gradient can be asked for and hooks on them run.
+    Operations that models apply between head and loss (casts, reshapes, slices of the leading dimensions, scaling,
+    softcapping) are recorded, and `F.cross_entropy` of the result becomes a linear cross-entropy. Other operations get
+    the real logits, made by exactly the recorded operations. In the autograd graph this tensor is the logits: results
+    computed from them are connected to its node, so that their gradient can be requested and hooks on them run.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class PendingLogits(Tensor):
         make: Callable[[], Tensor],
         remake: Callable[[], Tensor] | None,
     ) -> PendingLogits:
-        """The wrapper of a node; `make` gives its numbers, `remake` those of what was derived, with torch's graph."""
+        """Initialize the wrapper of a node; `make` computes its values, `remake` a derived one with torch's graph."""
         node.recipe, node._make, node._remake, node._real, node._family = recipe, make, remake, None, family
         family.members.append(weakref.ref(node))
         return node
@@ -94,22 +94,22 @@ class PendingLogits(Tensor):
         if self._real is None:
             self._family.is_real = True
             self._family.note_use()
-            # Asked for under no_grad, they may still be differentiated by the next who asks.
+            # Also with gradients if called under no_grad, since a later caller may differentiate them.
             with torch.inference_mode(False), torch.enable_grad():
                 self._real = Numbers.apply(self, self._make)
         return self._real
 
     def become_plain(self) -> None:
-        """Go on as the tensor torch would have made: a view of its parent's numbers where that would be one."""
+        """Replace the values by the tensor torch would have made, which may be a view of its parent's values."""
         if self._remake is not None:
             with torch.inference_mode(False), torch.enable_grad():
                 self._real = self._remake()
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The result of an operation that was written down and not run; None where it has to run."""
+        """The result of an operation that is recorded instead of run; None if it has to run."""
         family = self._family
         if func is F.cross_entropy:
-            # How many targets there are is known of those the model is given; a second loss may have others.
+            # `count` is for the targets given to the model; a second loss may have others.
             recipe = replace(self.recipe, count=None) if family.has_loss else self.recipe
             loss = loss_of(recipe, StandIn(self, family.is_wanted), args, kwargs)
             family.has_loss |= loss is not None
@@ -131,7 +131,7 @@ class PendingLogits(Tensor):
         if _is_for_the_wrapper(func, given):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        # Without gradients nothing is recorded: inside a user's autograd.Function the way back is not ours to know.
+        # Nothing is recorded without gradients: inside a user's autograd.Function, its backward is unknown.
         if args and isinstance(args[0], PendingLogits) and args[0]._family.may_record():
             result = args[0].record(func, args[1:], kwargs)
             if result is not None:
@@ -144,13 +144,13 @@ class PendingLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Below autograd the numbers are all that matters: the gradient's way is the node made at creation."""
+        """Below autograd only the values are needed: the gradient flows through the node made at creation."""
         args, kwargs = tree_map_only(PendingLogits, lambda each: each.real().detach(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _way_of_saving() -> Any:
-    """What packs tensors saved for the backward now: inside a checkpointed part another than outside of it."""
+    """The current hook that packs tensors saved for the backward; it differs inside a checkpointed part."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -159,14 +159,14 @@ class _Recorded:
     """An operation with its arguments."""
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # After a recorded cut the real logits may have no view where these have one.
+        # After a recorded slice, the real logits may not support a view where these do.
         self._func = Tensor.reshape if func is Tensor.view else func
         self._args, self._kwargs = args, kwargs
         self.name = getattr(func, "__name__", "")
         self.learned = [place for place, each in enumerate(args) if isinstance(each, Tensor) and each.requires_grad]
 
     def __call__(self, logits: Tensor, learned: Sequence[Tensor] = ()) -> Tensor:
-        """The result, with other tensors in place of those that learn, if given."""
+        """The result, with other tensors in place of those that require a gradient, if given."""
         instead = dict(zip(self.learned, learned, strict=False))
         args = [instead.get(place, each) for place, each in enumerate(self._args)]
         return self._func(logits, *args, **self._kwargs)
@@ -182,7 +182,7 @@ def _changes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_for_the_wrapper(func: Any, given: list[PendingLogits]) -> bool:
-    """Whether the wrapper itself answers: until it is changed in place, shape and node of the logits are its own."""
+    """Whether the wrapper handles a function: it has the shape and node of the logits until they change in place."""
     if func is Tensor.__hash__:
         return True
     if any(each._family.is_settled for each in given):
@@ -192,21 +192,21 @@ def _is_for_the_wrapper(func: Any, given: list[PendingLogits]) -> bool:
             each._family.wants_gradient = True
         return True
     if func is Tensor.is_contiguous:
-        return given[0]._remake is None  # cuts are not
+        return given[0]._remake is None  # slices are not contiguous
     return func in _ABOUT_THE_WRAPPER
 
 
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize")
 _KINDS = ("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_xla", "is_meta", "is_sparse", "is_nested", "is_quantized")
 _GRADIENT = ("grad", "retains_grad", "_backward_hooks", "output_nr")
-# Questions the wrapper itself can answer.
+# Properties that the wrapper has itself.
 _ABOUT_THE_WRAPPER = {
     *(getattr(Tensor, name).__get__ for name in (*_PROPERTIES, *_KINDS, *_GRADIENT) if hasattr(Tensor, name)),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, torch.numel, Tensor.__len__),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex, Tensor.get_device),
     *(Tensor.element_size,),
 }
-# Who asks for these wants the gradient of the logits: the loss may no longer go past them.
+# Callers of these need the gradient of the logits: the loss may no longer bypass them.
 _ABOUT_THE_NODE = {
     *(Tensor.grad_fn.__get__, Tensor.register_hook, Tensor.retain_grad),
     *(torch.autograd.grad, torch.autograd.backward),
@@ -217,11 +217,11 @@ _ABOUT_THE_NODE = {
 
 
 class PendingHead:
-    """Makes a head return `PendingLogits` while it trains.
+    """Makes a head return `PendingLogits` in training.
 
-    `count` is set before each micro-batch: the number of targets its loss counts, as the host knows it, or None.
-    It cannot be checked on a GPU without a synchronization: more than there are is only slower, fewer makes the
-    loss NaN. It is used for the first loss of each forward and on GPUs only.
+    `count` is set before each micro-batch: the number of targets its loss counts, computed on the host, or None. It
+    cannot be checked on a GPU without a synchronization: a count that is too large only costs time, one that is too
+    small makes the loss NaN. It is used for the first loss of each forward and on GPUs only.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -238,13 +238,13 @@ class PendingHead:
         return found
 
     def install(self, *, always: bool = False) -> None:
-        """From here on the head's forward returns pending logits in training, or `always` when there are gradients."""
+        """Make the head's forward return pending logits in training, with `always` whenever gradients are enabled."""
         reason = self.try_install(always=always)
         if reason is not None:
             raise ModelError(f"the head cannot be fused with the loss: {reason}")
 
     def try_install(self, *, always: bool = False) -> str | None:
-        """The same, or the reason why this head is left as it is."""
+        """Like `install`, but returns the reason if this head cannot be used."""
         self._always = always
         if self.is_installed:
             return None
@@ -254,13 +254,13 @@ class PendingHead:
         return reason
 
     def remove(self) -> None:
-        """Leave the head as it was found; logits still referenced are computed, before the weights change."""
+        """Restore the head's forward; logits still referenced are computed now, before the weights change."""
         if self.is_installed:
             del self.head.__dict__["forward"]
         made, self._made = self._made, []
         for family in (reference() for reference in made):
             for member in [] if family is None else family.alive():
-                with suppress(Exception):  # out of memory, perhaps: reading them raises then
+                with suppress(Exception):  # e.g. out of memory: reading them raises the error later
                     member.real()
 
     def _forward(self, input: Tensor) -> Tensor:
@@ -299,7 +299,7 @@ def _has_hooks(head: nn.Module) -> bool:
 
 
 def defer_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, count: int | None = None) -> PendingLogits:
-    """`F.linear(hidden, weight, bias)`, pending; autocast counts as it stands now."""
+    """`F.linear(hidden, weight, bias)` as pending logits, with the current autocast dtype."""
     dtype = matmul_dtype(hidden)
     recipe = Recipe(hidden.to(dtype), weight, bias, dtype, count=count)
     parts = Parts(recipe)
@@ -308,7 +308,7 @@ def defer_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, count: int
 
 
 def _is_looked_through() -> bool:
-    """Whether a compiler, tracer or transform looks on, to whom logits must be plain tensors."""
+    """Whether a compiler, tracer or transform is active, which needs plain tensors as logits."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     active = getattr(torch._C, "_are_functorch_transforms_active", None)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a chunk of logits: the loss of every row, and the gradient written over the logits."""
+"""Cross-entropy of a chunk of logits: the loss of every row, and the gradient in place of the logits."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-EXACT = (torch.float32, torch.float64)  # dtypes the softmax is computed in as they are; narrower ones in float32
-# Set when the kernel is built: Triton looks up the names a kernel uses among the globals of its module.
+EXACT = (torch.float32, torch.float64)  # dtypes of the softmax; narrower ones are converted to float32
+# Set when the kernel is built: Triton resolves the names in a kernel from the globals of its module.
 tl: Any = None
 tanh: Any = None
 
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to its logits one by one: after * tanh(before * x), or before * x without the tanh."""
+    """An elementwise map of logits: after * tanh(before * x), or before * x without the tanh."""
 
     before: float = 1.0
     tanh: bool = False
@@ -37,11 +37,11 @@ class LogitMap:
         return replace(self, before=self.before * number)
 
     def capped(self) -> LogitMap | None:
-        """This map followed by a tanh; None where that is a second one."""
+        """This map followed by a tanh; None if it already has one."""
         return None if self.tanh else replace(self, tanh=True)
 
     def apply(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The mapped logits, and the tanh its gradient needs."""
+        """The mapped logits, and the tanh that the gradient needs."""
         scaled = logits if self.before == 1.0 else logits * self.before
         if not self.tanh:
             return scaled, None
@@ -49,7 +49,7 @@ class LogitMap:
         return capped * self.after, capped
 
     def push_back_(self, gradient: Tensor, capped: Tensor | None) -> Tensor:
-        """The gradient of the mapped logits made that of the plain ones, in place."""
+        """Convert the gradient of the mapped logits to that of the original ones, in place."""
         if capped is not None:
             gradient.addcmul_(gradient * capped, capped, value=-1.0)
         slope = self.before * self.after
@@ -69,10 +69,10 @@ def softmax_loss_and_gradient_(
     with_gradient: bool = True,
     all_counted: bool = False,
 ) -> Tensor:
-    """The loss of each row of [rows, classes] logits; they become the gradient of the losses' sum, in their dtype.
+    """The loss of each row of [rows, classes] logits, which are overwritten by the gradient of the sum of losses.
 
-    Rows whose target is `ignore_index` have loss and gradient zero; `all_counted` promises that there are none. Without
-    a gradient the logits are left as scratch. Losses are float32, or float64 for float64 logits.
+    Rows whose target is `ignore_index` have zero loss and gradient; `all_counted` asserts that there are none. Without
+    a gradient, their final contents are undefined. Losses are float32, or float64 for float64 logits.
     """
     if has_kernel(logits):
         return _run_kernel(logits, targets, ignore_index, label_smoothing, logit_map, with_gradient)
@@ -97,7 +97,7 @@ def plain_loss_and_gradient_(
     with_gradient: bool = True,
     all_counted: bool = False,
 ) -> Tensor:
-    """`softmax_loss_and_gradient_` in torch's own operations: for devices without the kernel, and to check it."""
+    """`softmax_loss_and_gradient_` by torch's operations, for devices without the kernel and for tests."""
     ignored = None if all_counted else targets == ignore_index
     column = (targets if ignored is None else targets.masked_fill(ignored, 0)).unsqueeze(1)
     work = logits if logits.dtype in EXACT else logits.float()
@@ -130,7 +130,7 @@ def _losses(log_p: Tensor, column: Tensor, label_smoothing: float) -> Tensor:
 
 @cache
 def _triton() -> Any:
-    """Triton's module, or None where it is not installed."""
+    """The triton module, or None if it is not installed."""
     try:
         import triton
     except ImportError:
@@ -144,7 +144,7 @@ def _is_new_enough(index: int | None) -> bool:
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """Whether the Triton kernel runs for these logits; float64 is left to torch."""
+    """Whether the Triton kernel supports these logits; float64 is computed by torch."""
     narrow = logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
     if not (logits.is_cuda and narrow and logits.stride(1) == 1):
         return False
@@ -153,7 +153,7 @@ def has_kernel(logits: Tensor) -> bool:
 
 @cache
 def build_kernel() -> Any:
-    """The compiled-on-first-use kernel."""
+    """The kernel, which is compiled on first use."""
     global tl, tanh
     import triton
     import triton.language
@@ -164,7 +164,7 @@ def build_kernel() -> Any:
 
 
 def launch_options(classes: int, block: int | None = None, warps: int | None = None) -> dict[str, int]:
-    """How many classes a program takes at a time, and with how many warps."""
+    """Classes per block of a program, and the number of warps."""
     block = block or min(8192, max(64, 1 << (classes - 1).bit_length()))
     return {"BLOCK": block, "num_warps": warps or (16 if block >= 8192 else 8 if block >= 2048 else 4)}
 
@@ -225,7 +225,7 @@ def _rows(  # noqa: C901 - a kernel is one function
     BLOCK: tl.constexpr,
 ):
     """One program, one row: first the log of the sum of exponentials, then gradients in the place of logits."""
-    row = tl.program_id(0).to(tl.int64)  # rows * classes passes 2**31
+    row = tl.program_id(0).to(tl.int64)  # rows * classes exceeds 2**31
     logits += row * row_stride
     target = tl.load(targets + row)
     lanes = tl.arange(0, BLOCK)
@@ -237,7 +237,7 @@ def _rows(  # noqa: C901 - a kernel is one function
                 tl.store(logits + at, tl.zeros([BLOCK], dtype=logits.dtype.element_ty), mask=at < classes)
         return
 
-    # A target outside the classes reads nothing and makes loss and gradient NaN, instead of reading foreign memory.
+    # A target out of range reads nothing and makes loss and gradient NaN, instead of reading foreign memory.
     legal = (target >= 0) & (target < classes)
     chosen = tl.load(logits + target, mask=legal, other=float("nan")).to(tl.float32) * before
     if TANH:

@@ -1,4 +1,4 @@
-"""What logits are made of, and which operations on them can be written down instead of run."""
+"""How logits are computed, and which operations on them can be recorded instead of run."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .loss_kernel import IDENTITY, LogitMap
 
 @dataclass(frozen=True)
 class Recipe:
-    """What logits are: a linear map of hidden states, then a map of each number, seen as a dtype."""
+    """The definition of logits: a linear map of hidden states, an elementwise map, and a dtype."""
 
-    hidden: Tensor  # [..., width], already in the dtype the head multiplies in
+    hidden: Tensor  # [..., width], already in the dtype of the head's product
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
     logit_map: LogitMap = IDENTITY
-    count: int | None = None  # counted targets as the host knows them
+    count: int | None = None  # number of counted targets, from the host
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.hidden.shape[:-1], self.weight.shape[0])
 
     def compute(self) -> Tensor:
-        """The logits."""
+        """Compute the logits."""
         kind = self.hidden.dtype
         bias = None if self.bias is None else self.bias.to(kind)
-        with without_autocast(self.hidden.device.type):  # the dtype was settled when the head was called
+        with without_autocast(self.hidden.device.type):  # the dtype was determined when the head was called
             logits = F.linear(self.hidden, self.weight.to(kind), bias)
         return self.logit_map.apply(logits)[0].to(self.dtype)
 
 
-# A recorder says what recipe an operation leads to; None where it cannot be written down and has to run.
+# A recorder returns the recipe after an operation; None if the operation cannot be recorded and has to run.
 Recorder = Callable[[Recipe, Any, tuple[Any, ...], dict[str, Any]], Recipe | None]
 
 
@@ -56,7 +56,7 @@ def _cast(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Reci
 
 
 def _reshape(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
-    """`.view(-1, classes)` and its like: whatever leaves the rows whole."""
+    """`.view(-1, classes)` and similar: shapes that keep the rows of logits."""
     if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
         return None
     shape = func(torch.empty(recipe.shape, device="meta"), *args, **kwargs).shape
@@ -66,7 +66,7 @@ def _reshape(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> R
 
 
 def _cut(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recipe | None:
-    """`logits[:, :-1]`, `logits[..., -n:, :]`, `logits[mask]`: the hidden states are cut alike."""
+    """`logits[:, :-1]`, `logits[..., -n:, :]`, `logits[mask]`: the hidden states are indexed the same way."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not spares_last(index, recipe.hidden.dim()):
         return None
@@ -74,7 +74,7 @@ def _cut(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Recip
 
 
 def spares_last(index: tuple[Any, ...], dimensions: int) -> bool:
-    """Whether an index leaves the last dimension alone, and last."""
+    """Whether an index keeps the last dimension unchanged and last."""
     known = (int, slice, Tensor, type(None), type(Ellipsis))
     if any(isinstance(each, bool) or not isinstance(each, known) for each in index):
         return False
@@ -99,7 +99,7 @@ def _divide(recipe: Recipe, func: Any, args: tuple[Any, ...], kwargs: Any) -> Re
 
 
 def _scale(recipe: Recipe, by: Any, factor: Callable[[Any], Any]) -> Recipe | None:
-    """Times a number. One that lives on the device or learns goes into the hidden states: nothing waits for it."""
+    """Times a number; one on the device, or with a gradient, multiplies the hidden states: no synchronization."""
     if type(by) in (Tensor, nn.Parameter) and by.dim() == 0 and by.is_floating_point():
         if by.device.type == "cpu" and not by.requires_grad:
             by = by.item()
@@ -152,7 +152,7 @@ _LOSS_ARGUMENTS = ("target", "weight", "size_average", "ignore_index", "reduce",
 
 
 def loss_of(recipe: Recipe, logits: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """`F.cross_entropy(logits, *args, **kwargs)` without the logits; None for what only that function can do."""
+    """`F.cross_entropy(logits, *args, **kwargs)` without the logits; None if the options require real logits."""
     options = {**dict(zip(_LOSS_ARGUMENTS, args, strict=False)), **kwargs}
     target = options.pop("target", None)
     plain = all(options.pop(name, None) is None for name in ("weight", "size_average", "reduce"))
@@ -174,7 +174,7 @@ def loss_of(recipe: Recipe, logits: StandIn, args: tuple[Any, ...], kwargs: dict
 
 
 def counts_by_itself(device: torch.device) -> bool:
-    """Whether targets are counted where the loss is computed, without waiting for it."""
+    """Whether targets are counted where the loss is computed, without a synchronization."""
     on_host: bool = device.type == "cpu"
     return on_host
 

@@ -1,1 +1,1 @@
-"""How the samples of an update are laid out in micro-batches, so that little is computed for padding."""
+"""Layouts of an update's samples in micro-batches that reduce the computation spent on padding."""

@@ -1,4 +1,4 @@
-"""The layouts as things that can be tried on a model, switched on for an update, and switched off again."""
+"""Layouts as objects that can be compared on a model, installed for an update, and removed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .unpadded_encoder import UnpaddedEncoder, find_encoder
 
 
 class Layout:
-    """A way to lay samples out; `grouped`, with or without its mask, needs nothing from the model."""
+    """A way to arrange samples; this class implements `grouped`, with or without mask, for any model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,12 +29,12 @@ class Layout:
         return lay_grouped(samples, limits, drop_mask=self.name == UNMASKED)
 
     def for_model(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A micro-batch on the device as the model takes it."""
+        """Convert a micro-batch on the device to the inputs of the model."""
         return batch
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around the forward and backward of an update."""
+        """Install the layout around the forward and backward of an update."""
         yield
 
 
@@ -52,7 +52,7 @@ class Biased(Layout):
 
 
 class Flat(Layout):
-    """Rows of documents."""
+    """Rows of several documents without padding."""
 
     def __init__(self, switch: AttentionSwitch) -> None:
         super().__init__(FLAT)
@@ -102,7 +102,7 @@ class Unpadded(Flat):
 
 
 def make_layout(name: str, model: nn.Module) -> Layout | str:
-    """A layout for this model, or the reason why there is none."""
+    """The layout for this model, or the reason why it is not possible."""
     if name in (GROUPED, UNMASKED):
         return Layout(name)
     assert name in LAYOUTS and name != AS_MADE
@@ -120,7 +120,7 @@ def make_layout(name: str, model: nn.Module) -> Layout | str:
 
 
 def needs_half_precision(name: str, device_type: str, weights: Tensor | None, computes_half: bool) -> bool:
-    """Whether a layout is of no use because its kernels on this device know half precision only."""
+    """Whether a layout is unusable because its kernels on this device support half precision only."""
     if name not in (FLAT, UNPADDED) or device_type == "cpu":
         return False
     return not computes_half and (weights is None or weights.dtype not in HALF)

@@ -1,4 +1,4 @@
-"""Models whose positions depend on more than the sample: the longest of a batch, or the offset in a row."""
+"""Models whose positions depend on more than the sample: on the longest of a batch, or the offset in a row."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from .samples import OddSamples, Samples
 
 
 def longest_alike(model: nn.Module) -> int | None:
-    """How long the longest of a batch may be for each sample's positions to be its own; None for any length.
+    """Longest batch for which each sample's positions are independent of the others; None for any length.
 
-    Rotary embeddings that stretch with the longest of a batch (LongRoPE, dynamic NTK) do so beyond a length: from there
-    on samples cannot be put together in other ways than the collator's.
+    Rotary embeddings that scale with the longest sequence of a batch (LongRoPE, dynamic NTK) do so beyond a certain
+    length; samples of longer batches cannot be regrouped.
     """
     limits = [limit for module in model.modules() for limit in _limits_of(module)]
     return min(limits, default=None)
 
 
 def check_lengths(samples: Samples, limit: int | None) -> None:
-    """Raise `OddSamples` where a batch is longer than positions stay alike."""
+    """Raise `OddSamples` if a batch is longer than `limit`."""
     if limit is not None and max(axis.width for axis in samples.axes.values()) > limit:
         raise OddSamples(
             f"beyond {limit:,} tokens the model's rotary embedding depends on the longest sequence of a batch"
@@ -50,12 +50,12 @@ def _limit(rope: nn.Module, kind: Any, parameters: Mapping[str, Any]) -> int | N
     whole = getattr(rope, "original_max_seq_len", None)
     if kind == "longrope":
         return int(parameters.get("original_max_position_embeddings") or whole or 0)
-    # At its very length a stretched embedding stays as the batch before has left it.
+    # At exactly its original length, a dynamic embedding keeps the scaling of the previous batch.
     return int(whole or 0) - 1
 
 
 def counts_by_row(model: nn.Module) -> str | None:
-    """What a model computes from the place in a row, whatever positions it is given; None if nothing is known."""
+    """Why a model depends on the offset in a row, regardless of position_ids; None if no dependence is known."""
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False):
             return "the model's attention temperature depends on the position in a row"

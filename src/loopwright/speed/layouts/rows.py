@@ -1,10 +1,10 @@
-"""How the samples of one update are laid out in micro-batches, so that little is computed for padding.
+"""Layouts of the samples of one update in micro-batches that reduce the computation spent on padding.
 
-Every layout keeps the samples of the update and therefore its gradient; what changes is which of them share a tensor.
+Every layout keeps the samples of the update and therefore its gradient; only the grouping into tensors changes.
 
     flat      rows without padding, one document after the other, attention within documents
-    unpadded  padded at the borders of the model, without padding inside its encoder
-    grouped   samples of like length together, padded to the longest of their group
+    unpadded  padded outside the model's encoder, without padding inside it
+    grouped   samples of similar length together, padded to the longest of their group
     collated  the batches of the collator
 """
 
@@ -24,34 +24,34 @@ from .samples import IGNORED, SOURCE, Samples
 
 MASK = "attention_mask"
 BORDERS, LONGEST, PLACES = "_borders", "_longest", "_places"
-"""Entries of a micro-batch that are for our attention and never reach the model under these names."""
+"""Entries of a micro-batch for our attention, which are removed before the model is called."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How large micro-batches may be and what one more of them costs, in tokens."""
+    """Size limit of micro-batches and cost of one more, in tokens."""
 
     budget: int
     overhead: int
     round_to: int = 1
     floor: int = 0
-    """Tokens below which a micro-batch takes no less time."""
+    """Tokens below which a smaller micro-batch does not take less time."""
     few_shapes: bool = False
-    """Whether rows are filled up to one of a few lengths, so that each of them can be a graph."""
+    """Whether rows are padded to one of a few lengths, so that each length can be a CUDA graph."""
     width: int = 0
-    """How wide padded batches are then, at least."""
+    """Minimum width of padded batches if `few_shapes` is set."""
 
 
 @dataclass
 class Laid:
-    """The micro-batches of an update and how many tokens are computed for them."""
+    """The micro-batches of an update and the number of tokens computed for them."""
 
     batches: list[dict[str, Any]]
     computed_tokens: int
 
 
 def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) -> Laid:
-    """Samples of like length together; the mask can be left out where later tokens are never seen."""
+    """Group samples of similar length; `drop_mask` omits the mask of right-padded groups, for causal models."""
     lengths = np.stack([axis.lengths for axis in samples.axes.values()], axis=1)
     groups = cut_by_length(
         lengths, overhead=limits.overhead, budget=limits.budget, round_to=limits.round_to, floor=limits.floor
@@ -71,10 +71,10 @@ def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) ->
 
 
 def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
-    """Rows without padding: tokens, restarted positions, and the borders of documents in place of a mask.
+    """Rows without padding: tokens, restarted positions, and document boundaries instead of a mask.
 
-    `shifts` says that the model compares each token with the one before it: the first token of a document then has no
-    target. `fill` rounds the length of rows up with a last document without targets, so that few shapes occur.
+    `shifts` is set for models that predict the next token: the first token of a document then has no target. `fill`
+    rounds the length of rows up with a last document without targets, so that few shapes occur.
     """
     lengths = samples.axes[SOURCE].lengths
     rows = split_into_rows(lengths, budget=limits.budget)
@@ -96,9 +96,9 @@ def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
             tokens[np.cumsum(lengths) - lengths] = IGNORED
         batch[name] = _filled(tokens, missing, IGNORED if "label" in name else 0).unsqueeze(0)
     documents = _documents(lengths, batch.get("position_ids"), is_masked=MASK in batch)
-    if "position_ids" not in batch:  # those of the collator are what the padded batch has
+    if "position_ids" not in batch:  # otherwise the collator's positions are kept
         places = torch.from_numpy(np.concatenate([np.arange(length) for length in documents]))
-        # What fills a row up may be longer than any sample, and than a model has positions for.
+        # Position 0: the filler may be longer than any sample and than the model's position table.
         batch["position_ids"] = _filled(places, missing, 0).unsqueeze(0)
     documents = np.append(documents, missing) if missing else documents
     batch.pop(MASK, None)
@@ -108,7 +108,7 @@ def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
 
 
 def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool) -> np.ndarray:
-    """How long the documents of a row are: those of its samples, and without a mask what jumping positions divide."""
+    """Document lengths of a row: those of its samples, split where positions jump if there is no mask."""
     if positions is None or positions.dim() != 2 or is_masked:
         return lengths
     jumps = 1 + np.flatnonzero(np.diff(positions[0, : lengths.sum()].numpy()) != 1)
@@ -116,8 +116,8 @@ def _documents(lengths: np.ndarray, positions: Tensor | None, *, is_masked: bool
 
 
 def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
-    """Padded batches whose encoder gets the indices of real tokens."""
-    split = split_evenly if limits.few_shapes else split_into_rows  # the number of samples is a part of the shape
+    """Padded batches with the indices of their real tokens for the encoder."""
+    split = split_evenly if limits.few_shapes else split_into_rows  # the number of samples is part of the shape
     rows = split(samples.axes[SOURCE].lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)
     batches, computed = [], 0
@@ -131,7 +131,7 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
         places, documents, within = np.flatnonzero((batch[MASK] != 0).numpy()), lengths, batch[MASK].shape[1]
         if limits.few_shapes:
             missing = -len(places) % filling(len(places), part)
-            # Behind the last place of the batch there is one for what belongs to no sample.
+            # Filler tokens get an index one past the end of the batch, which belongs to no sample.
             places = np.append(places, np.full(missing, batch[MASK].numel()))
             documents, within = np.append(lengths, missing), max(within, filling(len(places), part))
         batch[PLACES] = torch.from_numpy(places)
@@ -143,10 +143,10 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
 
 
 def _widen(batch: dict[str, Any], samples: Samples, width: int) -> None:
-    """Add padding on the right, of the kind the collator has used for these samples."""
+    """Add padding on the right, with the values the collator uses for these samples."""
     missing, axis, mask = width - batch[MASK].shape[1], samples.axes[SOURCE], (samples.tensors[MASK] != 0).numpy()
     if missing <= 0 or not axis.is_right_padded or mask.all():
-        return  # a model may know padding by its token, and which one that is does not show
+        return  # the model may detect padding by its token, which is unknown without padding
     row, place = np.unravel_index(mask.argmin(), mask.shape)
     for name in axis.names:
         values, used = batch[name], samples.tensors[name][row, place]
@@ -169,7 +169,7 @@ def _rounded_up(number: int, to: int) -> int:
 
 
 FILLED, COARSELY_FILLED = 32, 8
-"""A row is filled up by no more than this part of it."""
+"""A row is extended by at most about 1/32, or with few shapes 1/8, of its length."""
 
 
 def _part_to_fill(fill: bool, limits: Limits) -> int:
@@ -177,12 +177,12 @@ def _part_to_fill(fill: bool, limits: Limits) -> int:
 
 
 def filling(tokens: int, part: int = FILLED) -> int:
-    """What the length of a row is rounded up to: a power of two, at most about that part of the row."""
+    """The multiple to which the length of a row is rounded up: a power of two, at most about 1/`part` of the row."""
     return max(64, 1 << max(0, (tokens // part).bit_length() - 1))
 
 
 def _longest(lengths: np.ndarray, part: int, *, within: int) -> int:
-    """The length of the longest document, or no less than that where few shapes are wanted."""
+    """The length of the longest document, or an upper bound for it if few shapes are required."""
     longest = int(lengths.max())
     if part == COARSELY_FILLED:
         return within
@@ -195,6 +195,6 @@ def longest_row(batches: Sequence[Any]) -> int:
 
 
 def padded_tokens(batches: Sequence[Any], samples: Samples) -> int:
-    """Tokens the collator's own batches make a model compute."""
+    """Tokens that the model computes for the collator's batches."""
     names = [axis.names[0] for axis in samples.axes.values()]
     return sum(batch[name].numel() for batch in batches for name in names)

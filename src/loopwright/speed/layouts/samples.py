@@ -1,7 +1,7 @@
-"""The samples of an update, taken out of the batches a collator made of them.
+"""The samples of an update, extracted from the collator's batches.
 
-A layout needs the samples one by one: how long each is, which tensors run along its tokens, which hold one value per
-sample. All of that is read from the collated batches, so that it does not matter who collated them.
+A layout needs the length of each sample, the tensors with a token dimension, and those with one value per sample. All
+of that is read from the collated batches, so any collator works.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SOURCE, TARGET = "source", "target"
 
 
 class NoSamples(Exception):
-    """The batches cannot be taken apart; says why."""
+    """The batches cannot be split into samples; the message gives the reason."""
 
 
 class OddSamples(NoSamples):
-    """The same for what some samples are, and others of the run may not be."""
+    """These samples cannot be split, but those of another update may be."""
 
 
 @dataclass
 class Axis:
-    """One run of tokens: the whole sample, or the source or the target of a pair."""
+    """One token dimension: the whole sample, or the source or the target of a pair."""
 
     names: list[str]
-    """The tensors that run along it, (samples, tokens, ...)."""
+    """The tensors with this dimension, (samples, tokens, ...)."""
     starts: np.ndarray
     ends: np.ndarray
-    """Where the real tokens of each sample begin and end."""
+    """Start and end of each sample's real tokens."""
     width: int
 
     @property
@@ -54,14 +54,14 @@ class Axis:
 
 @dataclass
 class Samples:
-    """All samples of an update, in the order the sampler gave them."""
+    """All samples of an update, in the order of the sampler."""
 
     tensors: dict[str, Tensor]
     axes: dict[str, Axis]
     constants: dict[str, Any]
-    """What is the same in every batch and belongs to no sample."""
+    """Values that are equal in every batch and belong to no sample."""
     paddings: dict[str, float] = field(default_factory=dict)
-    """The value each tensor is padded with, where that was looked at."""
+    """The padding value of each tensor, if it was determined."""
 
     def __len__(self) -> int:
         return len(next(iter(self.axes.values())).starts)
@@ -71,14 +71,14 @@ class Samples:
         return int(sum(axis.lengths.sum() for axis in self.axes.values()))
 
     def share_rows(self) -> bool:
-        """Whether positions begin anew within rows that have no mask: what a collator has flattened."""
+        """Whether positions restart within rows without a mask, as in batches a collator has flattened."""
         axis, positions = self.axes[SOURCE], self.tensors.get("position_ids")
         if positions is None or positions.dim() != 2 or "attention_mask" in self.tensors:
             return False
         return "position_ids" in axis.names and bool((positions[:, 1:] - positions[:, :-1] != 1).any())
 
     def first_targets_are_counted(self) -> bool:
-        """Whether padding before a sample is asked for its first token, which it is not where nothing is before it."""
+        """Whether the first token of a left-padded sample is a target, which only padding before it can predict."""
         axis, labels = self.axes[SOURCE], self.tensors.get("labels")
         if axis.is_right_padded or labels is None or "labels" not in axis.names or labels.dim() != 2:
             return False
@@ -87,7 +87,7 @@ class Samples:
 
     @property
     def squared_lengths(self) -> int:
-        """The sum of squared lengths, which the work of attention goes by."""
+        """The sum of squared lengths, to which the cost of attention is proportional."""
         return int(sum((axis.lengths.astype(np.int64) ** 2).sum() for axis in self.axes.values()))
 
     def per_sample(self) -> list[str]:
@@ -96,7 +96,7 @@ class Samples:
         return [name for name in self.tensors if name not in along]
 
     def select(self, indices: np.ndarray) -> Samples:
-        """Some of the samples."""
+        """The samples at these indices."""
         chosen = torch.from_numpy(indices)
         axes = {
             name: Axis(axis.names, axis.starts[indices], axis.ends[indices], axis.width)
@@ -105,7 +105,7 @@ class Samples:
         return Samples({name: value[chosen] for name, value in self.tensors.items()}, axes, self.constants)
 
     def trimmed(self, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
-        """One batch of all samples, no wider than its longest (or than `widths`, where that is wider)."""
+        """One batch of all samples, as wide as the longest (or as `widths`, if that is wider)."""
         batch = dict(self.tensors)
         for key, axis in self.axes.items():
             low, high = self._window(axis, (widths or {}).get(key, 0))
@@ -114,7 +114,7 @@ class Samples:
         return {**batch, **self.constants}
 
     def padded(self) -> dict[str, Any]:
-        """One batch of all samples with some of the collator's padding also behind (or before) the longest."""
+        """One batch of all samples, with some of the collator's padding beyond the longest sample."""
         longest = {key: int(axis.ends.max() - axis.starts.min()) for key, axis in self.axes.items()}
         return self.trimmed({key: min(self.axes[key].width, longest[key] + SOME_PADDING) for key in longest})
 
@@ -131,11 +131,11 @@ class Samples:
 def take_apart(
     batches: Sequence[Any], *, is_pair: bool, counts_trailing: bool = True, whole: Collection[str] = ()
 ) -> Samples:
-    """The samples of these batches; raises `NoSamples` with the reason where they cannot be separated.
+    """The samples of these batches; raises `NoSamples` with the reason if they cannot be separated.
 
-    `is_pair` says that the batches hold sources and targets (an encoder and a decoder). `counts_trailing` says that
-    without an attention mask every token is real; otherwise tokens after the last target are padding. `whole` are names
-    known to run along no tokens, even where there happen to be as many.
+    `is_pair`: the batches hold sources and targets (of an encoder and a decoder). `counts_trailing`: without an
+    attention mask every token is real; otherwise tokens after the last target are padding. `whole` are names of tensors
+    without a token dimension, even if their width equals the number of tokens.
     """
     _check(batches)
     sizes = [_rows(batch) for batch in batches]
@@ -199,7 +199,7 @@ def _rows(batch: Mapping[str, Any]) -> int:
 
 
 def _members(tensors: Mapping[str, list[Tensor]], is_pair: bool, whole: Collection[str]) -> dict[str, list[str]]:
-    """Which tensors run along which axis."""
+    """The names of the tensors along each axis."""
     tensors = {name: parts for name, parts in tensors.items() if name not in whole}
     main = "attention_mask" if "attention_mask" in tensors else "input_ids"
     if main not in tensors or any(part.dim() != 2 for part in tensors[main]):
@@ -218,7 +218,7 @@ def _is_target(name: str) -> bool:
 
 
 def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list[str]:
-    """The tensors whose second dimension is that of the main one, in every batch."""
+    """The tensors whose second dimension equals that of the main tensor in every batch."""
     widths = [part.shape[1] for part in tensors[main]]
     found = [main]
     for name, parts in tensors.items():
@@ -234,8 +234,8 @@ def _along(tensors: Mapping[str, list[Tensor]], main: str, belongs: Any) -> list
 
 
 def _are_features(name: str, parts: list[Tensor], main: list[Tensor]) -> bool:
-    """Whether these are numbers per sample, of which there may be as many as there are tokens: scores of classes, or
-    what differs where tokens are padded.
+    """Whether a float tensor holds features per sample, whose number may equal that of the tokens: class scores in
+    `labels`, or values that differ within the padding.
     """
     if not parts[0].is_floating_point() or parts[0].dim() != 2:
         return False
@@ -248,7 +248,7 @@ def _are_features(name: str, parts: list[Tensor], main: list[Tensor]) -> bool:
 def _spans(
     batch: Mapping[str, Tensor], key: str, members: list[str], counts_trailing: bool
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Where the real tokens of every sample of a batch begin and end, and how wide the batch is."""
+    """Start and end of the real tokens of every sample of a batch, and the width of the batch."""
     real = _real(batch, key, members, counts_trailing)
     size = real.shape[1]
     if not real.any(axis=1).all():
@@ -270,13 +270,13 @@ def _real(batch: Mapping[str, Tensor], key: str, members: list[str], counts_trai
     if key == TARGET or not counts_trailing:
         if labels is not None and members and "labels" in members:
             real = (labels != IGNORED).numpy()
-            # Everything up to the last target counts: prompts without targets are read too.
+            # Everything up to the last target is real: prompts have no targets.
             return np.maximum.accumulate(real[:, ::-1], axis=1)[:, ::-1]
     return np.ones(tuple(batch[members[0]].shape[:2]), dtype=bool)
 
 
 def real_tokens(mask: Tensor) -> np.ndarray:
-    """Which tokens a mask of zeros and ones has, of whatever dtype; one that says anything else is no padding."""
+    """The real tokens of a mask of any dtype; raises `NoSamples` if it has values other than 0 and 1."""
     values = (mask.float() if mask.dtype is torch.bfloat16 else mask).numpy()
     real: np.ndarray = values != 0
     if np.count_nonzero(values == 1) != np.count_nonzero(real):
@@ -285,7 +285,7 @@ def real_tokens(mask: Tensor) -> np.ndarray:
 
 
 def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:
-    """Without a mask, positions that jump begin another document; with one they do not, and it could not be dropped."""
+    """Raise `OddSamples` if positions jump within a masked sample: without the mask they would start a new document."""
     if not {"position_ids", "attention_mask"} <= set(axis.names) or joined["position_ids"].dim() != 2:
         return
     places = np.arange(1, axis.width)
@@ -295,7 +295,7 @@ def _check_positions(joined: Mapping[str, Tensor], axis: Axis) -> None:
 
 
 def _padding_of(name: str, parts: list[Tensor], found: list[Any]) -> Any:
-    """What the collator fills this tensor up with, or what is usual where it had nothing to fill."""
+    """The collator's padding value of this tensor, or the usual one if it has no padding."""
     for part, (starts, ends, size) in zip(parts, found, strict=True):
         on_right, on_left = np.flatnonzero(ends < size), np.flatnonzero(starts > 0)
         if on_right.size:
@@ -321,11 +321,11 @@ def _join(parts: list[Tensor], width: int, on_left: bool, padding: Any) -> Tenso
     return joined
 
 
-# ---- a few of them --------------------------------------------------------------------------------------------------
+# ---- selecting a few samples ----------------------------------------------------------------------------------------
 
 
 def few_of(samples: Samples, count: int, tokens: int) -> Samples:
-    """A few samples of different lengths, the longest first, none of them longer than `tokens`."""
+    """A few samples of different lengths, the longest first, truncated to `tokens` if they are right-padded."""
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     order = np.argsort(-lengths, kind="stable")
     places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))
@@ -334,7 +334,7 @@ def few_of(samples: Samples, count: int, tokens: int) -> Samples:
 
 
 def _shortened(samples: Samples, tokens: int) -> Samples:
-    """Every sample to its last tokens, where answers are, in proportion, so that their lengths go on differing."""
+    """Truncate samples to their last tokens, which contain the answers, in proportion, so that lengths still differ."""
     tensors, axes = dict(samples.tensors), dict(samples.axes)
     for key, axis in samples.axes.items():
         longest = int(axis.lengths.max())

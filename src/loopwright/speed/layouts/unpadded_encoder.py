@@ -1,7 +1,7 @@
-"""An encoder that computes real tokens only, inside a model that is padded at its borders.
+"""An encoder that computes real tokens only, inside a model with padded inputs and outputs.
 
-Embeddings, pooling and heads see the padded batch they were written for; between them the blocks see one row of
-documents. For models that have a module of blocks which takes and returns hidden states, as BERT and its kin do.
+Embeddings, pooling and heads get the padded batch they expect; the blocks between them get one row of documents. This
+is for models with a module of blocks that takes and returns hidden states, such as BERT.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 
 
 class UnpaddedEncoder:
-    """Takes padding out before a model's blocks and puts it back behind them."""
+    """Removes padding before a model's blocks and inserts it again after them."""
 
     def __init__(self, encoder: nn.Module) -> None:
         self.encoder = encoder
         self.places: Tensor | None = None
-        """Which tokens of the padded batch are real, one behind the last for none; None leaves the encoder as it is."""
+        """Indices of real tokens in the padded batch, one past the end for filler; None disables the unpadding."""
         self._forward = encoder.forward
         self._replaced: Any = None
-        """The encoder's own forward, if it was replaced before; put back afterwards."""
+        """A `forward` that was set on the encoder before; `remove` restores it."""
 
     def install(self) -> None:
         if self.encoder.__dict__.get("forward") == self._run:
@@ -56,7 +56,7 @@ class UnpaddedEncoder:
 
 
 def find_encoder(model: nn.Module) -> nn.Module | None:
-    """The one module that holds the model's blocks and takes hidden states and a mask; None if there is no such."""
+    """The only module that holds the model's blocks and takes hidden states and a mask; None if not unique."""
     found = [
         module
         for module in model.modules()

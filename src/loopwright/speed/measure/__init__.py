@@ -1,1 +1,1 @@
-"""Counting operations, device peaks, and where the time of an update goes."""
+"""Counting operations, peak rates of devices, and where the time of an update is spent."""

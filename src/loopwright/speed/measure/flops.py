@@ -1,10 +1,10 @@
-"""How many operations a model needs: counted once, by watching one small forward pass.
+"""The number of operations a model needs, counted once in a small forward pass.
 
-The forward pass is watched without gradients. Backward is derived: every matrix product of the forward has two in the
-backward, one for the gradient of its input and one for that of its weight, each as large; so three times the forward in
-all. The product for the weights' gradient is left out in proportion to frozen weights. Attention's products have no
-weights, and count three times always; for causal models half of them, since the other half need not be computed.
-What was recomputed (activation checkpointing) and padding are not counted: this is the work needed, not the work done.
+The forward pass is counted without gradients. The backward is derived: every matrix product of the forward has two of
+the same size in the backward, one for the gradient of its input and one for that of its weight, which gives three times
+the forward in total. Products for the gradients of frozen weights are omitted in proportion. Attention's products have
+no weights and always count three times; for causal models half of them, since the other half need not be computed.
+Recomputation (activation checkpointing) and padding are not counted: this is the work needed, not the work done.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...snapshot import restored
 
 LONGEST = 256
-"""Tokens per row of the batch that is counted."""
+"""Most tokens per row of the batch that is counted."""
 SHORTEST = 16
-"""Below this, two lengths are too alike to tell attention's part from the rest."""
+"""Below this length, attention's share cannot be separated from the rest by two lengths."""
 ROWS = 2
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Forward and backward: so many per token, and so many per squared length of a sample."""
+    """Operations of forward and backward: per token, and per squared length of a sample."""
 
     per_token: float
     per_square: float = 0.0
 
     def of(self, tokens: float, squared_lengths: float = 0.0) -> float:
-        """The operations of samples with so many tokens in all, and this sum of their squared lengths."""
+        """The operations of samples with this total of tokens and this sum of squared lengths."""
         return self.per_token * tokens + (self.per_square * squared_lengths if self.per_square else 0.0)
 
 
@@ -49,9 +49,9 @@ def count_operations(
     *,
     causal: bool,
 ) -> Operations | None:
-    """The operations of the model by tokens of the input `main`; None if a small batch cannot be cut from this one.
+    """The operations of the model per token of the input `main`; None if a small batch cannot be taken from this one.
 
-    RNG states and buffers are restored; gradients and modes are not touched.
+    RNG states and buffers are restored; gradients and modes are unchanged.
     """
     rows, length = _shape(batch, main)
     if not length:
@@ -69,7 +69,7 @@ def count_operations(
 
 
 def cut(batch: Mapping[str, Any], *, rows: int, old: int, new: int) -> dict[str, Any]:
-    """The first rows of a batch, and of what is as long as its sequences the first tokens."""
+    """The first rows of a batch; dimensions of size `old` are truncated to `new`."""
 
     def smaller(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
@@ -84,7 +84,7 @@ def cut(batch: Mapping[str, Any], *, rows: int, old: int, new: int) -> dict[str,
 
 
 def trainable_share(model: nn.Module) -> float:
-    """The share of a model's matrices that are trained."""
+    """The fraction of a model's matrix elements that are trained."""
     matrices = [each for each in model.parameters() if each.ndim > 1]
     everything = sum(each.numel() for each in matrices)
     return sum(each.numel() for each in matrices if each.requires_grad) / everything if everything else 1.0
@@ -94,7 +94,7 @@ def _watched(forward: Callable[[dict[str, Any]], Any], batch: dict[str, Any]) ->
     counter = FlopCounterMode(display=False)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        # The kernels of compiled code and of fused attention are not all known to the counter; matrix products are.
+        # The counter supports matrix products, but not all kernels of compiled code and fused attention.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(counter)
@@ -103,7 +103,7 @@ def _watched(forward: Callable[[dict[str, Any]], Any], batch: dict[str, Any]) ->
 
 
 def _separate(per_length: list[float], lengths: tuple[int, ...]) -> tuple[float, float]:
-    """Operations per token as a straight line over the length: its start, and its slope."""
+    """Operations per token as a linear function of the length: intercept and slope."""
     if len(lengths) == 1:
         return per_length[0], 0.0
     slope = (per_length[0] - per_length[1]) / (lengths[0] - lengths[1])
@@ -113,7 +113,7 @@ def _separate(per_length: list[float], lengths: tuple[int, ...]) -> tuple[float,
 
 
 def _shape(batch: Mapping[str, Any], main: str) -> tuple[int, int]:
-    """Rows and length of the main input; zeros if it is no batch of sequences."""
+    """Rows and length of the main input; zeros if it does not hold token sequences."""
     found = batch.get(main)
     if not isinstance(found, Tensor) or found.ndim < 2 or found.is_floating_point():
         return 0, 0
@@ -121,6 +121,6 @@ def _shape(batch: Mapping[str, Any], main: str) -> tuple[int, int]:
 
 
 def _one_length(batch: Mapping[str, Any], length: int) -> bool:
-    """Whether all sequences in a batch share one length, so that cutting them leaves a batch of the same kind."""
+    """Whether all sequences in a batch have this length, so that truncating them gives a valid batch."""
     tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.ndim > 1]
     return all(value.shape[1] == length for value in tensors)

@@ -1,4 +1,4 @@
-"""What a device could compute at most: one table, from the makers' data sheets, without sparsity."""
+"""Peak rates of devices: one table, from the makers' data sheets, without sparsity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8")
 
 
 class Peak(NamedTuple):
-    """Dense matrix products with fp32 accumulation, in TFLOP/s; None where the device has no such units."""
+    """Rates of dense matrix products with fp32 accumulation, in TFLOP/s; None if the device has no such units."""
 
     bf16: float | None = None
     fp16: float | None = None
@@ -22,7 +22,7 @@ class Peak(NamedTuple):
 
 
 def _half(rate: float, tf32: float | None, fp32: float, fp8: float | None = None) -> Peak:
-    """bf16 and fp16 at one rate."""
+    """A peak with the same rate for bf16 and fp16."""
     return Peak(rate, rate, tf32, fp32, fp8)
 
 
@@ -55,7 +55,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"RTX PRO 6000 Blackwell", _half(503.8, 251.9, 125.9, 1007.6)),
     (r"RTX 6000 Ada", _half(364.2, 182.1, 91.1, 728.5)),
     (r"RTX A6000", _half(154.8, 77.4, 38.7)),
-    # NVIDIA, desktops: fp32 accumulation runs at half the rate of fp16 accumulation there
+    # NVIDIA, desktops: fp32 accumulation runs at half the rate of fp16 accumulation
     (r"RTX 3060", _half(25.3, 12.7, 12.7)),
     (r"RTX 3070", _half(40.6, 20.3, 20.3)),
     (r"RTX 3080 Ti", _half(68.2, 34.1, 34.1)),
@@ -74,7 +74,7 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"RTX 5070", _half(61.7, 30.9, 30.9, 123.5)),
     (r"RTX 5080", _half(112.6, 56.3, 56.3, 225.1)),
     (r"RTX 5090", _half(209.5, 104.8, 104.8, 419.0)),
-    # AMD; of an MI250 or MI250X torch sees one of the two dies
+    # AMD; torch sees one of the two dies of an MI250 or MI250X
     (r"MI210", _half(181.0, None, 45.3)),
     (r"MI250X", _half(191.5, None, 47.9)),
     (r"MI250", _half(181.0, None, 45.3)),
@@ -92,19 +92,19 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"Trainium1|Trainium|trn1", _half(190.0, 190.0, 47.5, 190.0)),
     (r"Trainium2|trn2", _half(667.0, None, 181.0, 1299.0)),
 )
-"""Patterns of device names, the first that fits counts, and the peaks. Where a name is shared, the faster device is
-taken: utilization is then reported too low, never too high."""
+"""Patterns of device names and their peaks; the first match counts. If devices share a name, the faster one is listed:
+utilization may then be reported too low, never too high."""
 
 _NEVER = re.compile(r"laptop|mobile|max-?q|\bMIG\b|D v\d", re.IGNORECASE)
-"""Names of slower relatives, whose clocks the maker of the laptop chooses, and of parts of a device."""
+"""Names of slower variants, whose clocks the laptop's maker chooses, and of partitions of a device."""
 
 
 def find_peak(name: str) -> Peak | None:
-    """The row of a device; None for one that is not in the table."""
+    """The peaks of a device; None if it is not in the table."""
     if _NEVER.search(name):
         return None
     for pattern, peak in PEAKS:
-        # Whole words only: L4 is not in L40, and an A100 is no A10.
+        # Match complete words only: L4 is not L40, and A100 is not A10.
         if re.search(rf"(?<![A-Za-z0-9])(?:{pattern})(?![A-Za-z0-9])", name, re.IGNORECASE):
             return peak
     return None
@@ -118,7 +118,7 @@ def peak_operations(name: str, dtype: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str | None:
-    """What the device calls itself; None for those that do not say, such as the CPU."""
+    """The name a device reports; None for devices without one, such as the CPU."""
     module = getattr(torch, device.type, None)
     name = getattr(module, "get_device_name", None)
     return str(name(device)) if callable(name) else None

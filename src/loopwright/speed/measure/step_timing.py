@@ -1,7 +1,7 @@
-"""Where the time of an update goes, sampled in a few updates: data, forward, backward, optimizer, the rest.
+"""Where the time of an update is spent, sampled in a few updates: data, forward, backward, optimizer, other.
 
-A sampled update leaves marks behind: events on the device's own timeline, or the time of day on a CPU. Nothing waits;
-the marks are read at the next log point, which comes after them.
+A sampled update records marks: events on the device's timeline, or host times on a CPU. Nothing waits for them: they
+are read at the next log point.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 FIRST, SECOND, EVERY = 11, 61, 200
-"""Updates after which the next one is sampled; no round numbers, which is where runs log, evaluate and save."""
+"""Updates after which the next one is sampled; not round numbers, at which runs log, evaluate and save."""
 PARTS = ("data", "forward", "backward", "compute", "optimizer", "other")
-"""`compute` stands for forward and backward together, where they cannot be separated."""
+"""`compute` is forward and backward together, if they cannot be separated."""
 
 
 def next_sample(step: int) -> int:
-    """The update after which sampling begins again, once `step` updates are done."""
+    """The next update after which one is sampled, once `step` updates are done."""
     if step < FIRST:
         return FIRST
     if step < SECOND:
@@ -28,7 +28,7 @@ def next_sample(step: int) -> int:
 
 
 class Marks:
-    """Points in time by name, on the device's timeline."""
+    """Named points in time on the device's timeline."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,7 +39,7 @@ class Marks:
             self._made.append((name, time.perf_counter()))
             return
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # a mark inside a graph that is being recorded would never be passed
+            return  # an event inside a graph being captured would never complete
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         self._made.append((name, event))
@@ -51,11 +51,11 @@ class Marks:
         return [name for name, _ in self._made]
 
     def are_known(self) -> bool:
-        """Whether the device has passed the last mark."""
+        """Whether the device has completed all marks."""
         return self._device.type == "cpu" or all(mark.query() for _, mark in self._made)
 
     def seconds(self) -> list[tuple[str, float]]:
-        """Each mark but the last, and the time from it to the next."""
+        """Each mark but the last, and the seconds from it to the next."""
         pairs = zip(self._made, self._made[1:], strict=False)
         return [(name, self._between(first, second)) for (name, first), (_, second) in pairs]
 
@@ -75,18 +75,18 @@ class Split:
         self._is_computing = False
         self._hooks: list[Any] = []
         if not is_compiled(model):
-            # Hooks on a compiled module would have it compiled anew.
+            # Hooks on a compiled module would trigger another compilation.
             self._hooks = [
                 model.register_forward_pre_hook(lambda *_: self._mark("forward")),
                 model.register_forward_hook(lambda *_: self._mark("backward")),
             ]
 
     def _mark(self, name: str) -> None:
-        if self._is_computing:  # not in an evaluation that comes before the update
+        if self._is_computing:  # not in an evaluation before the update
             self.marks.add(name)
 
     def restart(self) -> None:
-        """Begin here: what lies before was no part of an update."""
+        """Start again from now: earlier time is not part of an update."""
         self.marks.clear()
         self.marks.add("begin")
 
@@ -99,7 +99,7 @@ class Split:
         self.marks.add("optimizer")
 
     def end(self, *, micro_batches: int, waited: float) -> None:
-        """The update is over; `waited` says how long the loop waited for its batches."""
+        """End the update; `waited` is how long the loop waited for its batches."""
         self.marks.add("end")
         self._micro_batches, self._waited = micro_batches, waited
         self.detach()
@@ -110,7 +110,7 @@ class Split:
         self._hooks = []
 
     def parts(self) -> dict[str, float] | None:
-        """Seconds by part; None if the marks say nothing, as after an update that was undone."""
+        """Seconds by part; None if the marks are incomplete, as after an update that was undone."""
         names = self.marks.names()
         if any(names.count(name) != 1 for name in ("begin", "compute", "optimizer", "end")):
             return None
@@ -118,12 +118,12 @@ class Split:
         for name, seconds in self.marks.seconds():
             found["other" if name == "begin" else name] += seconds
         if names.count("forward") == self._micro_batches:
-            found["other"] += found["compute"]  # what lies before the first forward: copies to the device
+            found["other"] += found["compute"]  # time before the first forward: copies to the device
             found["compute"] = 0.0
-        else:  # the model is called as something else, or more than once: where its backward begins is unknown
+        else:  # the model is called differently or several times, so the start of its backward is unknown
             found["compute"] += found["forward"] + found["backward"]
             found["forward"] = found["backward"] = 0.0
-        # On a device the wait for data may have been hidden behind work given to it before: only a gap is lost time.
+        # Waiting for data may overlap with earlier work of the device: only a gap is lost time.
         found["data"] = min(self._waited, found["other"])
         found["other"] -= found["data"]
         return found
@@ -141,7 +141,7 @@ class TimeSplit:
         self._open.append(split)
 
     def read(self) -> None:
-        """Take in what the device has passed by now."""
+        """Add the sampled updates that the device has completed by now."""
         waiting = []
         for split in self._open:
             if not split.marks.are_known():
@@ -156,7 +156,7 @@ class TimeSplit:
             self._sums[name] = self._sums.get(name, 0.0) + seconds
 
     def shares(self) -> dict[str, float]:
-        """The share of each part that took any time, in the order of PARTS."""
+        """The share of each part with a non-zero time, in the order of PARTS."""
         whole = sum(self._sums.values())
         return {name: self._sums[name] / whole for name in PARTS if self._sums.get(name)} if whole else {}
 

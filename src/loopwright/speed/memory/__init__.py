@@ -1,1 +1,1 @@
-"""How much memory training takes, how many tokens fit, what is recomputed."""
+"""The memory of training: how many tokens fit, and what is recomputed."""

@@ -1,7 +1,7 @@
 """Memory estimates from one or two small forward passes: what to recompute, and how many tokens fit.
 
-The measure is the model's own: what autograd keeps is seen by hooks, block by block, at two sizes, so that what grows
-with the tokens is separated from what does not (half-precision copies of weights, tables).
+Hooks measure what autograd saves, for each block and at two sizes, to separate what grows with the tokens from what
+does not (half-precision copies of weights, tables).
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .recompute import is_kept
 
 POLICIES = ("none", "selective", "full")
-"""What of the activations inside blocks is computed again, from nothing to everything."""
+"""Which activations inside blocks are recomputed, from none to all."""
 USABLE = 0.92
-"""Share of a device's memory that is planned with; the rest is for the framework, kernels and fragments."""
+"""Fraction of a device's memory that is used; the rest is for the framework, kernels and fragmentation."""
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes one forward keeps for the backward pass."""
+    """Bytes that one forward saves for the backward pass."""
 
     tokens: int
     outside: int = 0
     """Outside the blocks: embeddings, head, loss."""
     blocks: int = 0
-    """Inside all blocks, when nothing is recomputed."""
+    """Inside all blocks, if nothing is recomputed."""
     matmuls: int = 0
     """Inside all blocks: results of matmuls and attention, which selective checkpointing keeps."""
     inputs: int = 0
-    """What enters the blocks, which full checkpointing keeps."""
+    """Inputs of the blocks, which full checkpointing keeps."""
     largest_block: int = 0
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes a training step takes: a part that is always there and a part for each token of a micro-batch."""
+    """Bytes of a training step: a fixed part and a part per token of a micro-batch."""
 
     fixed: int
     per_token: dict[str, float]
-    """By what is recomputed: none, selective, full."""
+    """By recomputation policy: none, selective, full."""
 
     def at(self, tokens: int, policy: str = "none") -> int:
-        """Bytes of a step whose micro-batches have so many tokens."""
+        """Bytes of a step with micro-batches of this many tokens."""
         return int(self.fixed + tokens * self.per_token[policy])
 
 
 @dataclass(frozen=True)
 class MemoryChoice:
-    """What the planner decided, with the numbers it decided from."""
+    """The planner's choice, with the numbers it is based on."""
 
     policy: str
     needed: int
@@ -75,7 +75,7 @@ class MemoryChoice:
 def measure_activations(
     forward: Callable[[], int], *, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> ActivationBytes:
-    """Bytes that one forward keeps, seen by hooks; it returns how many tokens it computed. No gradient is computed."""
+    """Bytes that one forward saves, measured by hooks; `forward` returns its number of tokens. No backward is run."""
     watch = _Watch(model)
     with watch.over(blocks), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
         tokens = forward()
@@ -97,9 +97,9 @@ def measure_twice(
     blocks: Sequence[nn.Module],
     sandbox: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[ActivationBytes, ActivationBytes]:
-    """Measure a forward at two sizes; `forward(size)` returns how many tokens it computed.
+    """Measure a forward at two sizes; `forward(size)` returns its number of tokens.
 
-    `sandbox` is entered around both: it has to put random states and buffers back.
+    `sandbox` is entered around both; it must restore random states and buffers.
     """
     with sandbox():
         small, large = (measure_activations(partial(forward, size), model=model, blocks=blocks) for size in sizes)
@@ -107,17 +107,17 @@ def measure_twice(
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what autograd keeps, in which block, and what matmuls and attention return there."""
+    """Records what autograd saves in each block, and the results of matmuls and attention there."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.saved: dict[nn.Module | None, int] = {}
         self.matmuls = self.inputs = 0
         self._block: nn.Module | None = None
-        # Weights and buffers are there anyway.
+        # Weights and buffers are not counted: they exist anyway.
         self._seen = {_place(each) for each in [*model.parameters(), *model.buffers()]}
         self._entered: set[int] = set()
-        self._alive: list[Tensor] = []  # a place is only known by its address while the tensor is alive
+        self._alive: list[Tensor] = []  # addresses identify storages only while the tensors are alive
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -126,7 +126,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def pack(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()  # kept by its own graph it would never be let go
+        tensor = tensor.detach()  # otherwise it would be kept alive by its own graph
         place = _place(tensor)
         if place not in self._seen:
             self._seen.add(place)
@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def over(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
-        """Know which block runs."""
+        """Track which block is running."""
         handles = []
         for block in blocks:
             handles.append(block.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -183,7 +183,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def model_bytes(parameters: Iterable[Tensor], *, states: float = 2.0) -> int:
-    """Bytes of weights, gradients and optimizer states; `states` is how many tensors the optimizer keeps per weight."""
+    """Bytes of weights, gradients and optimizer states; `states` is the number of optimizer tensors per weight."""
     total = 0.0
     for parameter in parameters:
         total += _size(parameter) * (2 + states if parameter.requires_grad else 1)
@@ -191,15 +191,15 @@ def model_bytes(parameters: Iterable[Tensor], *, states: float = 2.0) -> int:
 
 
 def estimate_memory(small: ActivationBytes, large: ActivationBytes | None = None, *, model: int) -> MemoryEstimate:
-    """What a step takes, from what one or two forwards kept; `model` is what weights and optimizer take."""
+    """The memory of a step, from one or two measured forwards; `model` is the memory of weights and optimizer."""
     slopes = {policy: _line(small, large, policy)[1] for policy in POLICIES}
-    # What does not grow with the tokens is there under each policy.
+    # What does not grow with the tokens is needed under every policy.
     constant = max(0.0, _line(small, large, "none")[0])
     return MemoryEstimate(fixed=int(model + constant), per_token=slopes)
 
 
 def _line(small: ActivationBytes, large: ActivationBytes | None, policy: str) -> tuple[float, float]:
-    """Bytes at no tokens, and bytes for each token."""
+    """Bytes at zero tokens, and bytes per token."""
     first = _bytes_with(small, policy)
     if large is None or large.tokens == small.tokens:
         return 0.0, first / small.tokens
@@ -208,8 +208,8 @@ def _line(small: ActivationBytes, large: ActivationBytes | None, policy: str) ->
 
 
 def _bytes_with(kept: ActivationBytes, policy: str) -> int:
-    # The backward pass begins outside the blocks, where logits are largest: beside what was kept of them there are the
-    # logits themselves, which the output holds, and their gradient. Later one block at a time has what it recomputes.
+    # The backward pass begins outside the blocks, where logits are largest: in addition to the saved part there are the
+    # logits themselves, referenced by the output, and their gradient. Later, one block at a time is recomputed.
     if policy == "none":
         return kept.blocks + 3 * kept.outside
     inside = kept.inputs + (kept.matmuls if policy == "selective" else 0)
@@ -220,12 +220,12 @@ def _bytes_with(kept: ActivationBytes, policy: str) -> int:
 
 
 def usable_bytes(total: int) -> int:
-    """What is planned with of a device's memory: all of it, not what is free now, so that runs repeat."""
+    """The memory to plan with: a fraction of the total, not what is free now, so that plans are reproducible."""
     return int(total * USABLE)
 
 
 def tokens_that_fit(estimate: MemoryEstimate, usable: int, policy: str = "none") -> int:
-    """The largest token budget of a micro-batch: a power of two, 0 when not even one token fits."""
+    """The largest token budget of a micro-batch: a power of two, or 0 if not even one token fits."""
     room = usable - estimate.fixed
     per_token = estimate.per_token[policy]
     tokens = int(room / per_token) if per_token > 0 else 0
@@ -233,7 +233,7 @@ def tokens_that_fit(estimate: MemoryEstimate, usable: int, policy: str = "none")
 
 
 def choose_activation_memory(estimate: MemoryEstimate, usable: int, *, tokens: int) -> MemoryChoice:
-    """The first of none, selective and full with which micro-batches of so many tokens fit; full when none does."""
+    """The first of none, selective and full with which micro-batches of this many tokens fit; full if none does."""
     fitting = [policy for policy in POLICIES if estimate.at(tokens, policy) <= usable]
     policy = fitting[0] if fitting else POLICIES[-1]
     return MemoryChoice(policy, estimate.at(tokens, policy), usable, tokens_that_fit(estimate, usable, policy))

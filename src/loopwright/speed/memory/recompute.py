@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: results of matmuls and attention are kept, the cheap rest is computed again."""
+"""Selective activation checkpointing: results of matmuls and attention are kept, cheap operations are recomputed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MATMULS = frozenset(
         "convolution", "_convolution", "mkldnn_linear", "linear_pointwise",
     }
 )  # fmt: skip
-"""Names of operations whose results cost more to compute than to keep."""
+"""Names of operations whose results cost more to recompute than to keep."""
 ATTENTION = ("attention", "attn")
-"""What the names of attention kernels have in common, torch's and those others register."""
+"""Common parts of the names of attention kernels, including registered ones."""
 
 
 def is_kept(operation: Any) -> bool:
@@ -31,12 +31,12 @@ def is_kept(operation: Any) -> bool:
 
 
 def keep_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy, as torch asks for it."""
+    """The policy function for torch's selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE if is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_selectively(blocks: Sequence[nn.Module]) -> Recomputing:
-    """Have each block recompute what is cheap; returns what takes it off again. Names in their states stay."""
+    """Make each block recompute what is cheap; returns an object that undoes it. Names in state dicts are unchanged."""
     recomputing = Recomputing()
     for block in blocks:
         recomputing.put_on(block)
@@ -44,7 +44,7 @@ def checkpoint_selectively(blocks: Sequence[nn.Module]) -> Recomputing:
 
 
 class Recomputing:
-    """The blocks that recompute, and how their forward was before."""
+    """The blocks that recompute, and their previous `forward` attributes."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
@@ -55,15 +55,15 @@ class Recomputing:
         return [block for block, _ in self._before]
 
     def put_on(self, block: nn.Module) -> None:
-        """Wrap the forward of one block, unless it is wrapped."""
+        """Wrap the forward of one block, unless it is already wrapped."""
         if is_recomputing(block):
             return
         self._before.append((block, block.__dict__.get("forward")))
-        # A partial over the bound method: copying the model copies both, and the copy calls its own block.
+        # A partial of the bound method: copying the model copies both, and the copy calls its own block.
         block.forward = functools.partial(_recomputed, block.forward)
 
     def remove(self) -> None:
-        """Each block as it was."""
+        """Restore the blocks' own forward."""
         while self._before:
             block, forward = self._before.pop()
             if forward is None:

@@ -1,7 +1,7 @@
-"""The token budget of a micro-batch, from the total device memory; what to recompute where that is too small.
+"""The token budget of a micro-batch from the total device memory, and what to recompute if that is too small.
 
-Everything follows from the size of the device and from what small forwards of the model keep, never from what happens
-to be free: two runs must come to the same plan.
+Everything is derived from the size of the device and from small forwards of the model, never from the memory that is
+free now: two runs must make the same plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .estimate import (
 )
 
 MEASURED_TOKENS = 512
-"""The longest sample that is measured; what a longer one keeps is reckoned from that."""
+"""The longest sample that is measured; longer ones are extrapolated."""
 GIB = 2**30
 
 
@@ -43,23 +43,23 @@ class Demand:
     """How large micro-batches should be, in tokens."""
 
     least: int
-    """The largest micro-batch the collator made: the user asked for it."""
+    """The collator's largest micro-batch, which the user's settings imply."""
     most: int
-    """What there is nothing to gain beyond."""
+    """The size beyond which there is nothing to gain."""
     longest: int
-    """The longest sample, which no layout can cut."""
+    """The longest sample, which no layout can split."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens a micro-batch may have, and what is recomputed for that."""
+    """Most tokens per micro-batch, and what is recomputed to allow that."""
 
     tokens: int
     policy: str
     needed: int
     usable: int
     without: int
-    """Bytes the collator's largest micro-batch needs when nothing is recomputed."""
+    """Bytes the collator's largest micro-batch needs without recomputation."""
 
     @property
     def fits(self) -> bool:
@@ -67,7 +67,7 @@ class Budget:
 
     @property
     def reason(self) -> str:
-        """Why, with the numbers."""
+        """The reason for the report, with the numbers."""
         text = f"micro-batches of up to {self.tokens:,} tokens need an estimated {self.needed / GIB:.1f} GiB"
         text += f" of {self.usable / GIB:.1f}"
         if self.policy != POLICIES[0]:
@@ -89,13 +89,13 @@ def plan_memory(
     head: PendingHead | None,
     prove: Callable[[str], Proof],
 ) -> None:
-    """Fill in the plan's token budget and what is recomputed; `prove` tries a policy on the probe's samples."""
+    """Set the plan's token budget and recomputation policy; `prove` compares a policy on the samples of the proof."""
     total = here.device_memory()
     if total is None or here.token_budget is not None or here.recomputes:
         return
     try:
         estimate = _estimate(here, plan, samples, layout, head)
-    except Exception as error:  # whatever a model says to being looked at: it trains as before
+    except Exception as error:  # any error of the model while it is measured: no budget is planned
         plan.note(
             "token budget", False, (f"the activation memory could not be measured: {type(error).__name__}: {error}")
         )
@@ -125,11 +125,11 @@ def _recomputing(policy: str) -> str:
     return {"selective": "recomputing everything but matmuls and attention", "full": "recomputing whole blocks"}[policy]
 
 
-# ---- what is wanted -------------------------------------------------------------------------------------------------
+# ---- required sizes -------------------------------------------------------------------------------------------------
 
 
 def demand_of(plan: SpeedPlan, samples: Samples, batches: Sequence[Any]) -> Demand:
-    """What the layout would like micro-batches to be."""
+    """The sizes of micro-batches that suit the layout."""
     lengths = np.stack([axis.lengths for axis in samples.axes.values()], axis=1)
     longest = int(lengths.sum(axis=1).max())
     padded = max(padded_tokens([batch], samples) for batch in batches)
@@ -158,15 +158,15 @@ def choose_budget(estimate: MemoryEstimate, usable: int, demand: Demand, policie
 def limits_for(
     plan: SpeedPlan, here: PlannerInputs, batches: Sequence[Any], samples: Samples, *, widest: int = 0
 ) -> Limits:
-    """How large micro-batches of an update may be, and what one more of them costs, under a plan."""
-    # Where nothing was measured: what the collator's own batches take fits, since the user asked for it.
+    """Size limit of an update's micro-batches and cost of one more, under a plan."""
+    # Without a measurement, the size of the collator's batches fits, since the user's settings imply it.
     budget = plan.budget or here.token_budget or max(padded_tokens([batch], samples) for batch in batches)
-    # A GPU computes while the next micro-batch is launched: only what is shorter than a launch costs extra.
+    # A GPU computes while the next micro-batch is launched: only micro-batches shorter than a launch cost extra.
     overhead, floor = (0, plan.overhead) if here.on_gpu else (plan.overhead, 0)
     return Limits(budget, overhead, plan.round_to, floor, few_shapes=plan.few_shapes, width=widest)
 
 
-# ---- what the model keeps -------------------------------------------------------------------------------------------
+# ---- memory of the model --------------------------------------------------------------------------------------------
 
 
 def _estimate(
@@ -198,7 +198,7 @@ def _estimate(
 
 
 def _forward(here: PlannerInputs, plan: SpeedPlan, few: Samples, layout: Layout | None) -> int:
-    """One forward with its loss, as training does it; returns the tokens computed."""
+    """One forward with its loss, as in training; returns the number of tokens computed."""
     if layout is None:
         batch = few.trimmed()
         here.loss_of([here.put(batch)], lambda each: each)
@@ -210,7 +210,7 @@ def _forward(here: PlannerInputs, plan: SpeedPlan, few: Samples, layout: Layout 
 
 
 def _all_targets(samples: Samples) -> Samples:
-    """As if every token had a target: which of them do differs from update to update."""
+    """The samples with a target for every token, since the number of targets differs between updates."""
     labels = samples.tensors.get("labels")
     if labels is None or labels.is_floating_point() or labels.dim() < 2:
         return samples
@@ -221,9 +221,9 @@ def _all_targets(samples: Samples) -> Samples:
 def at_length(
     whole: int, one: ActivationBytes, two: ActivationBytes, half: ActivationBytes
 ) -> tuple[ActivationBytes, ActivationBytes]:
-    """What one and two samples of `whole` tokens keep, from shorter ones and from one of half their length.
+    """Activations of one and two samples of `whole` tokens, from shorter samples and from one of half their length.
 
-    What a token keeps grows with the length of its sample where attention keeps its scores, and not at all elsewhere.
+    Activations per token grow with the length of the sample if attention saves its scores, and are constant otherwise.
     """
     names = [each.name for each in fields(ActivationBytes) if each.name != "tokens"]
     kept: list[dict[str, int]] = [{}, {}]

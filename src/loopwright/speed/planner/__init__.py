@@ -1,1 +1,1 @@
-"""Which accelerations a run gets, and why."""
+"""Choosing the accelerations of a run, with reasons."""

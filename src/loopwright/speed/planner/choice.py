@@ -1,4 +1,4 @@
-"""Making the plan of a run: which candidates there are, which of them are proved, why the others are not."""
+"""Making the plan of a run: candidates, their proofs, and the reasons why others are rejected."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..proof.prover import Prover
 from .decision import BIASED, FLAT, GROUPED, IN_GROUPS, LAYOUTS, UNMASKED, UNPADDED, SpeedPlan, overhead_in_tokens
 
 LARGE_VOCABULARY = 8192
-"""Classes from which on logits are worth leaving out."""
+"""Number of classes from which the fused loss is worth using."""
 HEAD = "fused loss"
 
 
 class Decision:
-    """Tries candidates on an update and notes in the plan what came of each."""
+    """Compares candidates on an update and records the result of each in the plan."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Decision:
     ) -> None:
         self._here, self._samples, self._batches = situation, samples, batches
         self._refused = refused
-        """What a whole update has already shown to be different, by name."""
+        """Proofs that failed on a whole update, by name."""
         self.plan = SpeedPlan(made_for=situation.described())
         self.layout: Layout | None = None
         self.head: PendingHead | None = None
         self.prover = Prover(situation)
         self.references: list[Reference] = []
-        """Nothing when the path as it is could not be compared with anything."""
+        """Empty if the normal path could not be used as a reference."""
 
     def make(self, *, padding: float, micro_batches: int = 1, as_made: str | None = None) -> SpeedPlan:
-        """The plan; `padding` is the part of the tokens that is padding, `as_made` why batches stay as they are."""
+        """The plan; `padding` is the fraction of padding tokens, `as_made` why the collator's batches are kept."""
         here, plan = self._here, self.plan
         plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
         plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
@@ -91,7 +91,7 @@ class Decision:
         return self.prover.prove_few(self.prover.candidate(name, self.plan, layout, None), self.references)
 
     def _offered(self, name: str) -> Layout | str:
-        """The layout, or why it is not even tried."""
+        """The layout, or why it is not compared at all."""
         here = self._here
         if name not in IN_GROUPS and here.only_grouped is not None:
             return here.only_grouped
@@ -136,11 +136,11 @@ class Decision:
     # ---- graphs and recomputing -------------------------------------------------------------------------------------
 
     def prove_few_shapes(self) -> Proof:
-        """Whether the model is the same when its rows are filled up to a few lengths, as the plan says now."""
+        """Whether results are unchanged when rows are padded to a few lengths, with the current plan."""
         return self._prove(self._candidate("rows of a few lengths", self.head))
 
     def prove_recomputing(self, policy: str) -> Proof:
-        """Whether the model is the same when activations are recomputed, with all else that was chosen in place."""
+        """Whether results are unchanged when activations are recomputed, with all other choices applied."""
         more = lambda stack: stack.callback(self._here.recompute(policy))  # noqa: E731
         return self._prove(self._candidate(policy, self.head, more=more))
 
@@ -150,7 +150,7 @@ class Decision:
     # ---- the whole update -------------------------------------------------------------------------------------------
 
     def prove_update(self) -> tuple[str, Proof] | Coverage:
-        """What the proofs cover if the whole update agrees; else what is to be left out, and why."""
+        """What the proofs cover if the whole update agrees; else the name of what must be disabled, and its proof."""
         plan, layout = self.plan, self.layout
         try:
             reference = self.prover.update(self._samples, self._batches)
@@ -163,7 +163,7 @@ class Decision:
         return self._covered(reference, limits)
 
     def _proved_where_it_fits(self, reference: Reference) -> tuple[Proof, Limits]:
-        """The proof of the update as it will be cut: into smaller micro-batches, where memory runs out otherwise."""
+        """Prove the update with the plan's split, in smaller micro-batches as long as memory runs out."""
         plan = self.plan
         while True:
             limits = limits_for(plan, self._here, self._batches, self._samples)
@@ -175,7 +175,7 @@ class Decision:
             self._here.free_memory()
 
     def _blamed(self, proof: Proof, limits: Limits, reference: Reference) -> tuple[str, Proof]:
-        """What is to be left out: the fused loss, if all else agrees."""
+        """What must be disabled: the fused loss if everything else agrees, otherwise the layout."""
         if self.head is None or self.layout is None:
             return self.plan.layout if self.head is None else HEAD, proof
         without = self.prover.prove_update(self._candidate(self.plan.layout, None, limits=limits), reference)
@@ -200,13 +200,13 @@ class Decision:
 
 
 def named_head(model: nn.Module) -> Any:
-    """The layer that turns hidden states into logits over a vocabulary, if the model names it."""
+    """The layer that computes logits from hidden states, if the model names it."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
 
 
 def output_head(model: nn.Module) -> nn.Linear | None:
-    """The same, if it is a plain linear layer."""
+    """The output layer if it is a plain `nn.Linear`, else None."""
     head = named_head(model)
     return head if type(head) is nn.Linear else None
 

@@ -1,4 +1,4 @@
-"""What is switched on for a run and why: decided once, printed once, kept with the run."""
+"""The plan: which accelerations a run uses and why; it is made once, printed, and saved with the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
 LAYOUTS = (*IN_ROWS, *IN_GROUPS)
-"""Layouts from the one that saves most to the one that asks least of a model."""
+"""Layouts in the order in which they are tried: the largest saving first, the fewest requirements last."""
 
 
 @dataclass
@@ -34,18 +34,18 @@ class SpeedPlan:
     linear_loss: bool = False
     compiled: bool = False
     short_rows: bool = False
-    """Whether compiled blocks see rows on both sides of a few thousand tokens."""
+    """Whether compiled blocks get rows both below and above a few thousand tokens."""
     graphed: bool = False
     """Whether forward and backward of a micro-batch are one CUDA graph."""
     budget: int = 0
-    """Tokens a micro-batch may have; 0 means as many as the largest micro-batch the collator made."""
+    """Most tokens per micro-batch; 0 means as many as the collator's largest micro-batch."""
     overhead: int = 0
     round_to: int = 1
     fill: bool = False
     activations: str = "none"
     """What is recomputed in the backward pass: none, selective, full."""
     made_for: str = ""
-    """Device and versions the plan was proved on; on others it is proved again."""
+    """Device, versions and code for which the plan was proved; for others it is made again."""
     choices: list[AccelerationChoice] = field(default_factory=list)
 
     @property
@@ -55,30 +55,30 @@ class SpeedPlan:
 
     @property
     def few_shapes(self) -> bool:
-        """Whether rows are filled up to a few lengths, since each is a graph."""
+        """Whether rows are padded to a few lengths, since each length needs its own graph."""
         return self.graphed and self.layout in IN_ROWS
 
     def note(self, name: str, is_on: bool, reason: str, numbers: dict[str, float] | None = None) -> None:
         self.choices.append(AccelerationChoice(name, is_on, reason, numbers or {}))
 
     def take_back(self, name: str, reason: str) -> None:
-        """Note that something that was on turned out to be impossible."""
+        """Record that an enabled acceleration turned out to be impossible."""
         for choice in self.choices:
             if choice.name == name:
                 choice.is_on, choice.reason = False, reason
 
     def add_numbers(self, name: str, numbers: dict[str, float]) -> None:
-        """Keep what a whole update has shown beside what a few samples did."""
+        """Add the results of a whole update to those of a few samples."""
         for choice in self.choices:
             if choice.name == name and choice.is_on:
                 choice.numbers.update((f"update_{key}", value) for key, value in numbers.items())
 
     def forget(self, name: str) -> None:
-        """Leave out what was noted, to note it anew."""
+        """Remove an entry, so that it can be recorded again."""
         self.choices = [choice for choice in self.choices if choice.name != name]
 
     def lines(self) -> list[str]:
-        """The plan in a few lines, for people."""
+        """The plan as a few readable lines."""
         return [choice.line() for choice in self.choices]
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,33 +88,33 @@ class SpeedPlan:
     def from_dict(cls, values: dict[str, Any]) -> SpeedPlan:
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if known.get("layout") not in LAYOUTS:
-            known["layout"] = AS_MADE  # also what older checkpoints call it
+            known["layout"] = AS_MADE  # including the name in older checkpoints
         known["choices"] = [AccelerationChoice(**each) for each in known.get("choices", [])]
         return cls(**known)
 
 
-# ---- when it pays ---------------------------------------------------------------------------------------------------
+# ---- estimated benefit ----------------------------------------------------------------------------------------------
 
 PER_SECOND = {"cpu": 5e10, "cuda": 3e14}
-"""Operations a device is reckoned to do in a second. Never measured: two runs must come to the same plan."""
+"""Estimated operations per second of a device. Not measured, because two runs must make the same plan."""
 PER_MODULE = {"cpu": 6e-5, "cuda": 4e-4}
-"""Seconds that launching one module's forward and backward is reckoned to take."""
+"""Estimated seconds for launching one module's forward and backward."""
 PER_LAUNCH = {"cpu": 6e-5, "cuda": 1e-4}
-"""The same for the host alone, which is all that a graph saves."""
+"""The same for the host only, which is what a graph saves."""
 UNCOMPILED = {"cpu": 5e10, "cuda": 2e14}
-"""Operations a device is reckoned to do in a second while it launches module by module."""
+"""Estimated operations per second of a device that runs module by module."""
 WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
-"""Seconds a run must be reckoned to save before anything is proved and switched on."""
+"""Estimated seconds a run must save before anything is proved and enabled."""
 WORTH_SHARE = 0.1
-"""Part of the computed tokens that must be padding."""
+"""Fraction of the computed tokens that must be padding."""
 COMPILE_SECONDS = 60.0
-"""Seconds of computing a run must have left before compiling pays."""
+"""Estimated seconds of computing a run must have left for compilation to pay off."""
 SHORT_ROW = 8192
-"""Tokens of an update below which its rows are short for a compiler."""
+"""Tokens of an update below which its rows count as short for the compiler."""
 ROW_TOKENS = 32_768
-"""Tokens after which a longer row is hardly faster: adding up gradients and casting weights is little then."""
+"""Row length beyond which gradient accumulation and weight casts are a small share, so longer rows gain little."""
 GROUP_TOKENS = 14_336
-"""The same for groups, which are many anyway."""
+"""The same for groups, of which an update has many in any case."""
 
 
 def _of(table: dict[str, float], device_type: str) -> float:
@@ -122,32 +122,32 @@ def _of(table: dict[str, float], device_type: str) -> float:
 
 
 def seconds(operations: float, device_type: str) -> float:
-    """How long so many operations are reckoned to take."""
+    """Estimated seconds for this many operations."""
     return operations / _of(PER_SECOND, device_type)
 
 
 def is_worth_it(saved_share: float, saved_operations: float, device_type: str) -> bool:
-    """Whether leaving padding out pays for proving that it can be left out."""
+    """Whether removing padding saves more than proving that it can be removed costs."""
     return saved_share >= WORTH_SHARE and seconds(saved_operations, device_type) >= _of(WORTH_SECONDS, device_type)
 
 
 def pays_to_compile(operations: float, device_type: str) -> bool:
-    """Whether so much computing is left that compiling is soon made up for."""
+    """Whether enough computing is left for compilation to pay off."""
     return device_type != "cpu" and seconds(operations, device_type) >= COMPILE_SECONDS
 
 
 def seconds_launching(modules: int, device_type: str) -> float:
-    """How long the host is reckoned to need for launching the forward and backward of so many modules."""
+    """Estimated seconds the host needs to launch the forward and backward of this many modules."""
     return modules * _of(PER_LAUNCH, device_type)
 
 
 def pays_to_record(saved_seconds: float, device_type: str) -> bool:
-    """Whether so much launching is saved that recording graphs and comparing them is soon made up for."""
+    """Whether the launch time saved exceeds the cost of capturing and comparing graphs."""
     return saved_seconds >= _of(WORTH_SECONDS, device_type)
 
 
 RECORDING_SECONDS = {"cpu": 0.0, "cuda": 10.0}
-"""Seconds it is reckoned to take to record rows of all the lengths that occur."""
+"""Estimated seconds for capturing rows of all lengths that occur."""
 
 
 def pays_to_record_rows(saved_seconds: float, device_type: str) -> bool:
@@ -156,6 +156,6 @@ def pays_to_record_rows(saved_seconds: float, device_type: str) -> bool:
 
 
 def overhead_in_tokens(modules: int, operations_per_token: float, device_type: str) -> int:
-    """What one more micro-batch costs, in tokens of computing."""
+    """Cost of one more micro-batch, expressed as a number of tokens."""
     launching = modules * _of(PER_MODULE, device_type) * _of(UNCOMPILED, device_type)
     return int(launching / max(operations_per_token, 1.0))

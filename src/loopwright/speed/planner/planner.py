@@ -1,4 +1,4 @@
-"""Making the plan: looks at updates until one shows that something pays, and has that proved."""
+"""Planner: inspects updates until one shows a benefit, and has the accelerations proved."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .choice import HEAD, Decision
 from .decision import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it, pays_to_compile
 
 LOOKS = 20
-"""Updates looked at before it is settled that their padding is not worth anything."""
+"""Updates inspected before padding counts as too little to remove."""
 PACKED_LOOKS = 5
-"""Updates that may come without padding before packed samples are believed to have none."""
+"""Updates without padding after which packed samples are assumed to have none."""
 GRAPHS, COMPILED = "micro-batches as CUDA graphs", "compiled blocks"
 
 
 class Made(NamedTuple):
-    """A plan and what carries it out."""
+    """A plan and the objects that implement it."""
 
     plan: SpeedPlan
     layout: Layout | None = None
     head: PendingHead | None = None
     padding: float = 0.0
-    """The part of the tokens that is padding and worth leaving out."""
+    """The fraction of tokens that are padding and worth removing."""
     coverage: Coverage | None = None
-    """What updates the proofs have covered."""
+    """The updates that the proofs cover."""
 
 
 def _nothing(reason: str) -> SpeedPlan:
@@ -46,17 +46,17 @@ def _nothing(reason: str) -> SpeedPlan:
 
 
 class Planner:
-    """Sees when an update has shown enough, and makes the plan then."""
+    """Decides when an update is sufficient for planning, and makes the plan."""
 
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
         self._looks = 0
         self._tokens = 0
-        """The real tokens of the update that decided."""
+        """The real tokens of the update the plan is based on."""
         self._graphs = GraphChoice(situation)
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
-        """The plan, as soon as an update shows that it pays, or that nothing does."""
+        """The plan, as soon as an update shows a benefit or that there is none; None before that."""
         here = self._here
         self._looks += 1
         self._graphs.look(batches)
@@ -70,7 +70,7 @@ class Planner:
             samples = take_apart(batches)
         except NoSamples as reason:
             if isinstance(reason, OddSamples) and self._looks < LOOKS:
-                return None  # the samples of the next update may be others
+                return None  # the next update may have other samples
             return self._settle(str(reason), batches, padding=1.0)
         padding = self._padding_to_leave_out(batches, samples)
         if isinstance(padding, str):
@@ -80,14 +80,14 @@ class Planner:
         if here.learn(batches):
             return self._decide(batches, samples, padding)
         coupled = here.why_not_additive()
-        if coupled is not None:  # batches stay as they are; the loss of each may still be had without logits
+        if coupled is not None:  # the collator's batches are kept; the fused loss is still possible
             return self._decide(batches, samples, 0.0, coupled)
         return self._settle("the denominator of the loss is unknown", batches) if self._looks == LOOKS else None
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
     def _is_large(self, batches: list[Any]) -> bool:
-        """Whether anything could be gained even if every token were padding; asks for shapes only."""
+        """Whether there would be a benefit if every token were padding; reads shapes only."""
         here, tokens = self._here, 0
         for batch in batches:
             ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
@@ -95,23 +95,23 @@ class Planner:
         return is_worth_it(1.0, tokens * here.operations_per_token * here.updates_left(), here.device.type)
 
     def _padding_to_leave_out(self, batches: list[Any], samples: Samples) -> float | str | None:
-        """The part of the tokens that is padding and worth leaving out, or why none is; None while that is open."""
+        """The fraction of padding that is worth removing, or why it is not; None while that is undecided."""
         here, real, padded = self._here, samples.real_tokens, padded_tokens(batches, samples)
         padding = 1 - real / padded
         if here.packs and padding == 0 and self._looks < PACKED_LOOKS:
-            return None  # one sample, or some that happen to be equally long, show nothing
+            return None  # one sample, or several of the same length, do not show whether there is padding
         saved = (padded - real) * here.operations_per_token * here.updates_left()
         if here.insists or is_worth_it(padding, saved, here.device.type):
             return padding
         if self._waits_for_shapes(batches):
             return None
-        if here.on_gpu:  # where there is more to gain than padding, and in every update: it is not waited for
+        if here.on_gpu:  # GPUs gain more than padding, and in every update: do not wait for it
             return 0.0
         few = f"{padding:.0%} of the tokens are padding, too little to benefit from removing it"
         return few if self._looks == LOOKS else None
 
     def _waits_for_shapes(self, batches: list[Any]) -> bool:
-        """Whether some more updates have to show that shapes repeat, before micro-batches become graphs."""
+        """Whether more updates are needed to see if shapes repeat, before micro-batches become graphs."""
         if self._looks >= LOOKS or self._here.insists:
             return False
         return self._graphs.why_not(SpeedPlan(), batches) is None
@@ -119,7 +119,7 @@ class Planner:
     # ---- what -------------------------------------------------------------------------------------------------------
 
     def _settle(self, reason: str, batches: list[Any], *, padding: float = 0.0) -> Made | None:
-        """The plan that changes nothing, but that micro-batches may become graphs."""
+        """A plan that changes nothing, except that micro-batches may become graphs; None to wait for more updates."""
         if self._waits_for_shapes(batches):
             return None
         plan = _nothing(reason)
@@ -153,7 +153,7 @@ class Planner:
         refused: dict[str, Proof],
         as_made: str | None,
     ) -> Decision:
-        """A plan that a few samples agree with, without what a whole update has refused."""
+        """A plan that agrees on a few samples, without what a whole update has refused."""
         here = self._here
         decision = Decision(here, samples, batches, refused)
         plan = decision.make(padding=padding, micro_batches=len(batches), as_made=as_made)
@@ -188,7 +188,7 @@ class Planner:
             plan.note(GRAPHS, plan.graphed, reason or f"kernel launches take longer than compute, and {repeat}")
 
     def choose_compiling(self, plan: SpeedPlan) -> None:
-        """Compile where a GPU has enough left to compute; nothing where the plan was never weighed."""
+        """Enable compilation if a GPU has enough computing left; no effect if no update has been planned."""
         here = self._here
         if not here.on_gpu or not self._tokens:
             return
@@ -208,7 +208,7 @@ class Planner:
         operations = self._tokens * here.operations_per_token * here.updates_left()
         return here.on_gpu and (here.level == "max" or pays_to_compile(operations, here.device.type))
 
-    # ---- going on ---------------------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "tokens": self._tokens}

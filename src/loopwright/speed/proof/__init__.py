@@ -1,1 +1,1 @@
-"""The proof that an acceleration changes no result: before it is switched on, and on every later update."""
+"""Proofs that an acceleration does not change results: before it is enabled, and during training."""

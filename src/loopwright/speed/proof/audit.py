@@ -16,15 +16,15 @@ from .prober import Proof, ProofRefused
 from .prover import WHOLE_TOKENS, Prover
 
 MOST_FAILURES = 3
-"""Kinds of updates that may turn out different before others that are new are left as made without being compared."""
+"""Failed proofs after which updates with new inputs keep the collator's batches without being compared."""
 MOST_PROOFS = 32
-"""Updates that are proved again because something about them is new."""
+"""How many updates may be proved again because their inputs are new."""
 EVERY = 4096
-"""Updates after which one is compared as a whole, however large it is."""
+"""Every so many updates, one is compared as a whole, regardless of its size."""
 
 
 class Verification:
-    """Allows an update to be laid out if a proof covers it, and counts what was compared."""
+    """Allows an update to be laid out if a proof covers it, and counts the comparisons."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class Verification:
         self._here, self._plan, self._layout, self._head, self._tell = situation, plan, layout, head, tell
         self.coverage = Coverage()
         self.updates = self.audits = self.proofs = self.failures = self.left = 0
-        """Updates since the plan; compared both ways; proved again; proved different; left as made."""
+        """Updates since planning; compared both ways; proved again; proved different; new and kept as collated."""
         self._last_audit = 0
         self._refused = 0
-        """Audits in a row that could not be made: a loss that is not finite, say."""
+        """Consecutive audits that had no reference, for example because the loss was not finite."""
 
-    # ---- something new ----------------------------------------------------------------------------------------------
+    # ---- new inputs -------------------------------------------------------------------------------------------------
 
     def allows(self, batches: Sequence[Any], samples: Samples, laid: Laid, limits: Limits) -> bool:
-        """Whether an update may be laid out: it is like those that were compared, or agrees when it is compared."""
+        """Whether an update may be laid out: its inputs are covered by a proof, or it agrees when compared now."""
         assert self._layout is not None
         row = longest_row(laid.batches) if self._plan.layout == FLAT else 0
         news = self.coverage.news_in(Seen.of(samples, row=row))
@@ -67,7 +67,7 @@ class Verification:
         return proof.accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
-        """Compare a whole update with the path as it is; what agrees is covered from here on."""
+        """Compare a whole update with the normal path; with `covers`, inputs that agree are covered from now on."""
         prover, plan = Prover(self._here), self._plan
         try:
             reference = prover.update(samples, batches, repeats=covers)
@@ -83,7 +83,7 @@ class Verification:
     # ---- audits -----------------------------------------------------------------------------------------------------
 
     def count(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None) -> Proof | None:
-        """Count an update, and compare it both ways when it is its turn: what came of that."""
+        """Count an update and, if it is due, compare it both ways; returns the proof if it failed, else None."""
         self.updates += 1
         tokens = 0 if samples is None else padded_tokens(batches, samples)
         if not self._refused and not is_turn(self.updates, is_small=tokens <= WHOLE_TOKENS):
@@ -93,7 +93,7 @@ class Verification:
         else:
             proof = self._prove_part(samples)
         if proof.has_no_reference and self._refused < MOST_FAILURES:
-            self._refused += 1  # the next update is asked
+            self._refused += 1  # try again with the next update
             return None
         self.audits += 1
         self._refused = 0
@@ -104,7 +104,7 @@ class Verification:
 
     @property
     def checks(self) -> dict[str, int]:
-        """The counts of a run, by what a report calls them."""
+        """The counts, under the names used in the report."""
         return {"laid out": self.updates, "computed both ways": self.audits, "proved again": self.proofs,
                 "with new inputs, not regrouped": self.left}  # fmt: skip
 
@@ -122,7 +122,7 @@ class Verification:
         candidate = prover.candidate(plan.layout, plan, self._layout, self._head)
         return prover.prove_part(candidate, reference)
 
-    # ---- going on ---------------------------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         numbers = {name: getattr(self, name) for name in ("updates", "audits", "proofs", "failures", "left")}
@@ -136,7 +136,7 @@ class Verification:
 
 
 def is_turn(update: int, *, is_small: bool) -> bool:
-    """Whether an update is compared both ways: often at first, then one in a few thousand."""
+    """Whether an update is compared both ways: often at first, later once every `EVERY` updates."""
     if update % EVERY == 0:
         return True
     if update > EVERY or update < 2:

@@ -1,4 +1,4 @@
-"""How far two losses or gradients are apart, and how far they may be."""
+"""Distances between losses and between gradients, and the tolerances for them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 class Tolerance(NamedTuple):
-    """How far loss, gradient, one parameter's gradient, and what must not move at all may be off, relatively."""
+    """Largest relative error of the loss, the gradient, one parameter's gradient, and values that must not change."""
 
     loss: float
     gradient: float
     parameter: float
     still: float
     floor: float
-    """Part of the whole gradient's norm below which a parameter's gradient is rounding."""
+    """Fraction of the whole gradient's norm below which a parameter's gradient counts as rounding error."""
 
 
 DOUBLE = Tolerance(1e-10, 1e-9, 1e-8, 1e-12, 1e-12)
 SINGLE = Tolerance(1e-5, 1e-4, 1e-3, 2.5e-7, 1e-6)
 HALF = Tolerance(5e-3, 5e-2, 2.5e-1, 5e-3, 2e-2)
-"""The precision of training on GPUs; a few samples are compared in single precision besides."""
+"""For comparisons in the precision of training on GPUs; a few samples are also compared in single precision."""
 
 
 
 def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
-    """Relative L2 distance of two gradients, all parameters together."""
+    """Relative L2 distance of two gradients, over all parameters together."""
     pairs = _norms(expected, found)
     apart, size = (sum(values) for values in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
     return float((apart / size) ** 0.5) if size else (0.0 if apart == 0 else float("inf"))
@@ -37,7 +37,7 @@ def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor 
 def worst_parameter(
     expected: Sequence[Tensor | None], found: Sequence[Tensor | None], tolerance: Tolerance
 ) -> tuple[int, float] | None:
-    """The parameter whose gradient is furthest off, and how far, if that is more than rounding."""
+    """Index and relative error of the parameter whose gradient is furthest off; None if all are within tolerance."""
     pairs = _norms(expected, found)
     floor = tolerance.floor * sum(size for _, size in pairs) ** 0.5
     worst: tuple[int, float] | None = None
@@ -50,7 +50,7 @@ def worst_parameter(
 
 
 def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[tuple[float, float]]:
-    """For every parameter the squared distance and the squared norm of what is expected, read in one wait."""
+    """Squared distance and squared expected norm for every parameter, read with one synchronization."""
     rows = []
     for a, b in zip(expected, found, strict=True):
         if a is None and b is None:

@@ -1,4 +1,4 @@
-"""Samples that are changed on purpose where a loss must not look: in the other samples, and in the padding."""
+"""Samples changed where the loss must not depend on them: in the other samples, and in the padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOVED = {
 
 
 def other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """One sample's targets alone, before and after all other samples' tokens are changed."""
+    """Samples with the targets of one sample only, before and after the tokens of all others are changed."""
     labels, ids = samples.tensors.get("labels"), samples.tensors.get("input_ids")
     if labels is None or ids is None or labels.is_floating_point() or len(samples) < 2 or set(samples.axes) != {SOURCE}:
         return None, None
@@ -33,7 +33,7 @@ def other_neighbours(samples: Samples) -> tuple[Samples | None, Samples | None]:
 
 
 def other_padding(samples: Samples) -> tuple[Samples | None, Samples | None]:
-    """All samples, before and after the token that fills them up is another."""
+    """All samples, before and after the padding token is replaced by another token."""
     poisoned = poisoned_tensors(samples.tensors)
     if poisoned is samples.tensors:
         return None, None
@@ -41,7 +41,7 @@ def other_padding(samples: Samples) -> tuple[Samples | None, Samples | None]:
 
 
 def poisoned_tensors(tensors: dict[str, Any]) -> dict[str, Any]:
-    """The same with another token in the padding, if there is any."""
+    """The same tensors with another token in the padding; unchanged if there is no padding."""
     mask, ids = tensors.get("attention_mask"), tensors.get("input_ids")
     if mask is None or ids is None or ids.is_floating_point() or bool(mask.all()):
         return tensors

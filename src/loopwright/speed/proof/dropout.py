@@ -1,4 +1,4 @@
-"""Training without dropout: modules stay in train mode, so that everything else they do in training is compared."""
+"""Training without dropout: modules stay in train mode, so that their other training behaviour is compared too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 Shapes = list[tuple[int, ...]]
 
 OF_CHANNELS = ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-"""Functions of torch.nn.functional that drop more than single elements, or draw in another way."""
+"""Functions of torch.nn.functional that drop more than single elements, or draw random numbers differently."""
 _OFF = [0]
-"""How many `without_dropout` are entered; attention kernels that draw their own numbers ask `dropout_is_off`."""
+"""Number of active `without_dropout` contexts; attention kernels with their own dropout check `dropout_is_off`."""
 
 
 def dropout_is_off() -> bool:
@@ -24,10 +24,10 @@ def dropout_is_off() -> bool:
 
 @contextmanager
 def without_dropout(*, channels: bool = False) -> Iterator[Shapes]:
-    """Dropout does nothing; yields the shapes that dropout of single elements would have been applied to.
+    """Disable dropout; yields the shapes to which dropout of single elements would have been applied.
 
-    By default only single elements: their dropout is the same in every layout. What drops whole samples, channels or
-    layers goes on drawing random numbers, which is how the proof notices it.
+    By default only dropout of single elements is disabled: it is equivalent in every layout. Functions that drop whole
+    samples, channels or layers still draw random numbers, which the proof detects; `channels` disables `OF_CHANNELS`.
     """
     shapes: Shapes = []
     functional, attention = F.dropout, F.scaled_dot_product_attention
@@ -60,5 +60,5 @@ def without_dropout(*, channels: bool = False) -> Iterator[Shapes]:
 
 
 def per_sample(shapes: Shapes, rows: set[int]) -> tuple[int, ...] | None:
-    """The shape of a dropout that does not run along the tokens of a row, where a row would be one sample to it."""
+    """The shape of a dropout mask without a token dimension, which would treat a row of many samples as one sample."""
     return next((shape for shape in shapes if shape[:1] == (1,) and not rows & set(shape[1:])), None)

@@ -1,6 +1,6 @@
-"""The guard of every update: only padding is removed, and only inputs that a proof has covered are regrouped.
+"""Checks of every update: only padding is removed, and only inputs covered by a proof are regrouped.
 
-All of it looks at host tensors before they travel to the device, so that no update waits for the device.
+All checks read host tensors before they are copied to the device, so no update waits for the device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..layouts.samples import IGNORED, SOURCE, Axis, OddSamples, Samples, take_a
 PER_SAMPLE = "sample"
 POSITIONS = "position_ids"
 TEXT = ("input_ids", "attention_mask", "labels", "token_type_ids", "decoder_input_ids", "decoder_attention_mask")
-"""Names that certainly run along tokens."""
+"""Names of tensors that always have a token dimension."""
 IMAGE_WORDS = ("pixel", "image", "video", "audio", "patch", "grid", "frame")
-"""Names of what may come several times per sample, or not at all."""
+"""Words in the names of tensors that may have several rows per sample, or none."""
 
 
 class UnevenPadding(OddSamples):
-    """A tensor holds more than one value where there should be padding: it may not run along the tokens at all."""
+    """A tensor has more than one value in the padding, so its second dimension may not be tokens."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{name!r} has more than one value in the padding")
@@ -34,9 +34,9 @@ class UnevenPadding(OddSamples):
 def samples_of(
     batches: Sequence[Any], *, is_pair: bool, shifts: bool, whole: Collection[str], image_tokens: tuple[int, ...]
 ) -> Samples:
-    """The samples of an update, with nothing but padding outside of them; raises `NoSamples` where that is not so.
+    """The samples of an update, with only padding outside them; raises `NoSamples` if they cannot be separated.
 
-    `whole` are names known to run along no tokens, even where there happen to be as many.
+    `whole` are names of tensors without a token dimension, even if their width equals the number of tokens.
     """
     uneven, counts_trailing = set(whole), not shifts
     while True:
@@ -46,9 +46,9 @@ def samples_of(
             break
         except UnevenPadding as reason:
             if reason.name not in TEXT:
-                uneven.add(reason.name)  # as wide as the text by chance: it is left whole
+                uneven.add(reason.name)  # as wide as the text by coincidence: not a token dimension
             elif not counts_trailing and "attention_mask" not in samples.tensors:
-                counts_trailing = True  # what comes after the last target is no padding
+                counts_trailing = True  # tokens after the last target are not padding
             else:
                 raise
     check_images(samples, image_tokens)
@@ -56,7 +56,7 @@ def samples_of(
 
 
 def check_padding(samples: Samples) -> dict[str, float]:
-    """The value each tensor is padded with; raises `OddSamples` where what would be cut away is anything else."""
+    """The padding value of each tensor; raises `OddSamples` if the padding holds other values or targets."""
     found: dict[str, float] = {}
     for axis in samples.axes.values():
         padding = padding_of(axis)
@@ -65,11 +65,11 @@ def check_padding(samples: Samples) -> dict[str, float]:
         first = np.unravel_index(int(padding.argmax()), padding.shape)
         for name in axis.names:
             if name == POSITIONS:
-                continue  # positions of padding may count on, and nothing looks at them
+                continue  # positions in the padding may keep counting; they are never used
             values = samples.tensors[name]
             array = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
             value = array[first].flat[0]
-            # Not by torch: this is done for every update, and its calls cost more than the comparison.
+            # numpy instead of torch: this runs for every update, and torch's call overhead exceeds the comparison.
             unequal = array != value if array.ndim == 2 else (array != value).reshape(*array.shape[:2], -1).any(-1)
             if (unequal & padding).any():
                 raise UnevenPadding(name)
@@ -81,13 +81,13 @@ def check_padding(samples: Samples) -> dict[str, float]:
 
 
 def padding_of(axis: Axis) -> np.ndarray:
-    """Which places of an axis hold no real token, (samples, width)."""
+    """Mask of the positions of an axis that hold no real token, (samples, width)."""
     along = np.arange(axis.width)
     return (along < axis.starts[:, None]) | (along >= axis.ends[:, None])
 
 
 def check_images(samples: Samples, image_tokens: tuple[int, ...]) -> None:
-    """Raise where a tensor may hold several images per sample, or none: its rows then belong to no one sample."""
+    """Raise `OddSamples` if a tensor may hold several images per sample, or none, so its rows have no clear sample."""
     doubtful = [name for name in samples.per_sample() if _may_be_images(name, samples.tensors[name])]
     if not doubtful:
         return
@@ -104,7 +104,7 @@ def _may_be_images(name: str, values: Tensor) -> bool:
 
 
 def image_tokens_of(config: Any) -> tuple[int, ...]:
-    """The tokens of a configuration that stand for images, videos or sounds."""
+    """The token ids in a configuration that represent images, videos or audio."""
     found = [
         value
         for name, value in (vars(config) if hasattr(config, "__dict__") else {}).items()
@@ -115,10 +115,10 @@ def image_tokens_of(config: Any) -> tuple[int, ...]:
 
 @dataclass
 class Seen:
-    """What updates a proof has covered, in values that a checkpoint can hold."""
+    """Properties of updates that proofs have covered, as values a checkpoint can store."""
 
     entries: dict[str, list[Any]] = field(default_factory=dict)
-    """For every tensor: what it runs along, its dtype, its shape behind that."""
+    """For every tensor: its axis (or `PER_SAMPLE`), its dtype, and the remaining dimensions of its shape."""
     constants: dict[str, Any] = field(default_factory=dict)
     paddings: dict[str, list[float]] = field(default_factory=dict)
     sides: list[str] = field(default_factory=list)
@@ -126,13 +126,13 @@ class Seen:
     longest: dict[str, int] = field(default_factory=dict)
     ragged: bool = False
     counts_first: bool = False
-    """Whether first tokens of samples were targets."""
+    """Whether the first tokens of samples were targets."""
     row: int = 0
     """Tokens of the longest row."""
 
     @classmethod
     def of(cls, samples: Samples, *, row: int) -> Seen:
-        """What there is to see in one update."""
+        """The properties of one update."""
         axes = samples.axes
         kinds = {name: key for key, axis in axes.items() for name in axis.names}
         entries = {name: _described(kinds.get(name, PER_SAMPLE), value) for name, value in samples.tensors.items()}
@@ -149,7 +149,7 @@ class Seen:
         )
 
     def form_differs(self, other: Seen) -> str | None:
-        """The first entry of an update that is another one than here."""
+        """Describes the first entry by which an update's form differs from this one; None if the forms are equal."""
         if set(other.entries) != set(self.entries):
             name = min(set(other.entries) ^ set(self.entries))
             return f"{name!r} {'is new' if name in other.entries else 'is missing'}"
@@ -161,7 +161,7 @@ class Seen:
         return None
 
     def news_in(self, other: Seen) -> str | None:
-        """The first thing about an update of the same form that no proof has seen."""
+        """Describes the first property of an update of the same form that no proof covers; None if all are covered."""
         for name, values in other.paddings.items():
             known = self.paddings.get(name, values)
             if not set(values) <= set(known):
@@ -185,13 +185,13 @@ class Seen:
         return None
 
     def cover(self, shortest: Mapping[str, int], longest: Mapping[str, int]) -> None:
-        """Take in lengths that were compared besides."""
+        """Extend the covered range of lengths."""
         for key in longest:
             self.longest[key] = max(self.longest[key], longest[key])
             self.shortest[key] = min(self.shortest[key], shortest[key])
 
     def add(self, other: Seen) -> None:
-        """Take in what another proof has covered."""
+        """Merge the properties covered by another proof."""
         for name, values in other.paddings.items():
             self.paddings[name] = sorted({*self.paddings.get(name, ()), *values})
         self.sides = sorted({*self.sides, *other.sides})
@@ -208,13 +208,13 @@ class Seen:
 
 
 class Coverage:
-    """All that proofs of a run have covered: one `Seen` for every form of update."""
+    """Everything covered by the proofs of a run: one `Seen` for every form of update."""
 
     def __init__(self) -> None:
         self.forms: list[Seen] = []
 
     def news_in(self, update: Seen) -> str | None:
-        """What is new about an update, in words; None if it is like those that were compared."""
+        """Describes what is new about an update; None if proofs cover it."""
         if not self.forms:
             return "no such update was compared"
         for form in self.forms:

@@ -1,17 +1,17 @@
-"""The proof: before anything is enabled it must give the loss and the gradients of the path it replaces.
+"""The proof: an acceleration must give the loss and the gradients of the normal path before it is enabled.
 
-Twice, each time in single precision (or whatever finer format the weights have):
+Both paths run without dropout, in single precision (double for double-precision weights), in two comparisons:
 
-    a few samples      in eval mode, divided into small micro-batches, so that dividing shows
-    the whole update   in train mode without dropout, split as in training
+    a few samples      in eval and in train mode, split into small micro-batches
+    the whole update   in train mode, split as in training; on GPUs in the precision of training
 
-    again      the path as it is gives the same loss twice, whatever the random streams hold
-    loss       the same loss
-    gradient   the same gradient, all trainable parameters together and each of them, relative L2
-    state      buffers and plain values on modules come out the same
-    dropout    no dropout takes a row of many samples for one sample
-    leak       changing the other samples leaves one sample's loss as it is      (a few samples)
-    poison     changing what stands in the padding leaves the loss as it is      (a few samples)
+    again      the normal path gives the same loss twice, for any state of the random generators
+    loss       the losses are equal
+    gradient   the gradients are equal, all trainable parameters together and each of them, relative L2
+    state      buffers and plain values on modules end up equal
+    dropout    no dropout mask treats a row of many samples as one sample
+    leak       changing the other samples does not change one sample's loss      (a few samples, eval mode)
+    poison     changing the tokens in the padding does not change the loss       (a few samples, eval mode)
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .dropout import Shapes, per_sample, without_dropout
 from .random_draws import drops_no_layers, random_streams, seed_all
 
 Prepare = Callable[[Any], Any]
-"""A micro-batch on the device to what the model takes."""
+"""Converts a micro-batch on the device to the inputs of the model."""
 LossOf = Callable[..., Tensor]
-"""`loss_of(batches, prepare, backward=None)`: the loss of an update made of these micro-batches.
+"""`loss_of(batches, prepare, backward=None)`: the loss of an update made of these micro-batches, with its graph.
 
-With its graph; or, given `backward(loss, factor)`, that is called for each micro-batch as soon as its loss is known,
-and once more with None and what all gradients are still to be multiplied by."""
+If `backward(loss, factor)` is given, it is called for each micro-batch as soon as its loss is computed, and once more
+at the end with None and the factor by which all gradients are to be multiplied."""
 Lay = Callable[[Samples], list[Any]]
 """The micro-batches a layout makes of samples, on the device."""
 
@@ -48,32 +48,32 @@ class Setting(NamedTuple):
 
     tolerance: Tolerance
     train: bool
-    """In train mode, or in eval mode."""
+    """Whether the model is in train mode rather than in eval mode."""
     whole: bool = True
-    """Half-precision weights in single precision."""
+    """Whether half-precision weights are converted to single precision."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Entered around every forward: autocast, where the precision of training is compared."""
+    """Context around every forward: autocast, if the precision of training is compared."""
 
 
 HALF_AS_GOOD = 1.5
-"""How much larger than that of the path as it is the rounding error of a half-precision kernel may be."""
+"""Largest ratio of a half-precision kernel's rounding error to that of the normal path."""
 MOST_COMPARED = 2_000_000_000
-"""Weights whose gradients are compared; of larger models every second, third ... parameter is."""
+"""Largest number of weights whose gradients are compared; of larger models every second, third ... parameter is."""
 SEEDS = (11, 29, 47)
 
 
 @dataclass
 class Proof:
-    """What was found out about one candidate."""
+    """The result of comparing one candidate with the normal path."""
 
     name: str
     accepted: bool = False
     reason: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
     ran_out: bool = False
-    """Whether memory was too short to compare."""
+    """Whether the comparison ran out of memory."""
     has_no_reference: bool = False
-    """Whether the path as it is could not be computed for comparison."""
+    """Whether the normal path could not be computed for comparison."""
 
     def refuse(self, reason: str) -> Proof:
         self.accepted, self.reason = False, reason
@@ -82,52 +82,52 @@ class Proof:
 
 @dataclass
 class Outcome:
-    """What came of running an update once."""
+    """The result of running an update once."""
 
     loss: float
     gradient: list[Tensor | None]
     before: dict[str, Any]
     after: dict[str, Any]
-    """What the model holds besides its weights, before and after."""
+    """The model's state besides its weights, before and after."""
     dropouts: Shapes
 
 
 @dataclass
 class Reference:
-    """Samples, the micro-batches of the path as it is, and what came of them."""
+    """Samples, the micro-batches of the normal path, and their outcome."""
 
     samples: Samples | None
-    """None where the update cannot be taken apart, and stays as it was made."""
+    """None if the update cannot be split into samples and keeps the collator's batches."""
     batches: list[Any]
     outcome: Outcome
     setting: Setting
     minds_padding: bool = False
-    """Whether another token in the padding gives another loss."""
+    """Whether changing the token in the padding changes the loss."""
 
 
 class ProofRefused(Exception):
-    """The path as it is cannot be compared with anything; says why."""
+    """The normal path cannot be used as a reference; the message gives the reason."""
 
 
 @dataclass
 class Candidate:
-    """A path to be compared with the one as it is."""
+    """A path to be compared with the normal one."""
 
     name: str
     lay: Lay
-    """A few samples, divided."""
+    """Lays out a few samples in several micro-batches."""
     lay_together: Lay | None
-    """All in one micro-batch; None where samples stay together as the collator has them."""
+    """Lays out all samples in one micro-batch; None if the candidate keeps the collator's batches."""
     lay_update: Lay | None
-    """The samples of a whole update, as training has them; None where they stay as the collator made them."""
+    """Lays out the samples of a whole update as in training; None if the candidate keeps the collator's batches."""
     prepare: Prepare
     install: Callable[[], AbstractContextManager[Any]]
     row_tokens: Callable[[Any], int] | None = None
-    """How many tokens the row of a micro-batch has; None where samples share no row."""
+    """Number of tokens in the row of a micro-batch; None if samples do not share rows."""
 
 
 class Prober:
-    """Runs paths side by side, leaving random states, buffers, modes, gradients and optimizer as they were."""
+    """Runs paths side by side; random states, buffers, modes, gradients and optimizer are unchanged afterwards."""
 
     def __init__(
         self, model: nn.Module, loss_of: LossOf, *, sandbox: Callable[[], AbstractContextManager[Any]]
@@ -137,7 +137,7 @@ class Prober:
 
     @contextmanager
     def quiet(self, setting: Setting) -> Iterator[Shapes]:
-        """Without dropout, nothing left behind, half-precision weights as single precision; yields dropout's shapes."""
+        """Apply a setting, without dropout, and restore all state at exit; yields the shapes given to dropout."""
         modes = [(module, module.training) for module in self._model.modules()]
         with ExitStack() as stack:
             stack.enter_context(self._sandbox())
@@ -151,14 +151,14 @@ class Prober:
                 for module, mode in modes:
                     module.training = mode
 
-    # ---- the path as it is ------------------------------------------------------------------------------------------
+    # ---- the normal path --------------------------------------------------------------------------------------------
 
     def reference(
         self, samples: Samples | None, batches: list[Any], setting: Setting, *, repeats: bool = True
     ) -> Reference:
-        """The path as it is: as the collator made it, or a few samples as it would have them.
+        """Run the normal path on these batches; raises `ProofRefused` if it cannot be used as a reference.
 
-        `repeats` asks whether the loss is the same the second time; once that is known, a difference shows it too.
+        `repeats` also checks that a second run gives the same loss. Later comparisons can skip that check.
         """
         try:
             setting = setting._replace(tolerance=self._tolerance(batches[:1], setting))
@@ -171,7 +171,7 @@ class Prober:
                 self._check_repeats(batches[:1], setting)
         except ProofRefused:
             raise
-        except Exception as error:  # training may well succeed: it has dropout, half precision, other samples
+        except Exception as error:  # training may still succeed: it has dropout, half precision, other samples
             raise ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
@@ -181,7 +181,7 @@ class Prober:
         return found
 
     def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
-        """A model of double precision is compared in single precision if it computes a part of its loss in that."""
+        """SINGLE for a double-precision model that computes a part of its loss in lower precision."""
         if setting.tolerance is not DOUBLE:
             return setting.tolerance
         with self.quiet(setting), _Formats() as formats:
@@ -189,7 +189,7 @@ class Prober:
         return SINGLE if formats.coarse else DOUBLE
 
     def _check_repeats(self, batches: list[Any], setting: Setting) -> None:
-        """Refuse a loss that is another one the second time: what it draws besides dropout cannot be compared."""
+        """Raise `ProofRefused` if a second run gives another loss, or if random numbers besides dropout are drawn."""
         with self.quiet(setting):
             streams = random_streams(self._model)
             first = float(self._loss_of(batches, _as_is).detach())
@@ -207,12 +207,12 @@ class Prober:
     # ---- candidates -------------------------------------------------------------------------------------------------
 
     def prove(self, candidate: Candidate, reference: Reference, *, divided: bool) -> Proof:
-        """Whether a candidate gives what the path as it is gives; `divided` as a few samples are, or as in training."""
+        """Compare a candidate with the normal path, on small micro-batches if `divided`, else split as in training."""
         compare = self._compare_few if divided else self._compare_update
         return self._tried(candidate, lambda proof: compare(proof, candidate, reference))
 
     def prove_in_half(self, candidate: Candidate, reference: Reference, around: Any) -> Proof:
-        """Whether the kernels a candidate uses in training round about as well as those it replaces."""
+        """Whether the candidate's half-precision kernels have about the rounding error of those they replace."""
         expected, setting = reference.outcome.gradient, Setting(HALF, train=False, whole=False, around=around)
         stock = gradient_distance(expected, self._run(reference.batches, _as_is, setting).gradient)
 
@@ -231,7 +231,7 @@ class Prober:
         try:
             with candidate.install():
                 return compare(proof)
-        except Exception as error:  # whatever a model says to inputs it was not written for, the answer is no
+        except Exception as error:  # any error of the model on these inputs refuses the candidate
             proof.ran_out = _is_out_of_memory(error)
             return proof.refuse(_text_of(error))
 
@@ -243,7 +243,7 @@ class Prober:
         asked = proof.accepted and candidate.lay_together is not None and not reference.setting.train
         for test, change in tests if asked else ():
             if test == "poison" and reference.minds_padding:
-                continue  # the model knows padding by its token, which layouts leave as it is
+                continue  # the model detects padding by its token, and layouts do not change it
             moved = self._moved(candidate, reference.setting, *change(reference.samples))
             if moved is not None:
                 proof.numbers[test] = moved
@@ -262,7 +262,7 @@ class Prober:
         return proof
 
     def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
-        """Loss, gradient and state; what differs is the reason of the proof."""
+        """Compare loss, gradient and state; the first difference becomes the reason of the proof."""
         expected, setting = reference.outcome, reference.setting
         outcome = self._run(batches, candidate.prepare, setting)
         tolerance, numbers = setting.tolerance, proof.numbers
@@ -298,7 +298,7 @@ class Prober:
     # ---- running ----------------------------------------------------------------------------------------------------
 
     def _run(self, batches: list[Any], prepare: Prepare, setting: Setting) -> Outcome:
-        """An update, one micro-batch after the other, so that no more is kept than in training."""
+        """Run an update, one micro-batch at a time, so that no more memory is used than in training."""
         gradient: list[Tensor | None] = [None] * len(self._parameters)
 
         def backward(loss: Tensor | None, factor: Any = None) -> None:
@@ -314,7 +314,7 @@ class Prober:
             return Outcome(float(loss), gradient, before, state_of(self._model), list(shapes))
 
     def _loss(self, batches: list[Any], prepare: Prepare, setting: Setting) -> float:
-        with self.quiet(setting), torch.enable_grad():  # a loss may differentiate on its own
+        with self.quiet(setting), torch.enable_grad():  # the loss function may compute gradients itself
             return float(self._loss_of(batches, prepare).detach())
 
 
@@ -341,7 +341,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 class _Formats(TorchDispatchMode):
-    """Notes whether anything is computed more coarsely than in double precision."""
+    """Records whether any operation returns less than double precision."""
 
     coarse = False
 
@@ -364,14 +364,14 @@ def _compared(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:
-    """How exactly a model can be compared: by the format of its weights."""
+    """The tolerance for comparing a model, by the dtype of its weights."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return DOUBLE if kinds == {torch.float64} else SINGLE
 
 
 @contextmanager
 def whole_precision(model: nn.Module) -> Iterator[None]:
-    """Half-precision weights as single precision for a while; the weights themselves stay where they are."""
+    """Temporarily convert half-precision weights and buffers to float32; the original tensors are restored at exit."""
     half = [t for t in [*model.parameters(), *model.buffers()] if t.dtype in (torch.float16, torch.bfloat16)]
     kept = [tensor.data for tensor in half]
     try:

@@ -1,4 +1,4 @@
-"""What is proved and when: candidates made from a plan, on a few samples, on a whole update, on longer samples."""
+"""What is proved, and when: candidates made from a plan, on a few samples, a whole update, and other lengths."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .sample_lengths import joined, longest_possible, shortened_to, stretched
 
 PROBE_SAMPLES, PROBE_TOKENS = 4, 256
 SHORT, STRETCH = 2, 2
-"""Tokens of the shortest sample that is compared, and how many times as long as the longest one the longest is."""
+"""Tokens of the shortest sample compared, and the factor by which the longest sample is extended."""
 WHOLE_TOKENS = 2048
-"""Padded tokens up to which a later update is compared as a whole; of a larger one a few samples are."""
+"""Padded tokens up to which a later update is compared as a whole; of larger updates, a few samples are compared."""
 
 
 class Lengths(NamedTuple):
@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
 
 
 class Prover:
-    """Compares what a plan does with the path as it is."""
+    """Compares the path of a plan with the normal path."""
 
     def __init__(self, situation: PlannerInputs) -> None:
         self._here = situation
@@ -47,23 +47,23 @@ class Prover:
     # ---- references -------------------------------------------------------------------------------------------------
 
     def few(self, samples: Samples, *, train: bool) -> Reference:
-        """The path as it is on a few samples; raises `ProofRefused` where it cannot be compared with anything."""
+        """The normal path on a few samples; raises `ProofRefused` if it cannot be used as a reference."""
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
 
     def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
-        """The path as it is on a whole update, as the collator made it, in train mode."""
+        """The normal path on a whole update with the collator's batches, in train mode."""
         on_device = [self._here.put(batch) for batch in batches]
         return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
 
     def part(self, samples: Samples, count: int) -> Reference:
-        """The path as it is on some samples of an update, others each time."""
+        """The normal path on a few samples of an update; `count` varies which samples are chosen."""
         places = (np.arange(PROBE_SAMPLES) * len(samples) // PROBE_SAMPLES + count) % len(samples)
         chosen = samples.select(np.unique(places))
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], self._setting(), repeats=False)
 
     def _setting(self) -> Setting:
-        """In train mode; on GPUs in the precision of training, in which an update is sure to fit."""
+        """Train mode; on GPUs in the precision of training, in which the update is known to fit into memory."""
         here = self._here
         if here.on_gpu and here.computes_half:
             return Setting(HALF, train=True, whole=False, around=here.as_trained)
@@ -72,7 +72,7 @@ class Prover:
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
     def prove_few(self, candidate: Candidate, references: Sequence[Reference]) -> Proof:
-        """On a few samples, in every mode, and on GPUs with the kernels of half precision."""
+        """Compare on a few samples, with every reference, and on GPUs also with half-precision kernels."""
         here = self._here
         numbers: dict[str, float] = {}
         for reference in references:
@@ -85,17 +85,17 @@ class Prover:
         return replace(proof, numbers={**proof.numbers, **numbers})
 
     def prove_part(self, candidate: Candidate, reference: Reference) -> Proof:
-        """On a few samples of an update, divided."""
+        """Compare on a few samples of an update, in small micro-batches."""
         return self._prober.prove(candidate, reference, divided=True)
 
     def prove_update(self, candidate: Candidate, reference: Reference) -> Proof:
-        """On a whole update, cut as training cuts it."""
+        """Compare on a whole update, split as in training."""
         return self._prober.prove(candidate, reference, divided=False)
 
     def covered(
         self, plan: SpeedPlan, layout: Layout, head: PendingHead | None, reference: Reference, limits: Limits
     ) -> Seen:
-        """What an update that agrees covers, with lengths that no sample has had yet, if these agree too."""
+        """What an update that agreed covers, extended by other lengths and longer rows if they agree too."""
         samples = reference.samples
         assert samples is not None
         laid = layout.lay(samples, limits, shifts=self._here.shifts(), fill=plan.fill)
@@ -112,12 +112,12 @@ class Prover:
         return seen
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
-        """How short and how long samples may be, beyond those of the update; None where no others can be compared."""
+        """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""
         lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
         order = np.argsort(lengths, kind="stable")
         most = longest_possible(self._here.model)
         if most is None and self._here.on_gpu:
-            return None  # a position the model does not have would end the run there, not raise an error
+            return None  # a position out of range would abort the process on a GPU instead of raising an error
         try:
             long = stretched(samples.select(order[-1:]), STRETCH, most)
             short = shortened_to(samples.select(order[:1]), SHORT)
@@ -127,7 +127,7 @@ class Prover:
             batches = [self._here.put(chosen.padded())]
             reference = self._prober.reference(chosen, batches, self._setting())
             proof = self._prober.prove(candidate, reference, divided=True)
-        except Exception:  # no such samples can be made or run: those that come will be compared themselves
+        except Exception:  # such samples cannot be made or run: real ones will be compared when they occur
             return None
         if not proof.accepted:
             return None
@@ -135,7 +135,7 @@ class Prover:
         return Lengths(*({key: int(pick(axis.lengths)) for key, axis in axes} for pick in (np.min, np.max)))
 
     def prove_longer_rows(self, candidate: Candidate, reference: Reference, tokens: int) -> bool:
-        """Whether a row of so many tokens gives the same: some samples once more, without targets."""
+        """Whether a row of `tokens` tokens gives the same result: some samples are repeated without targets."""
         samples = reference.samples
         labels = None if samples is None else samples.tensors.get("labels")
         if samples is None or labels is None or "labels" not in samples.axes[SOURCE].names:
@@ -160,7 +160,7 @@ class Prover:
         limits: Limits | None = None,
         more: Callable[[ExitStack], Any] = lambda stack: None,
     ) -> Candidate:
-        """What a plan does to an update, as something that can be compared."""
+        """The path of a plan as a candidate for comparison."""
 
         def install() -> Any:
             with ExitStack() as stack:
@@ -176,7 +176,7 @@ class Prover:
             if head is not None:
                 targets = self._here.targets_in(batch)
                 known = targets is not None and knows_count(self._here)
-                head.count = int(targets) if known else None  # as training tells it
+                head.count = int(targets) if known else None  # as in training
             return batch if layout is None else layout.for_model(batch)
 
         def lay_update(samples: Samples) -> list[Any]:
@@ -193,7 +193,7 @@ class Prover:
         )
 
     def limits(self, plan: SpeedPlan, samples: Samples) -> Limits:
-        """How an update is cut, where only its samples are at hand."""
+        """Size limits of micro-batches, for callers that have only the samples of an update."""
         return limits_for(plan, self._here, [samples.tensors], samples)
 
     def _laid(self, plan: SpeedPlan, layout: Layout | None, samples: Samples, limits: Limits) -> list[Any]:
@@ -207,7 +207,7 @@ class Prover:
 
 
 def knows_count(here: PlannerInputs) -> bool:
-    """Whether the first loss a model computes is sure to be that of the labels of the batch, as they are there."""
+    """Whether the first loss a model computes is certain to be that of the unchanged labels of the batch."""
     model = here.model
     if type(model).__module__.startswith("peft."):
         model = model.get_base_model()
@@ -219,7 +219,7 @@ _TOGETHER = Limits(budget=1 << 40, overhead=1 << 40)
 
 
 def _halves(samples: Samples) -> Limits:
-    """Two micro-batches or more, so that dividing samples is part of what is proved."""
+    """Limits that give two micro-batches or more, so that splitting is part of the proof."""
     lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
     return Limits(budget=max(int(lengths.max()), -(-int(lengths.sum()) // 2)), overhead=0)
 

@@ -1,4 +1,4 @@
-"""Samples made longer or shorter than any that has come, so that lengths are compared before they come."""
+"""Longer and shorter samples made from existing ones, so that lengths are compared before they occur."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ POSITIONS = "position_ids"
 
 
 def stretched(sample: Samples, times: int, most: int | None) -> Samples:
-    """One sample whose tokens come several times, no more than `most` in all."""
+    """One sample with its tokens repeated up to `times` times its length, but at most `most` tokens."""
     lengths = _lengths(sample).items()
     return _with_lengths(sample, {key: min(times * n, max(most or times * n, n)) for key, n in lengths})
 
 
 def shortened_to(sample: Samples, tokens: int) -> Samples:
-    """One sample of no more than so many tokens: its last ones, where answers are."""
+    """One sample truncated to its last `tokens` tokens, which contain the answer."""
     return _with_lengths(sample, {key: min(n, tokens) for key, n in _lengths(sample).items()})
 
 
@@ -40,7 +40,7 @@ def _with_lengths(sample: Samples, wanted: Mapping[str, int]) -> Samples:
 
 
 def _repeated(real: Tensor, length: int) -> Tensor:
-    """The last tokens of as many repetitions as it takes."""
+    """Repeat the tokens as often as necessary and keep the last `length` of them."""
     times = -(-length // real.shape[1])
     return torch.cat([real] * times, dim=1)[:, -length:]
 
@@ -52,7 +52,7 @@ def _counted(positions: Tensor, length: int) -> Tensor:
 
 
 def joined(parts: Sequence[Samples], paddings: Mapping[str, float], *, on_left: bool) -> Samples:
-    """The samples of several updates as one, padded as the collator does it."""
+    """Several sets of samples as one, padded with the collator's values."""
     first = parts[0]
     axes: dict[str, Axis] = {}
     tensors: dict[str, Tensor] = {}
@@ -84,11 +84,11 @@ LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence
 
 
 def longest_possible(model: nn.Module) -> int | None:
-    """How many tokens a sample may have, by the configuration and the tables of positions; None if unknown."""
+    """Largest number of tokens per sample, from the configuration and the position tables; None if unknown."""
     config = getattr(model, "config", None)
     named = [getattr(config, name, None) for name in LIMITS]
     known = [value for value in named if isinstance(value, int) and value > 0]
-    offset = 2 + (getattr(config, "pad_token_id", None) or 0)  # some models begin to count behind their padding
+    offset = 2 + (getattr(config, "pad_token_id", None) or 0)  # some models start positions after the padding index
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if "pos" in name.rpartition(".")[2] and isinstance(module, nn.Embedding) and isinstance(weight, Tensor):
