@@ -103,7 +103,7 @@ class ColumnFilter:
         return self.collator(features)
 
     def _collated(self, features: list[Any]) -> Any:
-        """A user's own collator sees every column, unless it cannot take them (it pads, say, and one holds text)."""
+        """Call a user's collator with all columns; if it fails (on text, for example), without the extra ones."""
         names = [*features[0]] if features and isinstance(features[0], Mapping) else []
         if all(name in self.accepted for name in names):
             return self.collator(features)

@@ -283,7 +283,7 @@ class TorchData(Shapes):
         return batches
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
-        """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
+        """Data with its own order, after `done` batches: from its saved state, or read again from the start."""
         saved, self.run.stream = self.run.stream, None
         if done and saved is not None and load_stream_state(loader, saved):
             return iter(loader)
