@@ -22,7 +22,7 @@ class Changes(Part):
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
         """Switch to an optimizer or a schedule that was assigned during training, before or after clipping.
 
-        Refused here, as a backend does that compiles whole updates.
+        This version refuses it, for backends that compile whole updates.
         """
         raise NotAvailable(
             f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, but "

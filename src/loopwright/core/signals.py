@@ -1,7 +1,7 @@
 """Signal handling: signals set a flag, and the loop reads it.
 
 SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
-finish and then raises KeyboardInterrupt as usual. A second signal has its default effect at once.
+finish and then raises KeyboardInterrupt as usual. A second signal goes to the previous handlers at once.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class SignalWatch:
             self.chained = lambda: earlier(number, frame)  # called after saving, because it may exit
 
     def _note_again(self, number: int) -> None:
-        """Ignore a repeated signal: a scheduler signals every process, and a launcher forwards the same signal."""
+        """Ignore a signal that a launcher repeats; after ECHO seconds, send it to the previous handlers."""
         if time.monotonic() - self._first < ECHO:
             return
         self._restore()

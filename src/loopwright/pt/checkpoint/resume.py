@@ -135,7 +135,7 @@ class TorchResuming(TorchPart, Resuming):
         return int(before["per_device_train_batch_size"] * accumulation * progress.get("world_size", 1))
 
     def accumulation_to_go_on(self, checkpoint: str) -> int | None:
-        """The accumulation that preserves the effective batch size with another number of ranks; None to keep it."""
+        """The accumulation that preserves the effective batch size with other ranks; None: that of the arguments."""
         folder, args = Path(checkpoint), self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
             return None

@@ -182,7 +182,7 @@ def _each(dataset: Any) -> Iterator[Any]:
 
 
 def check_stream_order(args: DataArgs) -> None:
-    """Refuse sampling strategies that need a length: a stream has a fixed order."""
+    """Refuse options that need the length of the data, which a stream lacks."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
             "train_sampling_strategy='group_by_length' needs a map-style dataset with a length, not a stream; use "

@@ -106,7 +106,7 @@ def _all_counts(update: Update, loss: Any) -> Any:
 
 
 def _at_least_one(count: Any) -> Any:
-    """The count, or 1 in place of 0: an update without targets has zero loss and gradient."""
+    """The count, or 1 in place of 0, to avoid a division by zero in an update without targets."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 

@@ -36,10 +36,10 @@ class CannotSplit(Exception):
 
 
 class BatchSplitter:
-    """Knows which entries of batches have one row per sample: by name, from batches of several sizes, from two samples.
+    """Infers which entries of batches have one row per sample: by name, from several batch sizes, or from two samples.
 
-    `two_samples` makes batches of a sample, of another, and of both, where names and sizes leave a doubt: rows that are
-    those of a sample are the same in its own batch.
+    `two_samples` returns batches of one sample, of another, and of both, for entries that names and sizes leave open: a
+    per-sample row is the same in the batch of its sample.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class BatchSplitter:
         return _has(name, OF_ROWS) or (beside_text and name not in self._names and _has(name, IMAGE_LIKE))
 
     def _has_an_image_each(self, batch: Any, path: Path) -> bool:
-        """Whether images go by samples: by their places in the text, or because the text has none."""
+        """Whether images can be split by sample: equal image tokens per text, or text without images."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self._image_token is None or not isinstance(ids, Tensor) or ids.dim() != 2:
             return not self._has_images_in_text and self._proved.get(path, False)

@@ -169,7 +169,7 @@ class TorchLoss(LossLearning):
             speed = None
         if speed is not None:
             speed.arrange(update)
-        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
+        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rearranged rows are not split
             update.batches = self._cut(update.batches, self.run.micro_split)
         needs_items = self.run.accounting.wants_items or self._items_overridden
         needs_items = needs_items or (speed is not None and speed.is_active)
@@ -201,7 +201,7 @@ class TorchLoss(LossLearning):
         # Rearranged batches are less informative; the speed engine tests the loss on the original ones.
         as_made = self.run.speed is None or not self.run.speed.is_active
         has_parts = len(update.batches) > 1
-        has_parts_or_items = has_parts or self._items_overridden  # these count only for a loss that divides by them
+        has_parts_or_items = has_parts or self._items_overridden  # only a loss that divides by items needs them
         if self.is_alone and as_made and has_parts_or_items and self.run.accounting.is_open:
             self.learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():

@@ -62,7 +62,7 @@ class TorchChanges(TorchPart, Changes):
         return not is_same or METHODS(self.trainer) != known.methods
 
     def follow_changes(self) -> None:
-        """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
+        """Apply changes to the model, parameters and optimizer; called before the micro-batches of an update."""
         known = self.run.known
         if known is None:
             return  # an update outside training, such as one for ahead-of-time compilation
