@@ -216,7 +216,7 @@ def _outer_parameters(model: nn.Module) -> set[int]:
 
 
 def _head_parameters(model: nn.Module) -> Collection[nn.Parameter]:
-    """The model's declared output layer, or none if a layer has a head's name, or the last linear layer."""
+    """Parameters of the output layer: the declared one, none if one matches by name, else the last linear layer."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
