@@ -91,7 +91,7 @@ def test_a_runtime_knows_all_processes_or_this_one() -> None:
 
 def test_nothing_else_is_spread_over_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(loopwright.ArgumentsError, match="asks for fsdp and processes"):
+    with pytest.raises(loopwright.ArgumentsError, match="uses fsdp and processes"):
         trainer("own", tmp_path, fsdp="full_shard")
     with pytest.raises(loopwright.ArgumentsError, match="ddp_backend='gloo' does not support lazy XLA devices"):
         trainer("own", tmp_path, ddp_backend="gloo")

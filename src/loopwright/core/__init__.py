@@ -1,1 +1,1 @@
-"""The loop and everything that needs no framework: standard library and numpy only."""
+"""The training loop and other code without a framework: standard library and numpy only."""

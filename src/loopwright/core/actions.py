@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 
 class LoopActions:
-    """Grants what control asks for; the part of a trainer that has no loop."""
+    """Does what the flags of `control` request: the part of a trainer outside the loop."""
 
     trainer: Hooks
-    """The user's trainer: overrides and attributes are always taken from it."""
+    """The user's trainer; overridden methods and assigned attributes are read from it."""
 
     run: Run
-    """What exists only while training; between two runs the one that ended, closed."""
+    """State of the current training run; between two runs, the closed state of the last one."""
     data: DataPart
     loss: LossPart
     evaluation: Evaluation
@@ -54,9 +54,9 @@ class LoopActions:
     memory: MemoryMeter
     strategy: Strategy
     is_probing: bool = False
-    """Whether the loss is being computed only to see how it is scaled."""
+    """Whether the loss is being computed only to find out how it is scaled."""
 
-    # ---- what the user may replace ----------------------------------------------------------------------------------
+    # ---- attributes that the user may replace ------------------------------------------------------------------------
 
     @property
     def args(self) -> BaseArguments:
@@ -94,7 +94,7 @@ class LoopActions:
         self._log_interval(step, updates, self.run.learning_rate, self.run.meter.read())
 
     def write_late_logs(self) -> None:
-        """Write the logs that wait for the end of a step, in their order."""
+        """Write the deferred logs, oldest first."""
         while self.run.late_logs:
             point = self.run.late_logs.pop(0)
             self._log_interval(point.step, point.updates, point.learning_rate, point.read())
@@ -113,7 +113,7 @@ class LoopActions:
             self.roll_back(step - updates)
 
     def _log_with_pace(self, logs: dict[str, float]) -> None:
-        """Log; callbacks also get the throughput of the interval, which is no part of the log history."""
+        """Log; callbacks also get the throughput of the interval, which the log history leaves out."""
         self.callback_handler.pace = self.pacing.live_numbers()
         try:
             self.log_numbers(logs, start_time=self.run.started)
@@ -124,10 +124,11 @@ class LoopActions:
 
     @contextmanager
     def _off_the_clock(self) -> Iterator[None]:
-        """Evaluating and saving: no part of the time of updates."""
+        """Exclude evaluation and saving from the time of updates."""
         self.write_late_logs()
         if not self.strategy.reads_are_free:
-            # What follows waits for the device in any case; the wait belongs to the updates that made the work.
+            # Evaluation and saving wait for the device in any case; this wait is part of the time of the updates
+            # before.
             self.run.meter.settle()
         with self.run.pace.left_out():
             yield
@@ -135,7 +136,7 @@ class LoopActions:
             self.run.split.restart()
 
     def roll_back(self, step: int) -> None:
-        """Go back to the newest checkpoint that is not after this step, and on with the data that comes next."""
+        """Restore the newest checkpoint up to this step, and continue with the data that comes next."""
         self.run.checkpoints.wait()
         good = [each for each in self.run.checkpoints.complete() if each <= step]
         if not good:
@@ -180,7 +181,7 @@ class LoopActions:
         adapt(self.trainer.log, "start_time")(logs, start_time=start_time)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the epoch, remember the numbers and hand them to the callbacks."""
+        """Add the epoch, append the numbers to the log history and pass them to the callbacks."""
         if self.is_probing:
             return
         if self.state.epoch is not None:
@@ -194,9 +195,9 @@ class LoopActions:
         self.callback_handler.fire("on_log", logs=logs)
 
     def save_and_exit(self) -> NoReturn:
-        """After a signal: save the last finished update, note what was still to do, end the process with code 75.
+        """After a signal: save the last finished update and the pending requests, and exit with code 75.
 
-        After Ctrl-C nothing is saved that was not asked for, and KeyboardInterrupt goes on to the caller.
+        After Ctrl-C a checkpoint is saved only if one was already requested, and KeyboardInterrupt is raised.
         """
         self.write_late_logs()
         if self.run.signals.received == "SIGINT":
@@ -217,13 +218,13 @@ class LoopActions:
         raise SystemExit(STOPPED_AFTER_SAVING)
 
     def resume_pending(self) -> None:
-        """Ask again for what a signal kept the run from doing."""
+        """Set the control flags that were pending when a signal stopped the run."""
         for wish in self.run.progress.pending:
             setattr(self.control, wish, True)
         self.run.progress.pending = []
 
     def evaluate_now(self) -> None:
-        """Evaluate as the training loop does, and see whether this is the best so far."""
+        """Evaluate within training, and request a checkpoint if the metric is the best so far."""
         try:
             with self._off_the_clock():
                 metrics = self.trainer._evaluate(None, self.run.ignore_keys_for_eval)
@@ -231,14 +232,14 @@ class LoopActions:
             self.save_and_exit()
         is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
-            # A wish for time's or a trigger file's sake stays; the flow of steps and epochs has none here.
+            # Keep a request by a timer or a trigger file; the flow of steps and epochs makes none here.
             self.control.should_save = self.control.should_save or is_best
         elif is_best and self.args.load_best_model_at_end:
-            # Saving may come at other steps than evaluating; the best model is kept whenever it shows up.
+            # Evaluation and saving may have different intervals; the best model is saved in any case.
             self.control.should_save = True
 
     def save_now(self) -> None:
-        """Save a checkpoint as the training loop does."""
+        """Save a checkpoint within training."""
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         started = time.monotonic()
@@ -249,12 +250,12 @@ class LoopActions:
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self.run.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: nothing has moved yet
+        if self.run.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: no update was made
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 
     def _metric_name(self, metrics: dict[str, float]) -> str:
-        """The full name of the metric that decides which model is best."""
+        """The full name of the metric that selects the best model."""
         wanted = self.args.metric_for_best_model or "loss"
         name = full_name(wanted)
         if name not in metrics:
@@ -263,7 +264,7 @@ class LoopActions:
         return name
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Remember the metric if it is the best so far; returns whether it is."""
+        """Store the metric if it is the best so far; returns whether it is."""
         if self.args.metric_for_best_model is None:
             return False
         value = metrics[self._metric_name(metrics)]
@@ -299,7 +300,7 @@ class LoopActions:
                 "output_dir or change its permissions"
             ) from error
 
-    # ---- small things users call ------------------------------------------------------------------------------------
+    # ---- helpers for scripts -----------------------------------------------------------------------------------------
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split as a table."""
@@ -326,7 +327,7 @@ class LoopActions:
             self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
 
     def end(self) -> None:
-        """Wait for saves in flight; trackers are finished when training ends."""
+        """Wait for saves in progress; trackers are finished when training ends."""
         self.run.checkpoints.wait()
 
     def add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
@@ -349,5 +350,5 @@ class LoopActions:
         self._not_yet("init_hf_repo")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet): a script that ends with this has done its work, so it goes on."""
+        """Write a model card (not available yet; warns instead of raising, because scripts call it last)."""
         self.notices.warn_once("create_model_card is not available yet; no README.md was written")

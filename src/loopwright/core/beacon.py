@@ -1,6 +1,6 @@
 """Positions of the ranks for the hang detector: update, phase, and which rank the others wait for.
 
-The phase is read off the main thread's stack by a second thread, so training itself does no work for it. Positions can
+A second thread reads the phase from the stack of the main thread, so training itself does no work for it. Positions can
 be compared: a rank behind the furthest one is late.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 
-# Functions of loopwright that name a phase, from the inside of the stack outwards.
+# Functions of loopwright that identify a phase; the innermost one on the stack is used.
 PHASES = {
     "backward": "backward",
     "training_step": "forward",
@@ -40,10 +40,10 @@ PHASES = {
     "apply_update": "optimizer step",
     "_finish_training": "ending",
 }
-# The update is counted before its callbacks run, so they and what they ask for come before the next one's data.
+# An update is counted before its callbacks run, so they and the actions they request precede the next update's data.
 ORDER = ("getting ready", "callbacks", "logging", "evaluation", "saving", "data", "forward", "backward", "clipping",
          "optimizer step", "ending")  # fmt: skip
-# Verbs of a strategy that wait for the other processes.
+# Methods of a strategy that wait for the other ranks.
 WAITING = frozenset(
     {"barrier", "any_rank", "reduce", "gather", "gather_each", "broadcast", "all_gather_numbers", "mean_count"}
 )
@@ -51,7 +51,7 @@ WAITING = frozenset(
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one process last said about itself."""
+    """The last reported position of a rank."""
 
     rank: int
     host: str
@@ -59,16 +59,16 @@ class Sighting:
     step: int
     phase: str
     waits: str = ""
-    """The verb in which it waits for the others, if it does."""
+    """The method in which it waits for the other ranks; empty if it does not wait."""
     still: float = 0.0
-    """Seconds it has not moved."""
+    """Seconds without progress."""
     beat: int = 0
     stack: str = ""
-    """Its Python stack, once it has not moved for a while."""
+    """Its Python stack, once it has made no progress for a while."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """How far it is."""
+        """Step and phase, in comparable form."""
         return self.step, ORDER.index(self.phase) if self.phase in ORDER else 0
 
     @property
@@ -85,7 +85,7 @@ class Sighting:
 
 
 def phase_of(frame: FrameType | None) -> tuple[str, str]:
-    """The phase that a stack shows, and the verb in which it waits for others (or nothing)."""
+    """The phase of a stack, and the method in which it waits for other ranks (or an empty string)."""
     waits = ""
     while frame is not None:
         code = frame.f_code
@@ -104,7 +104,7 @@ def stack_text(frame: FrameType | None, most: int = 12) -> str:
 
 
 def late_ones(seen: Iterable[Sighting]) -> list[Sighting]:
-    """The ranks the others wait for: those behind, or, in the same place, those that are not waiting."""
+    """The ranks that the others wait for: those behind, or, at equal positions, those that are not waiting."""
     seen = list(seen)
     furthest = max((each.position for each in seen), default=None)
     behind = [each for each in seen if each.position != furthest]
@@ -116,7 +116,7 @@ def late_ones(seen: Iterable[Sighting]) -> list[Sighting]:
 
 
 def describe(seen: Mapping[int, Sighting], silent: Mapping[int, float], world: int, waited: float) -> str:
-    """What a process that waits can say about the others: who is gone, who is late, where, and what it is doing."""
+    """A report on the ranks of a run without progress: which are missing or late, and their positions and stacks."""
     lines = [f"no progress for {waited:.0f} s"]
     unseen = [rank for rank in range(world) if rank not in seen]
     lines += [f"rank {rank} was never seen; it was not started, or cannot reach the other ranks" for rank in unseen]

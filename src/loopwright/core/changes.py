@@ -7,22 +7,22 @@ from .part import Part
 
 
 class Changes(Part):
-    """Asked in every update, so each of these costs next to nothing while nothing has changed."""
+    """Applies changes at update boundaries. The checks run in every update and are cheap while nothing has changed."""
 
     def begin_following(self) -> None:
-        """Note what training begins with."""
+        """Record the optimizer and the schedule at the start of training."""
         self.run.optimizer, self.run.schedule = self.trainer.optimizer, self.trainer.lr_scheduler
 
     def follow_overrides(self) -> None:
-        """Before the batches of an update are looked at: take up methods that were assigned since the last one."""
+        """Apply methods assigned since the last update; called before the batches of an update are read."""
 
     def follow_changes(self) -> None:
-        """Before the micro-batches of an update: take up the parameters and the optimizer as they are now."""
+        """Apply changes to parameters and optimizer; called before the micro-batches of an update."""
 
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
-        """Take up an optimizer or a schedule that was assigned; called when one was, and gradients are clipped or not.
+        """Switch to an optimizer or a schedule that was assigned during training, before or after clipping.
 
-        Where updates are compiled as a whole it is refused.
+        This version refuses it, for backends that compile whole updates.
         """
         raise NotAvailable(
             f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, but "
@@ -30,10 +30,10 @@ class Changes(Part):
         )
 
     def tell_unfollowed(self) -> None:
-        """Say what was changed during training and cannot have an effect any more."""
+        """Warn about changes made during training that no longer have an effect."""
 
     def follow_accumulation(self) -> None:
-        """Take up another gradient_accumulation_steps: for updates from here on, and in the plan of what is left."""
+        """Apply a changed gradient_accumulation_steps to the following updates, and replan the rest of the run."""
         asked, before, step = self.args.gradient_accumulation_steps, self.run.plan, self.state.global_step
         if not isinstance(asked, int) or asked < 1:
             raise ArgumentsError(

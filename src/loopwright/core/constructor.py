@@ -1,4 +1,4 @@
-"""What the constructor of every trainer checks and fills in."""
+"""Checks and defaults shared by the constructors of all trainers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: Any, others: dict[str, Any]) -> Any:
-    """The processing class; `tokenizer=` is what it was called before, and any other name is an error."""
+    """The processing class; accepts its old name `tokenizer=`, and raises for any other unknown name."""
     tokenizer = others.pop("tokenizer", None)
     if others:
         raise UnknownArgument([f"{trainer} has no argument {name!r}{nearest(name, parameters)}" for name in others])
@@ -31,7 +31,7 @@ def adopt_tokenizer(trainer: str, parameters: Iterable[str], processing_class: A
 def problems_of_arguments(
     args: BaseArguments, *, train_length: bool, has_eval_dataset: bool, compute_metrics: Any
 ) -> list[str]:
-    """What is wrong between the arguments, the datasets and the metrics."""
+    """Conflicts between the arguments, the datasets and the metrics."""
     problems = []
     if args.eval_strategy != "no" and not has_eval_dataset:
         problems.append(f"eval_strategy={str(args.eval_strategy)!r} needs an eval_dataset, or set eval_strategy='no'")
@@ -51,7 +51,7 @@ def kind_of(value: Any) -> str:
 
 
 def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
-    """The model of a factory, which takes nothing or the trial of a hyper-parameter search."""
+    """The model returned by a factory that takes no argument, or the trial of a hyper-parameter search."""
     parameters = inspect.signature(model_init).parameters
     if len(parameters) > 1:
         raise ArgumentsError("model_init takes no argument, or one (the trial)")

@@ -1,8 +1,8 @@
 """Deferred logging for asynchronous devices.
 
-A device that computes whole steps (lazy XLA) still works on a step when its log point comes. There the log is written
-at the end of the next step, when the device has work again: the state of the run is still that of the log's own step.
-Logs are not deferred where a callback could see the difference, or decides by the numbers.
+With lazy XLA, the device still computes a step when its log point is reached. The log is then written at the end of the
+next step, when the device has work again; the run's state is still that of the logged step. Logs are not deferred if a
+user's callback could notice it, or if a policy acts on the numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .overrides import is_overridden
 OURS = "loopwright."
 BETWEEN = ("on_log", "on_epoch_end", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step",
            "on_optimizer_step")  # fmt: skip
-"""The log itself, and what happens between a log point and the end of the next step."""
+"""The log event, and the events between a log point and the end of the next step."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sixteen moments of a run and the callbacks that listen to them.
+"""The sixteen events of a run, and the callbacks that handle them.
 
     on_init_end
     on_train_begin
@@ -8,7 +8,7 @@
         on_pre_optimizer_step, on_optimizer_step
         on_step_end
         [on_log] [on_prediction_step ... on_evaluate] [on_save] [on_push_begin]
-      on_epoch_end      (then again log, evaluate, save as asked)
+      on_epoch_end      (then again log, evaluate, save as requested)
     on_train_end
     on_predict
 """
@@ -42,16 +42,17 @@ EVENTS: dict[str, tuple[str, ...]] = {
     "on_prediction_step": (),
     "on_push_begin": (),
 }
-"""Each event and the wishes it fulfils: those flags are cleared before the callbacks are called."""
+"""Each event and the control flags it fulfils, which are cleared before its callbacks are called."""
 
 
 class TrainerCallback:
-    """Base class of callbacks: override the events you care about.
+    """Base class of callbacks: override the events you need.
 
     Every event gets `args`, `state`, `control` and, by keyword, `model`, `processing_class`, `optimizer`,
     `lr_scheduler`, `train_dataloader`, `eval_dataloader` (plus `metrics` or `logs` where they exist).
-    A callback asks for something by changing `control` (or by returning another control). What it changes in the model,
-    the optimizer, the arguments or the trainer counts from the next update on, or is refused:
+
+    A callback makes requests by changing `control` (or by returning another control). Its changes to the model, the
+    optimizer, the arguments or the trainer apply from the next update on, or are refused:
     docs/changes-while-training.md.
     """
 
@@ -111,7 +112,7 @@ class TrainerCallback:
 
 
 class CallbackHandler:
-    """The list of callbacks and the dispatch of events to those that listen."""
+    """The list of callbacks, and the dispatch of events to those that override them."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class CallbackHandler:
             **context,
         }
         self.pace: dict[str, float] | None = None
-        """How fast the interval of the current log was; only for callbacks that name it: others get what they know."""
+        """Throughput of the current log interval, passed only to callbacks with a parameter `pace`."""
         self._listeners: dict[str, list[tuple[Any, Callable[..., Any]]]] = {}
         self._known: list[Any] = []
         for callback in callbacks:
@@ -162,7 +163,7 @@ class CallbackHandler:
         return bool(self.listening_to(event))
 
     def fire(self, event: str, **extra: Any) -> TrainerControl:
-        """Clear the wishes this event fulfils, then call its listeners in order."""
+        """Clear the flags this event fulfils, then call the callbacks that override it, in order."""
         control = self.control
         for flag in EVENTS[event]:
             control.__dict__[flag] = False  # one assignment, no call: this runs several times per update
@@ -170,7 +171,7 @@ class CallbackHandler:
         for callback, method in self._listeners[event] if fresh else self.listening_to(event):
             try:
                 answer = method(self.args, self.state, control, **self.context, **extra)
-            except Exception as error:  # a callback may raise anything; it goes on with a note
+            except Exception as error:  # a callback may raise anything; the error is re-raised with a note
                 where = f"{type(callback).__name__}.{event} at step {self.state.global_step}"
                 error.add_note(f"raised in the callback {where}")
                 raise
@@ -179,14 +180,14 @@ class CallbackHandler:
         return control
 
     def leave_training(self) -> None:
-        """However training ended, also by an error: callbacks that keep a mode (`left`) learn that it is over."""
+        """Call `left` of callbacks that have it; called when training ends, also after an error."""
         for callback in self.callbacks:
             left = getattr(callback, "left", None)
             if callable(left):
                 left()
 
     def call_event(self, event: str, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """`fire` in the calling style of other trainers' handlers."""
+        """`fire` with the signature of other trainers' handlers."""
         return self.fire(event, **kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> TrainerControl:
@@ -217,7 +218,7 @@ class CallbackHandler:
         return self._listeners[event]
 
     def _prepared(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, given what it names: `tokenizer` for old callbacks, no more than it takes for strict ones."""
+        """The method, called with the arguments it accepts, including `tokenizer` and `pace` if it has them."""
         wants_tokenizer, wants_pace = names_parameter(method, "tokenizer"), names_parameter(method, "pace")
         takes_anything = accepts(method, "an argument without any name")
         if takes_anything and not wants_tokenizer and not wants_pace:

@@ -1,6 +1,7 @@
-"""Hooks: what the library uses of a trainer, which belongs to its user.
+"""Hooks: the attributes and methods of a user's trainer that the library uses.
 
-Attributes may be assigned and methods overridden at any time: they are always taken from the trainer, never copied.
+Users may assign attributes and override methods at any time, so the library reads them from the trainer on every use
+and never copies them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Hooks(Protocol):
-    """Of every trainer."""
+    """The hooks of every trainer."""
 
     state: TrainerState
     control: TrainerControl
@@ -33,7 +34,7 @@ class Hooks(Protocol):
     @property
     def args(self) -> BaseArguments: ...
     @args.setter
-    def args(self, args: Any) -> None: ...  # each trainer takes the arguments of its own framework
+    def args(self, args: Any) -> None: ...  # each trainer accepts its framework's arguments
     def log(self, *args: Any, **kwargs: Any) -> Any: ...
     def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any: ...

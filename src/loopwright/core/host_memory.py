@@ -1,4 +1,4 @@
-"""How much memory this process uses, and how much the host has left."""
+"""Memory used by this process, and memory available on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def host_memory() -> int:
-    """Bytes of physical memory this process uses now (the most it ever used where that is not known)."""
+    """Bytes of physical memory this process uses now (its peak where the current use cannot be read)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -18,7 +18,7 @@ def host_memory() -> int:
 
 
 def free_memory() -> int | None:
-    """Bytes of memory the host can still give, or None where that is not known."""
+    """Bytes of memory available on the host; None where this cannot be read."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             found = dict(line.split(":", 1) for line in file)
@@ -28,7 +28,7 @@ def free_memory() -> int | None:
 
 
 def host_peak() -> int:
-    """Bytes of physical memory this process used at most; 0 where the system does not say (Windows)."""
+    """Peak bytes of physical memory of this process; 0 on Windows, which does not report it."""
     try:
         import resource
     except ImportError:
@@ -38,9 +38,9 @@ def host_peak() -> int:
 
 
 class MemoryMeter:
-    """How much host and device memory a phase added, and how far beyond that it went on the way.
+    """Measures the host and device memory that a phase added, and its peak beyond that.
 
-    `figures_of_device` gives the bytes `allocated` now and at the `peak`, or nothing where there is no device.
+    `figures_of_device` returns the bytes `allocated` now and at the `peak`, or an empty dict without a device.
     """
 
     def __init__(self, reset_peak: Callable[[], None], figures_of_device: Callable[[], dict[str, int]]) -> None:
@@ -53,7 +53,7 @@ class MemoryMeter:
         self._allocated = self._figures_of_device().get("allocated", 0)
 
     def figures(self, phase: str) -> dict[str, int]:
-        """Bytes added since `start`, and the peak beyond what is in use now."""
+        """Bytes added since `start`, and the peak beyond current use."""
         now, peak, device = host_memory(), host_peak(), self._figures_of_device()
         result = {
             f"{phase}_mem_cpu_alloc_delta": now - self._host,

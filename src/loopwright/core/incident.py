@@ -1,4 +1,4 @@
-"""The folder that says what was found by running an update once more whose numbers were not finite."""
+"""The report on an update with non-finite numbers, found by running it again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def write_incident(
     bad_weights: list[str],
     examine: Callable[[Path], dict[str, Any]] | None,
 ) -> Path:
-    """Write a folder with the step, its samples and what `examine` finds; it may put files there too.
+    """Write a folder with the step, its samples and the findings of `examine`, which may add files.
 
-    None where the batch could not be loaded again.
+    `examine` is None if the batch could not be loaded again.
     """
     folder = Path(output_dir) / f"incident-step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,6 +34,6 @@ def write_incident(
 
 
 def as_json_number(value: Any) -> float | str:
-    """A number as JSON can hold it: what is not finite becomes its name."""
+    """The number for JSON; non-finite values become strings."""
     number = float(value)
     return number if math.isfinite(number) else str(number)

@@ -1,4 +1,4 @@
-"""Internals: the library's part of a trainer, with methods that need no framework."""
+"""Internals: the library's part of a trainer, with the methods that need no framework."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .update import Place, Update, whole_batch
 
 
 class Internals(LoopActions):
-    """Trains whatever its strategy can run; a subclass brings the framework.
+    """Runs training through a strategy; subclasses add a framework.
 
-    A trainer holds one of these under its only private name, and has no other attribute of the library: a user's
-    subclass may use any name. Attributes and methods of the trainer are reached through `self.trainer`, so that
-    overrides count.
+    A trainer holds one instance under its only private name and has no other attribute of the library, so a user's
+    subclass may use any other name. Methods and attributes of the trainer are accessed as `self.trainer`, so that
+    overrides take effect.
     """
 
     strategy: Strategy
@@ -49,7 +49,7 @@ class Internals(LoopActions):
         self.trainer = trainer
 
     def set_up(self, args: BaseArguments, callbacks: list[Any], **context: Any) -> None:
-        """The parts every trainer has; called by the constructor of a subclass."""
+        """Create the parts every trainer has; called by the constructor of a subclass."""
         refuse_dead_overrides(type(self.trainer), BaseTrainer)
         self.trainer.args = args
         self.notices = Notices(strict=args.strict, quiet=not args.should_log)
@@ -71,14 +71,14 @@ class Internals(LoopActions):
             self.notices.warn_once(f"without effect in this run: {', '.join(idle)}")
 
     def new_run(self) -> None:
-        """Begin with a new run: nothing of the one before is left."""
+        """Reset `self.run` for a new run."""
         self.run = self.run_class(
             checkpoints=CheckpointManager(self.args.output_dir, notices=self.notices),
             signals=SignalWatch(enabled=self.args.enable_jit_checkpoint, shared=not self.is_alone),
         )
 
     def make_parts(self) -> None:
-        """Make data, loss, evaluation, saving, changes and pacing; called once, by `set_up`."""
+        """Create data, loss, evaluation, saving, changes and pacing; called once, by `set_up`."""
         raise NotImplementedError
 
     # ---- training -------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Internals(LoopActions):
                 run_training(self)
                 return self._finish_training()
         finally:
-            with suppress(Exception):  # after an error: what was logged before it, if the device still answers
+            with suppress(Exception):  # after an error: write the deferred logs if the device still responds
                 self.write_late_logs()
             self.run.checkpoints.wait()
             self.finish_with_model()
@@ -129,11 +129,11 @@ class Internals(LoopActions):
             self.trainer.is_in_train = False
 
     def watched(self) -> AbstractContextManager[Any]:
-        """While entered, several processes see where each of them stands; one alone needs no watching."""
+        """A context in which the ranks report their positions to each other; empty for a single process."""
         return nullcontext()
 
     def _find_checkpoint(self, request: str | bool | None) -> str | None:
-        """The checkpoint to go on from; of several processes the first one looks, so that all take the same one."""
+        """The checkpoint to resume from. Rank 0 searches for it, so that all ranks use the same one."""
         if self.is_alone:
             return self.run.checkpoints.find(request)
         found: str | None = None
@@ -151,7 +151,7 @@ class Internals(LoopActions):
         return found
 
     def finish_with_model(self) -> None:
-        """Take away what training put on the model."""
+        """Remove the hooks and wrappers that training added to the model."""
         self.pacing.close()
 
     def prepare_training(self, checkpoint: str | None) -> None:
@@ -159,7 +159,7 @@ class Internals(LoopActions):
         raise NotImplementedError
 
     def _start_state(self) -> None:
-        """A fresh state, in the object callbacks already hold, and the meter of the run."""
+        """Reset the state, keeping the object that callbacks hold, and create the meter of the run."""
         fresh, plan = TrainerState(), self.run.plan
         for each in dataclasses.fields(fresh):
             if not each.name.startswith("is_"):
@@ -175,7 +175,7 @@ class Internals(LoopActions):
         )
 
     def updates(self, epoch: int) -> Iterator[Update]:
-        """The updates of an epoch from where progress stands."""
+        """The updates of an epoch, starting at the run's current position."""
         self.run.snapshot, self.run.undone = None, False
         batches = self.data.epoch_batches(epoch)
         found = self.run.progress.batches_in_epoch > 0
@@ -204,7 +204,7 @@ class Internals(LoopActions):
             self._no_batches(epoch)
 
     def may_be_undone(self) -> bool:
-        """Whether a signal can find an update half done: between two of its micro-batches."""
+        """Whether a signal can interrupt an update between two of its micro-batches."""
         return self.run.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
 
     def _no_batches(self, epoch: int) -> None:
@@ -216,7 +216,7 @@ class Internals(LoopActions):
         self.control.should_training_stop = True
 
     def part_states(self) -> dict[str, Any]:
-        """What the run and its parts want back when it resumes, as JSON values."""
+        """State of the run and its parts for a checkpoint, as JSON values."""
         states = {"spikes": self.run.spikes.state_dict()}
         for part in (self.saving, self.data, self.loss):
             states.update(part.part_states())
@@ -230,10 +230,10 @@ class Internals(LoopActions):
             part.load_part_states(states)
 
     def run_micro_batches(self, update: Update) -> Any:
-        """Forward and backward of every micro-batch; returns the update's loss. There is no other such loop."""
+        """Forward and backward of every micro-batch; returns the loss of the update."""
         self._begin_update(update)
         run, events = self.run, self.callback_handler
-        strategy = cast(StepwiseStrategy, self.strategy)  # where updates are compiled, this method is another
+        strategy = cast(StepwiseStrategy, self.strategy)  # backends with compiled updates override this method
         while True:
             total = loss = None
             try:
@@ -252,13 +252,13 @@ class Internals(LoopActions):
                 strategy.restore(run.snapshot)
                 self.save_and_exit()
             except (RuntimeError, MemoryError) as error:
-                total = loss = None  # what failed may hold the memory that is missing
+                total = loss = None  # these tensors may hold the memory that is missing
                 micro = run.micro_batch = whole_batch()
                 if not self.loss.recover(error, update):
                     raise
 
     def _begin_update(self, update: Update) -> None:
-        """Before the micro-batches of an update: take up what was changed since the last one."""
+        """Apply changes made since the last update; called before the micro-batches of an update."""
         if self.run.split is not None:
             self.run.split.data_is_there()
         self._follow_optimizer()
@@ -266,7 +266,7 @@ class Internals(LoopActions):
         self.loss.begin_update(update)
 
     def apply_update(self, loss: Any) -> None:
-        """Clip, optimizer step, schedule."""
+        """Clip gradients, then step the optimizer and the schedule."""
         strategy, events = self.strategy, self.callback_handler
         if self.run.split is not None:
             self.run.split.gradients_are_done()
@@ -280,7 +280,7 @@ class Internals(LoopActions):
         self.run.learning_rate = self.trainer._get_learning_rate()
         if moved and not self.run.schedule_follows_metric:
             self.trainer.lr_scheduler.step()
-        self.run.meter.add(loss, norm if moved else None)  # loss scaling left this step out: its norm overflowed
+        self.run.meter.add(loss, norm if moved else None)  # a step skipped by loss scaling has an overflowed norm
         strategy.zero_grad()
 
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
@@ -289,7 +289,7 @@ class Internals(LoopActions):
             self.changes.follow_optimizer(is_clipped=is_clipped)
 
     def _veto(self, loss: Any, norm: Any) -> Any:
-        """A device flag that forbids this step because loss or gradients are not finite."""
+        """A device flag that prevents this step if loss or gradients are not finite."""
         return self.strategy.nonfinite(loss, norm, sticky=self.args.on_nonfinite == "raise")
 
     def finish_update(self, update: Update) -> None:
@@ -321,14 +321,14 @@ class Internals(LoopActions):
             self._stop_if_nonfinite()
 
     def _remember_place(self, update: Update) -> None:
-        """Which samples an update took, kept until its numbers are known to be finite."""
+        """Record the samples of an update until its numbers are known to be finite."""
         step, progress = self.state.global_step + 1, self.run.progress
         for known in [each for each in self.run.places if each <= progress.last_logged_step]:
             del self.run.places[known]
         self.run.places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
 
     def finish_epoch(self) -> None:
-        """Close the epoch, unless training stops inside it: then a longer run can still go on from there."""
+        """Close the epoch, unless training stops inside it: a longer run can then resume within it."""
         whole = self.run.plan.batches_in(self.run.progress.epoch)
         inside = whole is None or self.run.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
@@ -351,7 +351,7 @@ class Internals(LoopActions):
         self.write_late_logs()
         steps = self.state.global_step - self.run.first_step
         loss = self.run.meter.mean_loss()
-        self.pacing.live_numbers()  # what came after the last log point belongs into the numbers of the run
+        self.pacing.live_numbers()  # include the updates after the last log point in the numbers of the run
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         samples = self.run.progress.samples_seen - self.run.first_sample
@@ -369,7 +369,7 @@ class Internals(LoopActions):
         return TrainOutput(self.state.global_step, loss, metrics)
 
     def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
-        """What was asked for; a run that its launcher starts again goes on from the newest checkpoint it has saved."""
+        """The requested checkpoint; for a run restarted by its launcher, the newest one it has saved."""
         restarted = is_restart(read_record(working_folder(self.args.output_dir)))
         if request is not False and self.strategy.any_rank(restarted):
             newest = self._find_checkpoint("auto")

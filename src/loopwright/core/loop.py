@@ -1,13 +1,13 @@
-"""Training, read top to bottom.
+"""The training loop.
 
     for every epoch, for every update:
         forward and backward of its micro-batches                                      run_micro_batches
         clip, optimizer step, schedule                                                 apply_update
-        callbacks say what they want                                                   control
-        log, evaluate, save: whatever was asked for, always in this order              act
+        callbacks set flags                                                            control
+        log, evaluate, save if requested, always in this order                         act
 
-What is not here, on purpose: the arithmetic of steps and epochs (plan.py), where a resumed run continues (order.py and
-the trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
+Kept elsewhere on purpose: the arithmetic of steps and epochs (plan.py), the position of a resumed run (order.py and the
+trainer's `updates`), when to log, evaluate and save (callbacks/flow.py), parallelism and precision (the strategy).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def run_training(trainer: Internals) -> None:
-    """Train from where the run's progress stands to the end of its plan."""
+    """Train from the run's current position to the end of its plan."""
     run, control, events = trainer.run, trainer.control, trainer.callback_handler
     progress = run.progress
 
@@ -47,7 +47,7 @@ def run_training(trainer: Internals) -> None:
 
 
 def act(trainer: Internals) -> None:
-    """Do what control asks for: log, then evaluate, then save."""
+    """Log, evaluate and save, in this order, if control requests it."""
     control = trainer.control
     if control.should_log:
         trainer.log_now()

@@ -1,4 +1,4 @@
-"""Loss, gradient norm and non-finite counts between two log points, left on the device until they are read."""
+"""Loss, gradient norm and non-finite counts between two log points, kept on the device until they are read."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 Read = Callable[[list[Any]], list[float]]
-"""Device scalars to host numbers, in one wait."""
+"""Copies device scalars to the host in one synchronization."""
 
 READ_AT = 4096
-"""Updates kept before they are read in any case, so that a run without log points does not collect them forever."""
+"""Updates after which values are read in any case, so that a run without log points does not collect them forever."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What happened since the last log point."""
+    """Numbers since the last log point."""
 
     loss: float
     grad_norm: float | None
     nonfinite: int
     first_nonfinite: int | None
-    """Which update of the interval, counted from 0, was the first with a NaN or infinite loss or gradient."""
+    """Index, within the interval, of the first update with a NaN or infinite loss or gradient."""
 
 
 class Meter:
@@ -33,7 +33,7 @@ class Meter:
     ) -> None:
         self._read = read
         self._mean = mean
-        """The mean of each number over all processes; None when there is one process."""
+        """The mean of each number over all ranks; None for a single process."""
         self._filter = filter_nonfinite
         self._losses: list[Any] = []
         self._norms: list[Any] = []
@@ -42,13 +42,13 @@ class Meter:
         self.losses: list[float] = []
         """Losses already on the host that belong to the open log interval."""
         self.bad: list[int] = []
-        """Which updates of the open interval were not finite."""
+        """Indices of the updates of the open interval that were not finite."""
         self.total_loss = 0.0
         self.total_updates = 0
         self.nonfinite = 0
 
     def add(self, loss: Any, norm: Any) -> None:
-        # Concatenation instead of append: this runs in every update, and it costs no call.
+        # `+=` instead of append: it runs in every update, and avoids a call.
         self._losses += (loss,)
         self._norms += (norm,)
         self._waiting += 1
@@ -56,13 +56,13 @@ class Meter:
             self.settle()
 
     def settle(self) -> None:
-        """Bring everything pending to the host, in one wait."""
+        """Copy all pending values to the host in one synchronization."""
         if not self._losses:
             return
         losses, norms = self._losses, self._norms
         self._losses, self._norms, self._waiting = [], [], 0
-        values = self._read([*losses, *[norm for norm in norms if norm is not None]])  # a list: no call per update
-        if self._mean is not None:  # a loss is this process's part of it; a norm is the same everywhere
+        values = self._read([*losses, *[norm for norm in norms if norm is not None]])  # a list: avoids calls
+        if self._mean is not None:  # the loss is this rank's share; the norm is the same on all ranks
             values[: len(losses)] = self._mean(values[: len(losses)])
         if len(values) == 2 * len(losses) and math.isfinite(sum(values)):
             self._take_finite(values, len(losses))
@@ -82,7 +82,7 @@ class Meter:
         return reading
 
     def hand_over(self) -> Callable[[], Reading]:
-        """Close the interval without reading it; what is returned reads it, later."""
+        """Close the interval without reading it; the returned function reads it later."""
         closed = self._interval()
         self._open(([], [], 0, [], [], None))
 
@@ -105,7 +105,7 @@ class Meter:
         """The mean over every update of the run."""
         self.settle()
         if self.nonfinite and not self.total_updates:
-            return float("nan")  # 0 would be the best loss there is
+            return float("nan")  # 0 would look like a perfect loss
         return self.total_loss / max(self.total_updates, 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,10 +127,10 @@ class Meter:
         self.nonfinite = state["nonfinite"]
 
     def _take_finite(self, values: list[float], updates: int) -> None:
-        """Take losses and norms that are all finite, in one go."""
+        """Add losses and norms that are all finite."""
         self.losses += values[:updates]
         self._last_norm = values[-1]
-        for loss in values[:updates]:  # one by one: the sum of a part would depend on when it is read
+        for loss in values[:updates]:  # one at a time: a partial sum would depend on when it is read
             self.total_loss += loss
         self.total_updates += updates
 

@@ -1,6 +1,6 @@
-"""A strategy for a model of numpy arrays: the core runs on it without any framework, in tests and as an example.
+"""A strategy for a model of numpy arrays, with which the core runs without a framework: for tests and as an example.
 
-Numpy keeps no graph to walk back through, so a loss here comes with its gradients, and `backward` adds them up.
+Numpy has no autograd, so a loss here carries its gradients, and `backward` accumulates them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Loss:
 
 
 class LinearModel:
-    """Linear regression; while it trains, each input is dropped with a probability of `dropout`."""
+    """Linear regression; in training mode, each input is dropped with probability `dropout`."""
 
     def __init__(self, inputs: int, outputs: int = 1, *, dropout: float = 0.0, seed: int = 0) -> None:
         drawn = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ class LinearModel:
         return inputs @ self.parameters["weight"] + self.parameters["bias"]
 
     def loss(self, inputs: Array, targets: Array, items: int) -> Loss:
-        """The sum of squared errors, divided by the items of the whole update."""
+        """The sum of squared errors divided by the items of the whole update."""
         if self.is_training and self.dropout:
             inputs = inputs * (np.random.random_sample(inputs.shape) >= self.dropout)
         errors = self(inputs) - targets
@@ -52,7 +52,7 @@ class LinearModel:
 
 
 class Momentum:
-    """Gradient descent with momentum, the least that has a state of its own."""
+    """Gradient descent with momentum: a minimal optimizer with state."""
 
     def __init__(self, parameters: Arrays, learning_rate: float, momentum: float = 0.9) -> None:
         self.parameters, self.learning_rate, self.momentum = parameters, learning_rate, momentum
@@ -65,7 +65,7 @@ class Momentum:
 
 
 class NumpyStrategy(OneProcess, StepwiseStrategy):
-    """Carries out updates of a `LinearModel` in this process; `read_weights` finds the arrays in a folder."""
+    """Runs updates of a `LinearModel` in this process; `read_weights` reads the arrays from a folder."""
 
     logs_later = False
     reads_are_free = True
@@ -101,7 +101,7 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
         return batch
 
     def begin_update(self, update: Update) -> None:
-        """Nothing has to be made ready: batches are on the host."""
+        """Does nothing: batches are on the host."""
 
     def micro_batch(self, micro: MicroBatch) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -118,7 +118,7 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
         self.gradients = {name: gradient * factor for name, gradient in self.gradients.items()}
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> float | None:
-        """Clip to the norm and return the norm before clipping; without a limit only when it is wanted."""
+        """Clip to the norm and return the norm before clipping; without a limit, compute it only for `want_norm`."""
         if not max_norm and not want_norm:
             return None
         norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in self.gradients.values()))
@@ -127,13 +127,13 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
         return norm
 
     def nonfinite(self, loss: float, norm: float | None, *, sticky: bool) -> bool:
-        """Whether loss or norm is NaN or infinite; a sticky answer stays for the updates that follow."""
+        """Whether loss or norm is NaN or infinite; with `sticky`, also true after an earlier such update."""
         found = not math.isfinite(loss + (norm or 0.0))
         self._broken = sticky and (self._broken or found)
         return found or self._broken
 
     def optimizer_step(self, veto: bool | None = None) -> bool:
-        """Step, unless there is a veto; the schedule advances in any case."""
+        """Step unless vetoed; returns True, so the schedule advances in any case."""
         if not veto:
             self.optimizer.step(self.gradients)
         return True
@@ -142,13 +142,13 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
         self.gradients = {}
 
     def boundary(self) -> None:
-        """Everything is computed at once: a step has no end to wait for."""
+        """Does nothing: numpy computes synchronously."""
 
     def defer(self, function: Callable[[], None]) -> None:
         function()
 
     def free_memory(self) -> None:
-        """Numpy keeps no memory that it does not use."""
+        """Does nothing: numpy holds no unused memory."""
 
     # ---- modes ------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
         self.load_rng_state(held)
         self.zero_grad()
 
-    # ---- state to save and load: copies, because a save in the background goes on while training does ---------------
+    # ---- state to save and load: copies, because background saves run during training --------------------------------
 
     def model_state(self, module: LinearModel) -> Arrays:
         return {name: value.copy() for name, value in module.parameters.items()}
@@ -194,7 +194,7 @@ class NumpyStrategy(OneProcess, StepwiseStrategy):
     # ---- randomness -------------------------------------------------------------------------------------------------
 
     def rng_state(self) -> dict[str, Any]:
-        """Where the streams of Python and numpy stand, as JSON values."""
+        """The random states of Python and numpy, as JSON values."""
         return {"python": encode_python(random.getstate()), "numpy": encode_numpy(np.random.get_state(legacy=True))}
 
     def load_rng_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Which sample comes when: a pure function of seed, epoch and position, the same for any number of processes."""
+"""The order of samples: a pure function of seed, epoch and position, the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LARGEST_32_BIT_DRAW = (2**32 - 1) // 20
 
 
 def permutation(n: int, seed: int) -> Indices:
-    """A random order of range(n): the same one as torch.randperm from a CPU generator with this seed."""
+    """A random order of range(n), equal to torch.randperm from a CPU generator with this seed."""
     if n >= LARGEST_32_BIT_DRAW:
         raise ValueError(f"permutation of {n:,} samples needs 64-bit draws; pass a framework's own permutation")
     bits = np.random.MT19937()
-    bits._legacy_seeding(seed & 0xFFFFFFFF)  # the seeding torch uses, and the bits it takes
+    bits._legacy_seeding(seed & 0xFFFFFFFF)  # torch's seeding and number of bits
     draws = bits.random_raw(max(n - 1, 0))
     order = list(range(n))
     for i, draw in enumerate(draws.tolist()):
@@ -29,9 +29,9 @@ def permutation(n: int, seed: int) -> Indices:
 
 
 def grouped_by_length(lengths: Sequence[int], batch_size: int, shuffled: Indices) -> Indices:
-    """The shuffled order, sorted by falling length inside blocks of up to fifty batches.
+    """The shuffled order, sorted by decreasing length inside blocks of up to fifty batches.
 
-    The longest sample of all comes first, so that memory trouble shows in the first update.
+    The longest sample of all comes first, so that running out of memory shows in the first update.
     """
     n = len(shuffled)
     block = max(1, min(n // (batch_size * 4), 50)) * batch_size
@@ -53,7 +53,7 @@ class Order:
     strategy: str = "random"
     lengths: Sequence[int] | None = None
     group_size: int = 1
-    """Samples per update: blocks of length grouping are multiples of it."""
+    """Samples per update; blocks of length grouping are multiples of it."""
     permute: Permute = permutation
 
     def epoch(self, epoch: int) -> Indices:

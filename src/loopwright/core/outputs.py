@@ -1,4 +1,4 @@
-"""What training, evaluation and prediction hand back."""
+"""The results of training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Arrays = NDArray[Any] | tuple[NDArray[Any], ...]
 
 
 class EvalPrediction:
-    """What `compute_metrics` receives: predictions and labels, and inputs and losses where they were asked for.
+    """The input of `compute_metrics`: predictions and labels, and inputs and losses if requested.
 
-    Unpacks like a tuple of the parts that are there: `logits, labels = prediction`.
+    Unpacks like a tuple of the parts that are present: `logits, labels = prediction`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class EvalPrediction:
 
     @property
     def elements(self) -> tuple[Any, ...]:
-        """The parts in order, without the optional ones that were not asked for."""
+        """The parts in order, without optional ones that were not requested."""
         optional = (part for part in (self.inputs, self.losses) if part is not None)
         return (self.predictions, self.label_ids, *optional)
 
@@ -96,10 +96,10 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """How long `split` took since `start_time` (of `time.time()`), and its rates, under transformers' keys."""
+    """Duration of `split` since `start_time` (of `time.time()`) and its rates, under transformers' keys."""
     runtime = time.time() - start_time
     metrics = {f"{split}_runtime": round(runtime, 4)}
-    if runtime <= 0:  # a clock set back, or too coarse to see this run: no rate is better than a wrong one
+    if runtime <= 0:  # the clock was set back or is too coarse: report no rate
         return metrics
     counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
     for name, count in counts.items():

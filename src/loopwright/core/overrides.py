@@ -1,4 +1,4 @@
-"""Calling a user's method with the arguments its signature accepts, and refusing overrides that are never called."""
+"""Calling a user's method with the arguments it accepts, and refusing overrides that are never called."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NEVER_CALLED = {
 
 
 def refuse_dead_overrides(cls: type, base: type) -> None:
-    """Raise if a subclass defines a method this trainer would never call."""
+    """Raise if a subclass defines a method that this trainer would never call."""
     for name, instead in NEVER_CALLED.items():
         defined = getattr(cls, name, None)
         called = any(name in vars(each) for each in cls.__mro__ if each.__module__.startswith("loopwright."))
@@ -59,7 +59,7 @@ def refuse_dead_overrides(cls: type, base: type) -> None:
 
 
 def is_overridden(instance: Any, name: str) -> bool:
-    """Whether a user's subclass, or the instance itself, brings its own version of a method."""
+    """Whether a user's subclass, or the instance itself, overrides a method."""
     if name in vars(instance):
         return True
     method = getattr(type(instance), name, None)
@@ -67,7 +67,7 @@ def is_overridden(instance: Any, name: str) -> bool:
 
 
 def reaches_ours(instance: Any, name: str) -> bool:
-    """Whether the user's versions of a method all go on to the one they override, as far as their code shows."""
+    """Whether all of the user's versions of a method call the one they override, judged by the names in their code."""
     found = [vars(instance)[name]] if name in vars(instance) else []
     for cls in type(instance).__mro__:
         method = vars(cls).get(name)
@@ -89,15 +89,15 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def names_parameter(function: Callable[..., Any], name: str) -> bool:
-    """Whether the function spells out a parameter of this name (`**kwargs` does not count)."""
+    """Whether the function has a parameter of this name (`**kwargs` does not count)."""
     parameters = _parameters(function)
     return parameters is not None and name in parameters
 
 
 def adapt(function: Callable[..., Any], *optional: str) -> Callable[..., Any]:
-    """The function, called without those of the optional keyword arguments it does not accept.
+    """The function, without the optional keyword arguments that it does not accept.
 
-    Old overrides such as `compute_loss(self, model, inputs)` keep working although more is known today.
+    Keeps old overrides such as `compute_loss(self, model, inputs)` working.
     """
     missing = frozenset(name for name in optional if not accepts(function, name))
     if not missing:

@@ -1,4 +1,4 @@
-"""Pacing: how fast a run goes."""
+"""Pacing: measures the speed of a run."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .update import Update
 
 
 class Pacing(Part):
-    """The throughput of a run, and where the time of an update goes."""
+    """The throughput of a run, and the breakdown of the time of an update."""
 
     def make_meter(self) -> ThroughputMeter:
-        """What measures the throughput of a run."""
+        """Create the meter of the run's throughput."""
         return ThroughputMeter()
 
     def live_numbers(self) -> dict[str, float]:
@@ -19,7 +19,7 @@ class Pacing(Part):
         return self.run.pace.read()
 
     def toggle_step_timing(self, update: Update) -> None:
-        """Start or stop, after this update, the timer that splits the time of an update into parts."""
+        """Start or stop, after this update, the timer that breaks the time of an update into parts."""
 
     def close(self) -> None:
-        """Take away what measuring put on the model."""
+        """Remove the measuring hooks from the model."""

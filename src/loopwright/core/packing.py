@@ -1,4 +1,4 @@
-"""Micro-batches of as many following samples as fit into a number of tokens, and the plan of a run made of them."""
+"""Micro-batches of as many consecutive samples as fit into a token budget, and the plan of a run made of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .order import Indices, Order
 from .plan import Plan
 
 COUNTED_EPOCHS = 1000
-"""Epochs whose updates are counted ahead when max_steps says how long to train: it may just mean "for ever"."""
+"""Epochs whose updates are counted exactly when max_steps sets the length: a huge max_steps may mean "for ever"."""
 
 
 def next_fit(lengths: Sequence[int] | Indices, budget: int) -> list[int]:
-    """Where groups of neighbours end when each takes what fits into the budget; what never fits is alone.
+    """End positions of greedy groups of neighbours within the budget; a sample above the budget is alone.
 
-    Begun again at one of these ends, the ends that follow it come out; and neighbours cannot be in fewer groups.
+    Starting again at one of these ends yields the same following ends. No grouping of neighbours has fewer groups.
     """
     sums = np.cumsum(lengths).tolist()
     ends: list[int] = []
@@ -33,7 +33,7 @@ def next_fit(lengths: Sequence[int] | Indices, budget: int) -> list[int]:
 
 
 class Packing:
-    """Which samples of an epoch's order share a micro-batch: a pure function of order, lengths and budget."""
+    """The grouping of an epoch's samples into micro-batches: a pure function of order, lengths and budget."""
 
     def __init__(self, order: Order, lengths: Sequence[int] | Indices, budget: int, *, drop_last: bool = False) -> None:
         self.order, self.budget, self.drop_last = order, budget, drop_last
@@ -42,12 +42,12 @@ class Packing:
         self._latest: tuple[tuple[int, int], list[int]] = ((-1, 0), [])
 
     def ends(self, epoch: int, start: int = 0) -> list[int]:
-        """The positions in the epoch's order where micro-batches end, those from `start` on."""
+        """The end positions of micro-batches in the epoch's order, from position `start` on."""
         if self._latest[0] != (epoch, start):
             lengths = self.lengths[self.order.epoch(epoch)[start:]]
             ends = next_fit(lengths, self.budget)
             if self.drop_last and ends and lengths[ends[-2] if len(ends) > 1 else 0 :].sum() < self.budget:
-                ends.pop()  # the data came to its end before the micro-batch was full
+                ends.pop()  # the data ended before the micro-batch was full
             self._latest = ((epoch, start), [start + end for end in ends])
         return self._latest[1]
 
@@ -58,24 +58,24 @@ class Packing:
         return self._counts[epoch]
 
     def cut(self, indices: list[int]) -> list[list[int]]:
-        """Samples from the beginning of a micro-batch on, in micro-batches."""
+        """Group samples into micro-batches, beginning with a new one."""
         ends = next_fit(self.lengths[indices], self.budget)
         return [indices[first:end] for first, end in pairwise([0, *ends])]
 
     def samples_ahead(self, epoch: int, start: int, *, position: int, batches: int) -> int:
-        """Samples in the next micro-batches from a position, in an epoch that was begun at `start`."""
+        """Samples in the next micro-batches from a position, in an epoch that was started at `start`."""
         ends = self.ends(epoch, start)
         last = min(bisect_right(ends, position) + batches, len(ends)) - 1
         return ends[last] - position if last >= 0 else 0
 
     @property
     def fewest(self) -> int:
-        """No epoch has fewer micro-batches, whatever its order."""
+        """A lower bound of the micro-batches of an epoch, for any order."""
         return -(-int(np.minimum(self.lengths, self.budget).sum()) // self.budget) - self.drop_last
 
     @property
     def too_long(self) -> int:
-        """Samples that take more than the budget by themselves."""
+        """Number of samples longer than the budget."""
         return int((self.lengths > self.budget).sum())
 
 
@@ -83,7 +83,7 @@ class Packing:
 class PackedPlan(Plan):
     """Sizes of a run whose epochs differ in their number of micro-batches.
 
-    `batch_size` is the mean, `batches_per_epoch` and `updates_per_epoch` are those of the first epoch.
+    `batch_size` is the mean; `batches_per_epoch` and `updates_per_epoch` are those of the first epoch.
     """
 
     packing: Packing
@@ -104,7 +104,7 @@ class PackedPlan(Plan):
         return sum(_updates(self.packing.count(each), self.accumulation) for each in range(epoch))
 
     def epochs_to(self, max_steps: int, *, done: int, epoch: int, left: int) -> int:
-        """As many as may be needed: how many an epoch really has is known when it begins."""
+        """An upper bound; the number of updates of an epoch is only known when it starts."""
         fewest = max(_updates(self.packing.fewest, self.accumulation), 1)
         return epoch + 1 + max(math.ceil((max_steps - done - left) / fewest), 0)
 
@@ -113,7 +113,7 @@ class PackedPlan(Plan):
 
 
 def make_packed_plan(packing: Packing, *, accumulation: int, max_steps: int, num_train_epochs: float) -> PackedPlan:
-    """The plan for packed data; a positive `max_steps` wins over the number of epochs."""
+    """The plan for packed data; a positive `max_steps` overrides the number of epochs."""
     first = packing.count(0)
     epochs = math.ceil(num_train_epochs)
     if max_steps > 0:
@@ -135,7 +135,7 @@ def make_packed_plan(packing: Packing, *, accumulation: int, max_steps: int, num
 
 
 def _updates(batches: int, accumulation: int) -> int:
-    """The last window of an epoch may be short and still makes an update."""
+    """Updates for this many micro-batches; the last accumulation window of an epoch may be short."""
     return max(-(-batches // accumulation), 1)
 
 
@@ -144,12 +144,12 @@ def _steps_of(packing: Packing, accumulation: int, epochs: float) -> int:
     steps = sum(_updates(packing.count(each), accumulation) for each in range(whole))
     if epochs == whole:
         return steps
-    # Rounded, or 1.3 epochs of ten updates would have fourteen.
+    # Rounded, because of floating point: 1.3 epochs of ten updates would otherwise have fourteen.
     return steps + math.ceil(round((epochs - whole) * _updates(packing.count(whole), accumulation), 9))
 
 
 def _epochs_of(packing: Packing, accumulation: int, steps: int) -> int:
-    """Epochs this many updates take; far ahead they are not counted, and the result is at least as many."""
+    """Epochs needed for this many updates: exact up to COUNTED_EPOCHS, an upper bound beyond."""
     epochs = 0
     while steps > 0 and epochs < COUNTED_EPOCHS:
         steps -= _updates(packing.count(epochs), accumulation)

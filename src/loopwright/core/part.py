@@ -1,7 +1,7 @@
-"""Part: one subject behind a trainer, as the core knows it.
+"""Part: one concern of a trainer, such as data, loss or saving.
 
-The parts of a trainer are made by its internals, once. Each has its own names; what it needs of another part it reaches
-by that part's name: `self.internals.data.epoch_batches(...)`.
+The internals of a trainer create its parts once. Parts do not share a namespace; one uses another by name:
+`self.internals.data.epoch_batches(...)`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """What every part has: the user's trainer as hooks, the strategy, and the run."""
+    """Base of all parts: holds the user's trainer, the strategy and the run."""
 
     internals: Internals
     trainer: Hooks
@@ -46,7 +46,7 @@ class Part:
         """Whether this process holds all the data of an update."""
         return self.internals.is_alone
 
-    # ---- what the user may replace ----------------------------------------------------------------------------------
+    # ---- attributes that the user may replace ------------------------------------------------------------------------
 
     @property
     def args(self) -> BaseArguments:
@@ -71,66 +71,66 @@ class Part:
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def part_states(self) -> dict[str, Any]:
-        """What the part wants back when a run resumes, as JSON values."""
+        """State of the part for a checkpoint, as JSON values."""
         return {}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        """The counterpart of `part_states`; gets the states of all parts."""
+        """The counterpart of `part_states`; receives the states of all parts."""
 
 
 class DataPart(Part):
     """The training data of a run, in its order."""
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
-        """The micro-batches of an epoch from where progress stands."""
+        """The micro-batches of an epoch, starting at the run's current position."""
         raise NotImplementedError
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        """The micro-batches of the next update: fewer at the end of the data, none when it is over."""
+        """The micro-batches of the next update: fewer at the end of the data, an empty list after it."""
         return list(islice(batches, self.run.plan.accumulation))
 
     def plan_again(self) -> Plan:
-        """The plan of the arguments as they are now, from the beginning of the run."""
+        """The plan for the current arguments, from the beginning of the run."""
         raise NotImplementedError
 
     def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
-        """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
+        """An update's sample indices, and its micro-batches loaded again; None if the data has its own order."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Let go of whatever loads the training data."""
+        """Release the loaders of the training data."""
 
 
 class LossPart(Part):
-    """One update: its micro-batches, and what the loss of each counts for."""
+    """One update: its micro-batches, and the weight of the loss of each."""
 
     def make_update(self, batches: list[Any]) -> Update:
-        """The update made of these micro-batches, its targets counted."""
+        """The update made of these micro-batches, with its targets counted."""
         raise NotImplementedError
 
     def sync_update(self, batches: list[Any]) -> Update | None:
-        """This process's part of an update, or None when no process has any data left."""
+        """This rank's part of an update, or None when no rank has data left."""
         raise NotImplementedError
 
     def begin_update(self, update: Update) -> None:
-        """Before the micro-batches of an update."""
+        """Called before the micro-batches of an update."""
 
     def around_update(self) -> AbstractContextManager[Any]:
-        """The context of all micro-batches of an update."""
+        """A context around all micro-batches of an update."""
         return nullcontext()
 
     def micro_batch(self, update: Update, index: int) -> MicroBatch:
-        """One micro-batch of an update: its inputs, the number of items its loss is given, and its weight."""
+        """One micro-batch of an update: its inputs, the item count passed to its loss, and its weight."""
         raise NotImplementedError
 
     def end_update(self, update: Update, loss: Any) -> Any:
-        """After the micro-batches of an update: its loss, from the sum of their losses."""
+        """The loss of an update from the sum of its micro-batches' losses; called after the last micro-batch."""
         return loss
 
     def recover(self, error: Exception, update: Update) -> bool:
-        """After an error: whether the update may be tried again, in smaller micro-batches."""
+        """Whether the update may be retried after this error, in smaller micro-batches."""
         return False
 
     def write_incident(self, step: int) -> str:
-        """Run a step whose numbers were not finite once more and write down what it shows; returns the folder."""
+        """Run a non-finite step again and write a report on it; returns the folder."""
         raise NotImplementedError

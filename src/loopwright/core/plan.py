@@ -1,4 +1,4 @@
-"""The arithmetic of a run: how many updates, epochs and samples; computed once, then frozen."""
+"""The arithmetic of a run: numbers of updates, epochs and samples."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of this run."""
+    """Sizes of a run; immutable."""
 
     batch_size: int
-    """Samples of one micro-batch on one process."""
+    """Samples of one micro-batch on one rank."""
     accumulation: int
     world_size: int
     batches_per_epoch: int | None
-    """Micro-batches of all processes in an epoch; None when the data has no length."""
+    """Micro-batches of all ranks in an epoch; None if the data has no length."""
     examples: int | None
     updates_per_epoch: int
     max_steps: int
@@ -24,7 +24,7 @@ class Plan:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of one update over all processes."""
+        """Effective batch size: samples of one update over all ranks."""
         return self.batch_size * self.accumulation * self.world_size
 
     @property
@@ -36,7 +36,7 @@ class Plan:
         return whole_epochs * self.examples + min(rest * self.total_batch_size, self.examples)
 
     def batches_in(self, epoch: int) -> int | None:
-        """Micro-batches of one epoch; None when the data has no length."""
+        """Micro-batches of one epoch; None if the data has no length."""
         return self.batches_per_epoch
 
     def updates_before(self, epoch: int) -> int:
@@ -44,7 +44,7 @@ class Plan:
         return epoch * self.updates_per_epoch
 
     def epochs_to(self, max_steps: int, *, done: int, epoch: int, left: int) -> int:
-        """Epochs of a run of so many updates, of which `done` are done and `left` are left in its current epoch."""
+        """Total epochs of a run of `max_steps` updates: `done` are done, `left` remain in the current epoch."""
         after = max_steps - done - left
         return epoch + 1 + max(math.ceil(after / self.updates_per_epoch), 0)
 
@@ -63,11 +63,11 @@ def make_plan(
     num_train_epochs: float,
     world_size: int = 1,
 ) -> Plan:
-    """The plan for data of this size; a positive `max_steps` wins over the number of epochs."""
+    """The plan for data of this size; a positive `max_steps` overrides the number of epochs."""
     if batches_per_epoch is None:
         updates, epochs = max_steps, sys.maxsize
     else:
-        # The last window of an epoch may be short and still makes an update.
+        # The last accumulation window of an epoch may be short and still makes an update.
         updates = max(math.ceil(batches_per_epoch / (accumulation * world_size)), 1)
         max_steps = max_steps if max_steps > 0 else math.ceil(num_train_epochs * updates)
         epochs = math.ceil(max_steps / updates)

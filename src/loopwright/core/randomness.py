@@ -1,4 +1,4 @@
-"""Random streams left as they were, and those of Python and numpy as JSON values that hold only integers."""
+"""Preserving random states, and encoding those of Python and numpy as JSON values with integers only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .strategy import Strategy
 
 @contextmanager
 def untouched_rng(strategy: Strategy) -> Iterator[None]:
-    """Leave every random stream as it was before."""
+    """Restore all random states on exit."""
     states = strategy.rng_state()
     try:
         yield

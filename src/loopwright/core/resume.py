@@ -24,13 +24,13 @@ CHANGES = {
     ("seed", "data_seed", "train_sampling_strategy"):
         "the order of samples differs from now on, so some samples of this epoch are repeated and others skipped",
 }  # fmt: skip
-"""Arguments that do not mean on resuming what they mean at the start, and what becomes of them."""
+"""Arguments whose change has a different effect, or none, on resuming, with the message for each group."""
 
 
 class Resuming(Part):
-    """The part of saving and resuming that needs no framework."""
+    """The framework-independent part of saving and resuming."""
 
-    # ---- what a framework brings ------------------------------------------------------------------------------------
+    # ---- implemented by a framework ----------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights of a checkpoint."""
@@ -41,25 +41,25 @@ class Resuming(Part):
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
-        """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
+        """Restore state, progress, optimizer, schedule and random states from the checkpoint."""
         raise NotImplementedError
 
     def _ordered_data(self) -> bool:
-        """Whether the order of the training data is ours."""
+        """Whether loopwright determines the order of the training data."""
         raise NotImplementedError
 
     def _sizes_of_updates(self) -> tuple[str, ...]:
-        """Arguments that decide how many samples an update has."""
+        """Arguments that determine the number of samples of an update."""
         return ("per_device_train_batch_size", "gradient_accumulation_steps")
 
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint is."""
+        """The approximate size of a checkpoint."""
         raise NotImplementedError
 
     # ---- before the first step --------------------------------------------------------------------------------------
 
     def check_saving(self) -> None:
-        """Say if checkpoints will not fit."""
+        """Warn if the checkpoints will not fit on the disk."""
         args = self.args
         if args.save_strategy == "no" or not args.should_save:
             return
@@ -70,13 +70,13 @@ class Resuming(Part):
             working_folder(args.output_dir),
             size=self.checkpoint_bytes(),
             keep=args.save_total_limit,
-            saves=min(held, 1) if is_url(args.output_dir) else held,  # one at a time is staged here
+            saves=min(held, 1) if is_url(args.output_dir) else held,  # staged locally one at a time
         )
         if warning:
             self.notices.warn_once(warning)
 
     def _saves_models_itself(self) -> bool:
-        """Whether the user's own code writes the model."""
+        """Whether the user overrides the code that writes the model."""
         return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
 
     # ---- documents --------------------------------------------------------------------------------------------------
@@ -93,20 +93,20 @@ class Resuming(Part):
         }
 
     def _save_companions(self, folder: Path) -> None:
-        """What belongs to a model besides weights: its processor and the arguments."""
+        """Save the files that belong to a model besides its weights: processor and arguments."""
         processor = self.trainer.processing_class or getattr(self.trainer.data_collator, "tokenizer", None)
         if processor is not None and hasattr(processor, "save_pretrained"):
             processor.save_pretrained(str(folder))
         (folder / ARGUMENTS).write_text(self.args.to_json_string(), encoding="utf-8")
 
     def _note_best_checkpoint(self) -> None:
-        """Before a checkpoint is written: if it is that of the best model, say so in its state."""
+        """Record in the state that the checkpoint about to be written is the best one, if it is."""
         step = self.state.global_step
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), folder_name(step))
 
     def _check_resumable(self, folder: Path) -> None:
-        """Refuse a folder that holds a model but no place to go on from."""
+        """Refuse a folder that holds a model but no progress to resume from."""
         if not (folder / PROGRESS).is_file():
             raise CheckpointError(
                 f"{folder} holds nothing to resume from (no {PROGRESS}): it was saved with save_only_model=True, or it "
@@ -114,7 +114,7 @@ class Resuming(Part):
             )
 
     def _tell_changes(self, folder: Path) -> None:
-        """Say which arguments differ from the checkpoint's and what becomes of them."""
+        """Warn about arguments that differ from the checkpoint's, and how each group is handled."""
         if not (folder / ARGUMENTS).is_file():
             return
         before, now = read_json(folder / ARGUMENTS), self.args.to_dict()
@@ -124,7 +124,7 @@ class Resuming(Part):
                 self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
 
     def plan_to_go_on(self, checkpoint: str) -> Plan:
-        """The plan; with batches of another size, the updates done so far plus those of the samples left."""
+        """The plan of a resumed run; with another effective batch size, the updates done plus those for the rest."""
         folder, plan, args = Path(checkpoint), self.run.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
@@ -142,7 +142,7 @@ class Resuming(Part):
         return shifted
 
     def _shifted(self, plan: Plan, step: int, *, epoch: int, batches_left: int) -> Plan:
-        """A plan for a run that has come to this place in `step` updates, not in as many as it says."""
+        """The plan, adjusted for a run that reached this position in `step` updates, not in the planned number."""
         left = -(-batches_left // (plan.accumulation * plan.world_size))
         if self.args.max_steps > 0:
             epochs = plan.epochs_to(plan.max_steps, done=step, epoch=epoch, left=left)
@@ -159,7 +159,7 @@ class Resuming(Part):
         return self._shifted(plan, self.state.global_step, epoch=progress.epoch, batches_left=left)
 
     def _updates_are_as_large(self, folder: Path) -> bool:
-        """Whether updates have the size of those of the run that saved a checkpoint."""
+        """Whether updates have the same size as in the run that saved the checkpoint."""
         before = read_json(folder / ARGUMENTS)
         return all(before.get(name) == getattr(self.args, name) for name in self._sizes_of_updates())
 
@@ -173,7 +173,7 @@ class Resuming(Part):
     def _resume_progress(self, document: dict[str, Any]) -> None:
         for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
             setattr(self.run.progress, name, value)
-        # Counted in samples: the size of batches may have changed.
+        # Computed from samples: the batch size may have changed.
         whole = self.run.plan.batches_in(self.run.progress.epoch)
         if self._ordered_data() and whole is not None:
             self.run.progress.batches_in_epoch = whole - self._batches_left(self.run.progress)
@@ -183,11 +183,11 @@ class Resuming(Part):
         self.internals.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
-        """What this process itself had put aside, where each of several did."""
+        """Part states saved by this rank, where each rank saves its own."""
         return {}
 
     def _adopt_state(self, saved: TrainerState) -> None:
-        """Take over a saved state, but keep this run's own length and intervals."""
+        """Load a saved state, except this run's length and intervals."""
         own = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps",
                "is_local_process_zero", "is_world_process_zero")  # fmt: skip
         for each in dataclasses.fields(TrainerState):
@@ -207,14 +207,14 @@ class Resuming(Part):
         self.run.progress.last_logged_step = logged
         self.run.resume_rng = None
         self.strategy.load_rng_state(rng)
-        # Samples without an update that counts: a run of so many updates takes more data, one of so many epochs ends
-        # with fewer updates, the last of which it has to know.
+        # The skipped samples belong to no update. A run limited by max_steps needs more data; a run limited by epochs
+        # has fewer updates, so the plan is recomputed.
         self.run.is_resized = True
         self.run.plan = self.replanned()
         self.state.max_steps, self.state.num_train_epochs = self.run.plan.max_steps, self.run.plan.epochs
 
     def put_back_rng(self) -> None:
-        """Random streams as the checkpoint holds them, once."""
+        """Restore the random states of the checkpoint, once."""
         if self.run.resume_rng is not None:
             self.strategy.load_rng_state(self.run.resume_rng)
             self.run.resume_rng = None
@@ -223,7 +223,7 @@ class Resuming(Part):
         """Load the weights of the best checkpoint into the model."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        if not is_url(best) and not os.path.isdir(best):  # the run went on in a folder that was moved
+        if not is_url(best) and not os.path.isdir(best):  # the run was resumed in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
         if self.state.best_global_step not in self.run.checkpoints.complete() and not os.path.isdir(best):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")

@@ -1,4 +1,4 @@
-"""Run: everything that exists only while a trainer trains."""
+"""Run: the state that exists only while a trainer trains."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .update import MicroBatch, Place, whole_batch
 
 @dataclass(kw_only=True)
 class Run:
-    """One call of `train()`: made when it begins, closed when it ends.
+    """One call of `train()`: created when it begins, closed when it ends.
 
-    What survives a run is on the trainer: model, optimizer, scheduler, state. A closed run is kept until the next one
-    begins, for reports and for a save after training; it holds numbers, no data and no device memory.
+    State that outlives a run is on the trainer: model, optimizer, scheduler, state. A closed run is kept until the next
+    one begins, for reports and for a save after training; it holds numbers, but neither data nor device memory.
     """
 
     checkpoints: CheckpointManager
@@ -33,33 +33,33 @@ class Run:
     pace: ThroughputMeter = field(default_factory=ThroughputMeter)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
     learning_rate: float = 0.0
-    """The learning rate of the newest update."""
+    """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
 
-    # the update that is being carried out
+    # the current update
     step: Callable[..., Any] = field(init=False)
-    """Forward and backward of one micro-batch: the trainer's `training_step`, or what replays it as a graph."""
+    """Forward and backward of one micro-batch: the trainer's `training_step`, or a replay of it as a graph."""
     micro_batch: MicroBatch = field(default_factory=whole_batch)
-    """The micro-batch that `step` computes: its weight is applied before the backward."""
+    """The micro-batch that `step` computes; its weight is applied before the backward."""
     snapshot: Any = None
-    """The state before the update, for a signal that cuts it short."""
+    """The state before the update, restored if a signal interrupts it."""
     undone: bool = False
     """Whether a signal has undone an update whose batches were already read."""
 
-    # what callbacks may change
+    # values that callbacks may change
     optimizer: Any = None
-    """The optimizer that training goes by; `trainer.optimizer` may have been assigned since."""
+    """The optimizer in use; `trainer.optimizer` may have been assigned since."""
     schedule: Any = None
     schedule_follows_metric: bool = False
-    """Whether the learning rate moves after evaluations instead of updates."""
+    """Whether the schedule advances after evaluations instead of updates."""
     asked_accumulation: int = 1
-    """The accumulation the plan was made for; callbacks may ask for another one."""
+    """The gradient_accumulation_steps that the plan is based on; callbacks may set another value."""
     first_accumulation: int = 1
-    """The accumulation the run was started with."""
+    """The gradient_accumulation_steps at the start of the run."""
     is_resized: bool = False
-    """Whether updates of this run had another size before, because the accumulation was changed in between."""
+    """Whether earlier updates of this run had a different size, because gradient_accumulation_steps was changed."""
 
-    # where the run began
+    # the start of the run
     started: float = 0.0
     first_step: int = 0
     first_sample: int = 0
@@ -71,19 +71,19 @@ class Run:
     late_logs: list[LogPoint] = field(default_factory=list)
     """Log points whose numbers are still being computed."""
     places: dict[int, Place] = field(default_factory=dict)
-    """The samples of the newest updates by step, until their numbers are known to be finite."""
+    """The samples of the latest updates by step, until their numbers are known to be finite."""
     split: Any = None
-    """The timer of the update whose time is being split into parts."""
+    """The timer that breaks the time of an update into parts, while it is active."""
     split_at: int = -1
-    """The update after which `toggle_step_timing` starts or stops that timer."""
+    """The step after which `toggle_step_timing` starts or stops that timer."""
 
     @property
     def planned_updates(self) -> int | None:
-        """How many updates the run has; None before it is planned."""
+        """Number of updates of the run; None before it is planned."""
         return self.plan.max_steps if "plan" in vars(self) else None
 
     def close(self) -> None:
-        """Release everything but the numbers of the run."""
+        """Release everything except the numbers of the run."""
         self.snapshot = self.split = self.resume_rng = None
         self.micro_batch = whole_batch()
         self.optimizer = self.schedule = None

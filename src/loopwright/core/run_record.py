@@ -1,4 +1,4 @@
-"""How a run was started, written beside its results so that it can be started again."""
+"""The record of how a run was started, written beside its results so that it can be started again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 FILE = "run.json"
 STOPPED = "LOOPWRIGHT_STOPPED"
-"""A file that a launcher wants to see once a process has saved and is about to leave with 75."""
+"""Variable with the path of a file that marks, for the launcher, that the process has saved and exits with code 75."""
 RESUME = "LOOPWRIGHT_RESUME"
-"""Set to `auto` by a launcher that starts a run again: it goes on from the newest checkpoint, if there is one."""
+"""Set to `auto` by a launcher that restarts a run: it resumes from the newest checkpoint, if there is one."""
 
 
 def write_record(output_dir: str | os.PathLike[str]) -> None:
@@ -21,7 +21,7 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
     words = {"argv": masked(sys.argv), "command": masked(sys.orig_argv)}
     record = {**words, "folder": os.getcwd(), "python": sys.executable, "job": job_id()}
     path = Path(output_dir) / FILE
-    # First processes of several machines may share the folder: each has a file of its own until it is complete.
+    # Rank 0 of several machines may share the folder, so each writes a temporary file first.
     temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
@@ -39,7 +39,7 @@ def masked(words: list[str]) -> list[str]:
 
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """How the run in this folder was started, or None if that is not known."""
+    """The record in this folder, or None if it cannot be read."""
     try:
         record: dict[str, Any] = json.loads((Path(output_dir) / FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -48,20 +48,20 @@ def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def job_id() -> str | None:
-    """The name a launcher gave to this job, the same through all its restarts; None without one."""
+    """The launcher's name of this job, the same for all its restarts; None without one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID")
-    return None if name in (None, "", "none") else name  # "none" is torchrun's word for no name
+    return None if name in (None, "", "none") else name  # torchrun uses "none" for no name
 
 
 def is_restart(record: dict[str, Any] | None) -> bool:
-    """Whether a launcher has started this job before: by its own word, or because the folder is this job's."""
+    """Whether this is a restart: set by the launcher, or the folder's record has the same job name."""
     if os.environ.get(RESUME) == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
         return True
     return record is not None and job_id() is not None and record.get("job") == job_id()
 
 
 def note_stop() -> None:
-    """Tell the launcher that this process has saved and leaves: torch may still abort a process that is ending."""
+    """Mark for the launcher that this process has saved and exits: torch may still abort it on exit."""
     place = os.environ.get(STOPPED)
     if place:
         Path(place).touch()

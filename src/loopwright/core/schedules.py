@@ -1,9 +1,9 @@
 """Learning-rate schedules as pure functions: the number of finished updates -> a multiplier of the base learning rate.
 
-`SCHEDULES` names a builder for each schedule that has a closed form. A builder takes the number of warm-up updates, the
-number of updates of the run, and its own options by keyword; it returns the function. A builder that needs the base
-learning rate (to turn an absolute rate into a multiplier) declares `base_lr`. Whatever parameter has no default must be
-given. To add a schedule: one function and one row, or `register_schedule` from outside.
+`SCHEDULES` maps the name of each schedule with a closed form to its builder. A builder takes the number of warm-up
+updates, the number of updates of the run, and its own options by keyword; it returns the function. A builder that needs
+the base learning rate (to convert an absolute rate into a multiplier) declares `base_lr`. Parameters without a default
+are required. To add a schedule: one function and one row, or `register_schedule` from outside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def build_schedule(
     base_lr: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """The function behind a schedule's name; an ArgumentsError lists everything that is missing or unknown."""
+    """The function of the named schedule; raises an ArgumentsError that lists all missing and unknown options."""
     name = str(getattr(name, "value", name))
     if name not in SCHEDULES:
         raise ArgumentsError(_unknown_schedule(name))
@@ -46,7 +46,7 @@ def build_schedule(
 
 
 def register_schedule(name: str, builder: ScheduleBuilder) -> None:
-    """Make a schedule of your own known by name: builder(num_warmup_steps, num_training_steps, **options)."""
+    """Register a user-defined schedule by name: builder(num_warmup_steps, num_training_steps, **options)."""
     SCHEDULES[name] = builder
 
 
@@ -88,7 +88,7 @@ def _missing(name: str, given: Mapping[str, Any], options: Mapping[str, Any]) ->
 
 
 def _after_warmup(num_warmup_steps: int, rest: Schedule) -> Schedule:
-    """Rise in a straight line from 0 to 1 over the warm-up, then follow `rest`."""
+    """Linear warm-up from 0 to 1, then `rest`."""
     rise = max(1, num_warmup_steps)
 
     def multiplier(update: int) -> float:
@@ -98,17 +98,17 @@ def _after_warmup(num_warmup_steps: int, rest: Schedule) -> Schedule:
 
 
 def constant(num_warmup_steps: int | None = None, num_training_steps: int | None = None) -> Schedule:
-    """The base learning rate all along; warm-up is not part of it."""
+    """The base learning rate throughout, without warm-up."""
     return lambda update: 1.0
 
 
 def constant_with_warmup(num_warmup_steps: int, num_training_steps: int | None = None) -> Schedule:
-    """The base learning rate after the warm-up."""
+    """The base learning rate after a linear warm-up."""
     return _after_warmup(num_warmup_steps, lambda update: 1.0)
 
 
 def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
-    """A straight line down to 0 at the last update."""
+    """Linear decay to 0 at the last update."""
     span = max(1, num_training_steps - num_warmup_steps)
 
     def fall(update: int) -> float:
@@ -118,7 +118,7 @@ def linear(num_warmup_steps: int, num_training_steps: int) -> Schedule:
 
 
 def cosine(num_warmup_steps: int, num_training_steps: int, *, num_cycles: float = 0.5) -> Schedule:
-    """`num_cycles` waves between 1 and 0; half a wave is one smooth descent."""
+    """`num_cycles` cosine cycles between 1 and 0; half a cycle is one smooth descent."""
     return _cosine_to_floor(num_warmup_steps, num_training_steps, num_cycles=num_cycles, floor=0.0)
 
 
@@ -138,7 +138,7 @@ def cosine_with_restarts(num_warmup_steps: int, num_training_steps: int, *, num_
 def polynomial(
     num_warmup_steps: int, num_training_steps: int, *, base_lr: float, lr_end: float = 1e-7, power: float = 1.0
 ) -> Schedule:
-    """What remains of the run, to the given power, from the base learning rate down to `lr_end`."""
+    """Polynomial decay of the given power, from the base learning rate to `lr_end`."""
     if not base_lr > lr_end:
         raise ArgumentsError(
             f"The schedule 'polynomial' ends at lr_end={lr_end}, which must be smaller than the learning rate "
@@ -219,7 +219,7 @@ def warmup_stable_decay(
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
 ) -> Schedule:
-    """A rise, a plateau and a fall; `num_stable_steps` wins over what `num_training_steps` leaves for the plateau."""
+    """Warm-up, plateau and decay; without `num_stable_steps`, the plateau is the rest of `num_training_steps`."""
     _check_shapes(warmup_type, decay_type)
     if num_stable_steps is None:
         if num_training_steps is None:
@@ -245,12 +245,12 @@ def warmup_stable_decay(
 
 
 def _half_wave(progress: float) -> float:
-    """From 1 at 0 down to 0 at 1, as a cosine."""
+    """Half a cosine wave: 1 at progress 0, 0 at progress 1."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _lift(value: float, floor: float) -> float:
-    """Squeeze a value of 0..1 into floor..1."""
+    """Map a value from 0..1 to floor..1."""
     return value * (1.0 - floor) + floor
 
 
@@ -265,7 +265,7 @@ def _cosine_to_floor(num_warmup_steps: int, num_training_steps: int, *, num_cycl
 
 
 def _floor(name: str, base_lr: float | None, min_lr: float | None, min_lr_rate: float | None) -> float:
-    """The lowest multiplier, from an absolute rate or from a share of the base rate."""
+    """The lowest multiplier, from an absolute rate or a fraction of the base rate."""
     if (min_lr is None) == (min_lr_rate is None):
         raise ArgumentsError(
             f"The schedule '{name}' needs exactly one of min_lr and min_lr_rate in lr_scheduler_kwargs, "

@@ -1,7 +1,7 @@
 """Signal handling: signals set a flag, and the loop reads it.
 
 SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
-finish and then raises KeyboardInterrupt as usual. A second signal does at once what it would have done without us.
+finish and then raises KeyboardInterrupt as usual. A second signal goes to the previous handlers at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ..notices import logger
 
 STOPPED_AFTER_SAVING = 75
-"""Exit code of a run that a signal stopped and that can go on when it is started again."""
+"""Exit code of a run that was stopped by a signal and can be resumed."""
 
 SAVING = ("SIGTERM", "SIGUSR1")
 WATCHED = tuple(
@@ -26,17 +26,17 @@ WATCHED = tuple(
 
 
 ECHO = 5.0
-"""Seconds in which a second signal under a launcher is taken for the first one again."""
+"""Seconds in which, under a launcher, a second signal is treated as a repetition of the first."""
 
 LINGER = 60
-"""Seconds a loader worker lives on after a SIGTERM."""
+"""Seconds a loader worker continues after a SIGTERM."""
 
 
 def outlive_signals(worker: int) -> None:
-    """In a loader worker: let a signal to all processes pass, since the update it loads for is finished and saved.
+    """In a loader worker: ignore a signal sent to all processes, so that the main process can finish and save.
 
-    A launcher or scheduler signals whole process groups. The main process ends its workers when it leaves; one that
-    got a signal to stop and is not ended within a minute ends by itself.
+    A launcher or scheduler signals whole process groups. The main process ends its workers when it exits; a worker that
+    received SIGTERM and is still alive after a minute ends itself.
     """
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
@@ -50,27 +50,27 @@ def _linger(number: int, frame: FrameType | None) -> None:
 
 
 class Interrupted(BaseException):
-    """Leaves an evaluation or an unfinished update after a signal; never reaches the user."""
+    """Raised after a signal to leave an evaluation or an unfinished update; never reaches the user."""
 
 
 class SignalWatch:
-    """While entered, notes the first signal and lets a second one do what it did before."""
+    """While entered, records the first signal; a second one has its previous effect."""
 
     def __init__(self, *, enabled: bool = True, shared: bool = False) -> None:
         self.received: str | None = None
         self.chained: Callable[[], Any] = lambda: None
-        """The handler that was there before ours, still to be called."""
+        """The previous handler, to be called after saving."""
         self.shared = shared
-        """Whether a signal counts only once all processes of the run have heard of it."""
+        """Whether a signal takes effect only once all ranks have been notified."""
         self.noted: str | None = None
-        """The signal this process got, whether the others know of it or not."""
+        """The signal this process received, whether or not other ranks have been notified."""
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
         self._first = 0.0
 
     @property
     def wants_save(self) -> bool:
-        """Whether the run should save its last finished update and leave."""
+        """Whether the run should save its last finished update and exit."""
         return self.received in SAVING
 
     def __enter__(self) -> SignalWatch:
@@ -107,10 +107,10 @@ class SignalWatch:
             f"{self.noted} received: saving the last finished update and stopping; send it again to stop now"
         )
         if callable(earlier):
-            self.chained = lambda: earlier(number, frame)  # called after saving: it may well leave
+            self.chained = lambda: earlier(number, frame)  # called after saving, because it may exit
 
     def _note_again(self, number: int) -> None:
-        """A scheduler signals every process of a job, and a launcher passes on what it got: that is one signal."""
+        """Ignore a signal that a launcher repeats; after ECHO seconds, send it to the previous handlers."""
         if time.monotonic() - self._first < ECHO:
             return
         self._restore()
@@ -118,5 +118,5 @@ class SignalWatch:
 
 
 def _is_launched() -> bool:
-    """Whether an agent above this process passes signals on to it."""
+    """Whether a launcher forwards signals to this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

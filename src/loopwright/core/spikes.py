@@ -8,19 +8,19 @@ from statistics import median
 from typing import Any
 
 WINDOW = 8
-"""Log points the loss is compared with; a jump can be recognised after half of them."""
+"""Log points the loss is compared with; a spike can be detected after half of them."""
 FACTOR = 4.0
-"""How many times the median of those counts as a jump."""
+"""Multiple of their median above which a loss is a spike."""
 
 
 class SpikeWatch:
-    """Remembers the last logged losses and distinguishes a spike from noise."""
+    """Keeps the last logged losses and distinguishes a spike from noise."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether this logged loss is a jump; one that is not is remembered."""
+        """Whether this logged loss is a spike; if not, it is added to the window."""
         enough = len(self._recent) >= WINDOW // 2
         if not math.isfinite(loss) or (enough and loss > FACTOR * median(self._recent)):
             return enough

@@ -1,4 +1,4 @@
-"""Where a run stands (TrainerState, Progress) and what callbacks ask for next (TrainerControl)."""
+"""The state of a run (TrainerState, Progress) and the flags of callbacks (TrainerControl)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ExportableState:
-    """A callback (or control) whose state travels with the checkpoint.
+    """A callback (or control) whose state is saved in checkpoints.
 
     `state()` returns {"args": constructor arguments, "attributes": values set afterwards}.
     """
@@ -55,7 +55,7 @@ class TrainerState:
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = field(default_factory=dict)
 
-    # Not fields, so that the JSON stays what other tools read: kept for callbacks while the run lasts.
+    # Not fields, so that the JSON stays compatible with other tools; kept for callbacks during the run.
     samples_seen = 0
     last_save_seconds = 0.0
 
@@ -77,7 +77,7 @@ class TrainerState:
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
-        """Turn the intervals of `args` into updates; a value below 1 is a share of all updates."""
+        """Convert the intervals of `args` to updates; a value below 1 is a fraction of all updates."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             value = getattr(args, name)
             if value is None:
@@ -86,7 +86,7 @@ class TrainerState:
 
 
 def interval_in_updates(value: float, max_steps: int) -> int:
-    """An interval given in updates, or as a share of all updates when below 1."""
+    """An interval in updates; a value below 1 is a fraction of all updates."""
     if value < 1:
         return max(1, -int(-max_steps * value // 1))
     return int(value)
@@ -94,7 +94,7 @@ def interval_in_updates(value: float, max_steps: int) -> int:
 
 @dataclass
 class Progress:
-    """What resuming needs beyond TrainerState: the position in the data."""
+    """The position in the data, which resuming needs besides TrainerState."""
 
     epoch: int = 0
     samples_in_epoch: int = 0
@@ -102,17 +102,17 @@ class Progress:
     samples_seen: int = 0
     last_logged_step: int = 0
     pending: list[str] = field(default_factory=list)
-    """What was still to be done when a signal stopped the run: wishes of control, granted first after resuming."""
+    """Flags of control that were pending when a signal stopped the run; handled first after resuming."""
 
     def close_epoch(self) -> None:
-        """From here on a resumed run starts with the next epoch."""
+        """Advance to the next epoch, where a resumed run would then start."""
         self.epoch += 1
         self.samples_in_epoch = self.batches_in_epoch = 0
 
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Five wishes callbacks may set; the loop grants them and clears them."""
+    """Five flags that callbacks may set; the loop does what they request and clears them."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -121,7 +121,7 @@ class TrainerControl(ExportableState):
     should_log: bool = False
 
     def adopt(self, other: TrainerControl) -> None:
-        """Take over the wishes of a control object a callback returned."""
+        """Copy the flags of a control object that a callback returned."""
         for each in dataclasses.fields(self):
             setattr(self, each.name, getattr(other, each.name))
 
@@ -130,14 +130,14 @@ class TrainerControl(ExportableState):
 
 
 class Stateful(Protocol):
-    """Anything with a state to carry across a restart."""
+    """An object with a state that is saved and restored."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """The JSON-able states of all callbacks that have one, by class name (a list when a class occurs twice)."""
+    """The JSON-compatible states of all callbacks that have one, by class name (a list if a class occurs twice)."""
     states: dict[str, Any] = {}
     for callback in callbacks:
         state = _state_of(callback)
@@ -161,7 +161,7 @@ def _state_of(callback: Any) -> dict[str, Any] | None:
 
 
 def restore_callback_states(callbacks: Iterable[Any], states: dict[str, Any]) -> list[str]:
-    """Give each callback its saved state back; returns the names of saved states without a callback."""
+    """Restore the saved state of each callback; returns the names of saved states without a callback."""
     left = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
     for callback in callbacks:
         waiting = left.get(type(callback).__name__)

@@ -1,6 +1,6 @@
-"""The verbs that differ between devices, frameworks and kinds of parallelism.
+"""Strategies: the operations that differ between devices, frameworks and kinds of parallelism.
 
-A strategy never receives the trainer: it is given models, batches and functions, and does its part.
+A strategy never receives the trainer, only models, batches and functions.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from .update import MicroBatch, Update
 
 
 class Strategy(Protocol):
-    """Where tensors live and how an update is carried out there."""
+    """Placement of tensors, and execution of updates."""
 
     rank: int
     world_size: int
     data_rank: int
-    """Which part of the data this process takes, of `data_world` parts; `copies` neighbours take the same part."""
+    """This rank's part of the data, of `data_world` parts; `copies` neighbouring ranks use the same part."""
     data_world: int
     copies: int
     is_sharded: bool
-    """Whether processes hold parts of tensors."""
+    """Whether ranks hold shards of tensors."""
     forward_is_collective: bool
-    """Whether a forward pass waits for those of the other processes: then all run equally many."""
+    """Whether a forward pass waits for the other ranks, so that all must run the same number of them."""
     alarm: AbstractContextManager[Any]
-    """Entered while processes depend on each other: an error of one stops all."""
+    """A context while ranks depend on each other: an error on one rank stops all."""
     reads_are_free: bool
-    """Whether the host can look at a number without waiting for a device."""
+    """Whether the host can read a number without waiting for a device."""
     logs_later: bool
-    """Whether logs are better written at the end of the next step (`defer`), when the device has work again."""
+    """Whether logs are deferred to the end of the next step (`defer`), when the device has work again."""
 
-    # setting up: model, then optimizer, then the contents of a checkpoint
+    # setup: model, then optimizer, then the contents of a checkpoint
     def setup_model(self, model: Any) -> Any: ...
     def setup_optimizer(self, optimizer: Any) -> Any: ...
 
@@ -49,11 +49,11 @@ class Strategy(Protocol):
     def training(self) -> None: ...
     def evaluating(self) -> None: ...
 
-    # undoing what an unfinished update has changed: random states and buffers
+    # undo an unfinished update: random states and buffers
     def snapshot(self) -> Any: ...
     def restore(self, snapshot: Any) -> None: ...
 
-    # numbers and agreement: a process's losses are weighed against the mean count of all parts of the data
+    # numbers and collectives; a rank's losses are weighted relative to the mean count over all parts of the data
     def mean_count(self, count: Any) -> Any: ...
     def read(self, scalars: list[Any]) -> list[float]: ...
     def reduce(self, values: list[float]) -> list[float]: ...
@@ -68,9 +68,9 @@ class Strategy(Protocol):
 
 
 class StepwiseStrategy(Strategy, Protocol):
-    """A strategy whose micro-batches the loop runs one by one."""
+    """A strategy whose micro-batches the loop runs one at a time."""
 
-    # the model as training calls it, and as evaluation does
+    # the model as called in training, and as called in evaluation
     def wrap(self, model: Any) -> Any: ...
     def unwrap(self, model: Any) -> Any: ...
     def rewrap(self, model: Any) -> Any: ...
@@ -93,13 +93,13 @@ class StepwiseStrategy(Strategy, Protocol):
 
 
 class CompiledStrategy(Strategy, Protocol):
-    """A strategy that compiles whole updates: the loop over micro-batches is inside what it compiles."""
+    """A strategy that compiles whole updates, including the loop over micro-batches."""
 
     def run_update(self, update: Update) -> Any: ...
 
 
 class OneProcess:
-    """The verbs between processes, for a strategy that has one."""
+    """The operations between ranks, for a single process."""
 
     rank = data_rank = 0
     world_size = data_world = copies = 1

@@ -14,12 +14,12 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Interval:
-    """What was done between two log points; NaN is an unknown count."""
+    """Counts between two log points; NaN for an unknown count."""
 
     seconds: float = 0.0
     """Wall time, without evaluations and saves."""
     waited: float = 0.0
-    """Seconds of it in which the loop waited for the next batch."""
+    """Seconds of it spent waiting for the next batch."""
     updates: int = 0
     samples: int = 0
     micro_batches: int = 0
@@ -33,10 +33,11 @@ class Interval:
 
 
 class ThroughputMeter:
-    """Collects what each update did and says at log points how fast that was.
+    """Counts the work of updates and computes throughput at log points.
 
-    The loop adds to the public counters itself, without a call: they are touched in every update. A log point reads the
-    loss and so waits for the device anyway; measured from one to the next, the wall clock is right on GPUs too.
+    The loop updates the public counters directly, without calls, because it does so in every update. A log point reads
+    the loss and so synchronizes with the device; from one log point to the next, the wall clock is accurate on GPUs
+    too.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class ThroughputMeter:
         self._peak_memory, self._recompiles = peak_memory, recompiles
         self._recompiled = _or_nan(recompiles)
         self.last_wait = 0.0
-        """Seconds the loop waited for the batches of the newest update."""
+        """Seconds the loop waited for the batches of the latest update."""
         self._first: Interval | None = None
         self._later: Interval | None = None
         self._paused: float | None = None
@@ -64,14 +65,14 @@ class ThroughputMeter:
         self.waited = 0.0
         self.updates = self.samples = self.micro_batches = 0
         self.real_tokens: Any = 0
-        """May become a host tensor, which is looked at when the interval is read."""
+        """May become a host tensor, which is read at the end of the interval."""
         self.computed_tokens: Any = 0
         self.squared_lengths: Any = 0
         self._left_out = 0.0
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """The time inside belongs to no update."""
+        """Exclude the time inside from the time of updates."""
         if self._paused is not None:
             yield
             return
@@ -88,12 +89,12 @@ class ThroughputMeter:
         return {} if interval is None else self.numbers(interval)
 
     def whole(self) -> dict[str, float]:
-        """The numbers of the run so far, without its first interval where there are others: that one warms up."""
+        """The numbers of the run so far, without its first interval (warm-up) if there are others."""
         interval = self._later or self._first
         return {} if interval is None else self.numbers(interval)
 
     def numbers(self, interval: Interval) -> dict[str, float]:
-        """What an interval says, by name; what is not known is left out."""
+        """The numbers of an interval by name, without unknown ones."""
         seconds = interval.seconds
         if seconds <= 0 or not interval.updates:
             return {}
@@ -111,7 +112,7 @@ class ThroughputMeter:
         return {name: _rounded(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
     def _utilization(self, interval: Interval) -> float | None:
-        """Operations the model needs for the real tokens, as a share of what the device could have done."""
+        """Model FLOPs for the real tokens, as a fraction of the device's peak."""
         if self._peak_operations is None or self._operations is None:
             return None
         operations = self._operations(interval)
@@ -159,5 +160,5 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _rounded(value: float) -> float:
-    """Five digits: more would be the clock's noise."""
+    """Rounded to five digits; more would be noise."""
     return float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""BaseTrainer: what every trainer is, whatever its framework."""
+"""BaseTrainer: the base of all trainers, independent of the framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class derived:
-    """A property that a user may assign: what was assigned then counts."""
+    """A property that a user may override by assignment."""
 
     def __init__(self, compute: Callable[[Any], Any]) -> None:
         self._compute, self.__doc__ = compute, compute.__doc__
@@ -22,9 +22,9 @@ class derived:
 
 
 class BaseTrainer:
-    """A list of what users call and override; everything else is behind one private name."""
+    """The methods that users call and override; everything else is behind one private name."""
 
     _loopwright: Internals
-    """What is ours: a subclass may use every other name that is not an override point."""
+    """The library's part. Subclasses may use any other name that is not an override point."""
     train_instead: ClassVar[Callable[[Any], TrainOutput] | None] = None
-    """Set by commands that run a user's script to get at its trainer, such as `loopwright replay`."""
+    """Replaces `train`: set by commands that run a user's script to get its trainer, such as `loopwright replay`."""

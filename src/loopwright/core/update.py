@@ -1,4 +1,4 @@
-"""One update: its micro-batches, and what the loss of each counts for."""
+"""One update: its micro-batches, and the weight of the loss of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Place(NamedTuple):
-    """Which samples of an epoch's order an update took."""
+    """The samples of an update, as a range of an epoch's order."""
 
     epoch: int
     first: int
@@ -17,42 +17,42 @@ class Place(NamedTuple):
 
 @dataclass
 class Update:
-    """The micro-batches that end in one optimizer step."""
+    """The micro-batches of one optimizer step."""
 
     batches: list[Any]
     items: list[Any] = field(default_factory=list)
-    """Targets per micro-batch: whole numbers, or device scalars when the labels already live there."""
+    """Targets per micro-batch: integers, or device scalars if the labels are already on a device."""
     total_items: Any = None
     weights: list[Any] | None = None
-    """What each micro-batch's mean loss counts for, where that is not its items."""
+    """Weight of each micro-batch's mean loss, where it is not its items."""
     total_weight: Any = None
     factor: float = 1.0
-    """What every loss is multiplied with besides: undoes what the user's code divides by."""
+    """Additional factor of every loss, which compensates a division in the user's code."""
     samples: int = 0
     micro_batches: int = 0
-    """Batches taken from the loader, however they were cut up afterwards."""
+    """Batches taken from the loader, before any regrouping."""
     flos: float = 0.0
     tokens: int = 0
     real_tokens: Any = math.nan
-    """Tokens that are no padding: a number, or a host tensor not read yet; NaN if not counted."""
+    """Tokens without padding: a number, or a host tensor not read yet; NaN if not counted."""
     computed_tokens: Any = math.nan
     """Tokens the model computes, padding included."""
     squared_lengths: Any = math.nan
-    """The sum of the samples' squared lengths, which attention's work goes by."""
+    """The sum of the samples' squared lengths, which the cost of attention depends on."""
     counted: bool = False
-    """Whether the items are targets found in the labels; otherwise they are samples."""
+    """Whether the items are targets counted in the labels; otherwise they are samples."""
     shared: bool = False
-    """Whether other processes hold a part of this update: `total_items` is then the mean over all of them."""
+    """Whether other ranks hold a part of this update; `total_items` is then the mean over all of them."""
     real: int | None = None
-    """How many of the micro-batches are this process's data; those after them are dummies. None: all."""
+    """Number of micro-batches with this rank's data; the rest are dummy batches. None: all."""
     summed: Any = None
-    """The counts of (sum, count) losses so far, which the update's gradients are to be divided by."""
+    """Sum of the counts of (sum, count) losses so far; the update's gradients are divided by it."""
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def share(self, index: int) -> Any:
-        """The part of the update's targets that this micro-batch holds."""
+        """The fraction of the update's targets in this micro-batch."""
         if len(self.batches) == 1 and not self.shared:
             share: Any = 1
         elif self.weights is None:
@@ -64,15 +64,15 @@ class Update:
 
 @dataclass(slots=True)
 class MicroBatch:
-    """One micro-batch of an update: the inputs of its forward, and what its loss counts for."""
+    """One micro-batch of an update: the inputs of its forward, and the weight of its loss."""
 
     update: Update
     index: int
     inputs: Any = None
     items: Any = None
-    """The `num_items_in_batch` its loss is given; None if it gets none."""
+    """The `num_items_in_batch` passed to its loss; None if none is passed."""
     weight: Any = None
-    """What its loss is multiplied with; None is 1."""
+    """Factor of its loss; None is 1."""
 
     @property
     def is_last(self) -> bool:
@@ -80,21 +80,21 @@ class MicroBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it only keeps this rank in step with the others, and counts for nothing."""
+        """Whether it only keeps this rank in step with the others, with weight zero."""
         return self.update.real is not None and self.index >= self.update.real
 
     @property
     def targets(self) -> int | None:
-        """Its own number of targets; None where they were not counted on the host."""
+        """Its number of targets; None if they were not counted on the host."""
         items = self.update.items[self.index] if self.update.items else None
         return items if isinstance(items, int) else None
 
     @property
     def share(self) -> float | None:
-        """Its part of the update's targets; None where it has none, or they were not counted on the host."""
+        """Its fraction of the update's targets; None if it has none, or they were not counted on the host."""
         return float(self.update.share(self.index)) if self.targets else None
 
 
 def whole_batch() -> MicroBatch:
-    """A micro-batch that is a whole update: what a step that is called outside of the loop computes."""
+    """A micro-batch that is a whole update, for steps called outside the loop."""
     return MicroBatch(Update([None]), 0)

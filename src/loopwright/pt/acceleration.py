@@ -43,21 +43,21 @@ KEEP_BATCHES = {
     "get_batch_samples": "get_batch_samples is overridden",
     "_get_num_items_in_batch": "_get_num_items_in_batch is overridden",
 }
-"""Overrides that see micro-batches as the collator made them, so that they stay that way."""
+"""Overrides that see micro-batches; with one of them, the collator's micro-batches are kept."""
 KEEP_INPUTS = {
     "compute_loss": "compute_loss is overridden and may read the mask",
     "_prepare_inputs": "_prepare_inputs is overridden",
     "_prepare_input": "_prepare_input is overridden",
     "compute_loss_context_manager": "compute_loss_context_manager is overridden",
 }
-"""Overrides that see the inputs of the model, so that these keep their form and only their number may change."""
+"""Overrides that see the model's inputs; with one of them, only the number of samples per micro-batch may change."""
 
 
 class Acceleration(TorchPart):
-    """Decides which accelerations a run uses, and gives the speed engine its inputs."""
+    """Decides which accelerations a run uses, and provides the inputs of the speed engine."""
 
     graph_recorder: Any = None
-    """What records micro-batches where it is not CUDA that does."""
+    """Records micro-batches as graphs on devices other than CUDA."""
 
     def start(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
@@ -109,7 +109,7 @@ class Acceleration(TorchPart):
             as_trained=self.strategy.forward_context,
             computes_half=isinstance(self.strategy.precision, Autocast)
             or (weights is not None and weights.dtype in HALF),
-            # Several processes learn together, before they plan: each on its own could come to another result.
+            # Ranks analyze the loss together, before they plan: separately, their results could differ.
             learn=loss.learn_loss if self.strategy.world_size == 1 else lambda _: loss.is_additive(),
             targets_in=lambda batch: self.run.accounting.items_in(batch),
             shifts=lambda: self.run.accounting.shifts,
@@ -138,13 +138,13 @@ class Acceleration(TorchPart):
         )
 
     def _identity(self) -> str:
-        """Who computes the loss of what; a plan of a checkpoint is taken up only where all of it is the same."""
+        """A hash of the trainer, collator and attention; a saved plan is reused only if it is equal."""
         attention = getattr(getattr(innermost(self.model), "config", None), "_attn_implementation", None)
         parts = [stamp_of(self.trainer), fingerprint(self.trainer.data_collator), str(attention)]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
 
     def training_objects(self) -> tuple[Any, ...]:
-        """What callbacks may exchange while a run goes on, and a plan has to look at again then."""
+        """Objects that callbacks may replace during a run; the plan is checked again if one changes."""
         accumulation, loss = self.args.gradient_accumulation_steps, self.trainer.compute_loss_func
         return (self.trainer.optimizer, accumulation, loss, self.model, self.strategy.changes)
 
@@ -188,7 +188,7 @@ class Acceleration(TorchPart):
 
     def _graph_micro_batches(self) -> GraphedTraining:
         if self.run.split is not None:
-            self.run.split.detach()  # its hooks are no reason to refuse
+            self.run.split.detach()  # its own hooks must not prevent graphs
 
         def loss_of(inputs: dict[str, Any], items: Any) -> Tensor:
             with self.strategy.forward_context():
@@ -196,7 +196,7 @@ class Acceleration(TorchPart):
                 return check_loss(self.internals.loss.called_compute_loss(model, inputs, num_items_in_batch=items))
 
         def put(inputs: Any) -> Any:
-            self.strategy.training()  # as the training step does in whose place graphs are replayed
+            self.strategy.training()  # as in the training step that the graphs replace
             return self.strategy.put(inputs)
 
         logged: set[str] = set()
@@ -223,7 +223,7 @@ class Acceleration(TorchPart):
 
     @contextmanager
     def _sandbox(self) -> Iterator[None]:
-        self.internals.is_probing = True  # what an override logs here belongs to no update
+        self.internals.is_probing = True  # logs of overrides here belong to no update
         try:
             with sandbox(self.model, self.trainer), self.as_written():
                 yield
@@ -231,19 +231,19 @@ class Acceleration(TorchPart):
             self.internals.is_probing = False
 
     def as_written(self) -> AbstractContextManager[Any]:
-        """Around what is only tried: nothing is compiled for it, except where a device computes in no other way."""
+        """A context for trial computations, without compiled code unless the device has no other mode."""
         return nullcontext() if kind_of(self.device).static_shapes else as_written(self.model)
 
     def _loss_of_update(
         self, batches: list[Any], prepare: Callable[[Any], Any], backward: Callable[..., None] | None = None
     ) -> Tensor:
-        """The loss of an update made of these micro-batches, weighed as in training; see `speed.probe.LossOf`."""
+        """The loss of an update made of these micro-batches, weighted as in training; see `speed.probe.LossOf`."""
         update, accounting, total = Update(list(batches)), self.run.accounting, None
         self.internals.loss.count_items(update)
         model = without_wrappers(self.model)
         for index, batch in enumerate(update.batches):
             micro = accounting.micro_batch(update, index)
-            inputs = dict(prepare(batch))  # a copy: overrides take labels out
+            inputs = dict(prepare(batch))  # a copy: overrides remove labels
             loss = self.internals.loss.called_compute_loss(model, inputs, num_items_in_batch=micro.items)
             loss = accounting.weigh(loss, micro)
             if backward is not None:
@@ -256,10 +256,10 @@ class Acceleration(TorchPart):
         return divided(update, total)
 
     def announce(self, plan: SpeedPlan) -> None:
-        """Say in a few lines what is on and what is not, and keep it with the run."""
+        """Log the plan, store it with the run and write it to a file."""
         self.run.speed_plan = plan.as_dict()
         if self.args.should_log:
-            # What changes how a run computes is a warning, which is shown by default.
+            # A plan that changes the computation is logged as a warning, which is shown by default.
             say = logger.warning if plan.changes_anything else logger.info
             say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
         path = Path(working_folder(self.args.output_dir)) / FILE_NAME
@@ -269,7 +269,7 @@ class Acceleration(TorchPart):
 
 
 def hooked_module(model: nn.Module) -> str | None:
-    """The first module with a hook of the user's, not of this library or of the model's own."""
+    """The first module with a user's hook, as opposed to one of this library or of the model itself."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if is_foreign(hook):
@@ -278,7 +278,7 @@ def hooked_module(model: nn.Module) -> str | None:
 
 
 def states_per_weight(optimizer: Any) -> float:
-    """Tensors as large as a weight that an optimizer keeps for it, reckoned high where it is not known."""
+    """Optimizer state per weight, in tensors of the weight's size; a high estimate for unknown optimizers."""
     if not isinstance(optimizer, torch.optim.SGD):
         return 2.0
     return 1.0 if any(group.get("momentum") for group in optimizer.param_groups) else 0.0

@@ -1,4 +1,4 @@
-"""The few things overrides ask of `self.accelerator`, answered by the strategy."""
+"""The members of `self.accelerator` that overrides use, implemented by the strategy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TrainingArguments and Seq2SeqTrainingArguments: all arguments, plus what PyTorch makes of them.
+"""TrainingArguments and Seq2SeqTrainingArguments: all arguments, plus those derived with PyTorch.
 
-torch is imported when a device is asked for, not before.
+torch is imported when a device is first needed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class TrainingArguments(BaseArguments):
 
     @property
     def n_gpu(self) -> int:
-        """Accelerators this process uses: one, or none on the CPU. There is no DataParallel."""
+        """Accelerators this process uses: one, or 0 on the CPU. DataParallel is not supported."""
         return 0 if self.device.type == "cpu" else 1
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the main process (of each machine, or of all) do something before the others."""
+        """Let rank 0 (of each machine, or of all) run the block before the others."""
         if self.world_size == 1:
             yield
             return
@@ -53,7 +53,7 @@ class TrainingArguments(BaseArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Whether the trainer moves the model to the device; a subclass may say no."""
+        """Whether the trainer moves the model to the device; a subclass may return False."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""What the constructor of a trainer checks and fills in."""
+"""Checks and defaults of a trainer's constructor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMETERS = (
     "compute_loss_func", "compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs",
     "preprocess_logits_for_metrics", "tokenizer",
 )  # fmt: skip
-"""Every name the constructor of a trainer takes."""
+"""All parameters of a trainer's constructor."""
 
 
 def check_constructor(
@@ -30,7 +30,7 @@ def check_constructor(
     datasets: tuple[Any, Any],
     compute_metrics: Any = None,
 ) -> None:
-    """Everything that is wrong with the constructor's arguments, at once."""
+    """Raise one error that lists all problems of the constructor's arguments."""
     _check_kinds(args, optimizers)
     train, evaluation = datasets
     problems = []
@@ -56,7 +56,7 @@ def check_constructor(
 
 
 def _check_kinds(args: object, optimizers: Any) -> None:
-    """Refuse what the other checks could not even read."""
+    """Refuse arguments of types that the other checks cannot handle."""
     problems = []
     if not isinstance(args, BaseArguments):
         kind = kind_of(args)
@@ -69,7 +69,7 @@ def _check_kinds(args: object, optimizers: Any) -> None:
 
 
 def default_collator(processing_class: Any) -> Callable[[Any], Any]:
-    """Padding for tokenizers and sequence feature extractors, stacking for everything else."""
+    """Padding for tokenizers and sequence feature extractors, stacking for other processing classes."""
     if callable(getattr(processing_class, "pad", None)):
         return DataCollatorWithPadding(processing_class)
     return default_data_collator

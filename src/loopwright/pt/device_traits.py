@@ -1,4 +1,4 @@
-"""What is known beforehand about kinds of devices, by the type of the live device; everything else is asked of it."""
+"""Traits of device types, registered by type; all others are queried from the device itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LazyRuntime(Protocol):
-    """What computes on a device whose operations are only noted."""
+    """The runtime of a device that executes operations lazily."""
 
     def start(self) -> torch.device: ...
     def wait(self) -> None: ...
@@ -21,7 +21,7 @@ class LazyRuntime(Protocol):
 
 
 class RecompileGuard(Protocol):
-    """Counts the graphs a device compiles, and says when there are too many."""
+    """Counts the graphs a device compiles, and warns when there are too many."""
 
     tell: Callable[[str], None] | None
 
@@ -32,43 +32,43 @@ class RecompileGuard(Protocol):
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind of device wants to be used."""
+    """Traits of a device type."""
 
     static_shapes: bool = False
     """Whether each new shape costs a compilation."""
     compile_backend: str | None = None
-    """The backend of torch.compile that belongs to it."""
+    """Its backend for torch.compile."""
     strategy: Callable[..., Any] | None = None
-    """Makes the strategy that carries out updates on it, if that is a special one."""
+    """Creates its strategy, if it needs a special one."""
     processes: Callable[..., Any] | None = None
-    """The same, for several processes that each have such a device; None where torch's own ones are used."""
+    """The same for several ranks with such devices; None to use torch's process groups."""
     runtime: Callable[[], Any] | None = None
-    """Imports its `LazyRuntime`, if it is a lazy device."""
+    """Returns its `LazyRuntime`, if it is a lazy device."""
     install: str = ""
-    """What its vendor says to run."""
+    """The vendor's install command."""
 
 
 KINDS: dict[str, Kind] = {}
-"""The kinds that were registered so far, by the type of their torch devices."""
+"""The registered traits, by type of torch device."""
 
 
 def register(device_type: str, kind: Kind) -> None:
-    """Make a kind of device known; packages that bring one do this when they are imported."""
+    """Register a device type; packages that support one do this when they are imported."""
     KINDS[device_type] = kind
 
 
 def kind_of(device: torch.device) -> Kind:
-    """What is known about the device's kind; nothing special for most."""
+    """The traits of a device; defaults for most."""
     return kind_named(device.type)
 
 
 def kind_named(device_type: str) -> Kind:
-    """What is known about devices of this type."""
+    """The traits of a device type."""
     if device_type not in KINDS:
         import_device_package(device_type)
     return KINDS.get(device_type, Kind())
 
 
 def known_kinds() -> dict[str, Kind]:
-    """Every kind something special is known about."""
+    """The traits of all device types that have special ones."""
     return {**KINDS, **{device_type: kind_named(device_type) for device_type in PACKAGES}}

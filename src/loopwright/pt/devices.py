@@ -1,4 +1,4 @@
-"""Which device, and what it can do: asked of the device itself where that is possible."""
+"""The device of a run, and its capabilities, queried from the device itself where possible."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LAZY = "xla"
 
 
 def choose_device(use_cpu: bool, local_rank: int, *, native_first: bool = False) -> torch.device:
-    """torch_xla's device where PJRT_DEVICE asks for it, else the accelerator torch finds, else the CPU."""
-    lazy = lazy_device()  # also for a run on the CPU: the lazy device has to start before the first backward
+    """torch_xla's device if PJRT_DEVICE is set, else the accelerator torch finds, else the CPU."""
+    lazy = lazy_device()  # also for runs on the CPU: the lazy device must be started before the first backward
     if use_cpu:
         return torch.device("cpu")
     if lazy is not None and not (native_first and torch.accelerator.is_available()):
@@ -31,14 +31,14 @@ def choose_device(use_cpu: bool, local_rank: int, *, native_first: bool = False)
 
 
 def lazy_device() -> torch.device | None:
-    """The device of lazy torch_xla, started; None if it is not asked for or not installed."""
+    """The device of lazy torch_xla, started; None if it is not requested or not installed."""
     if not os.environ.get("PJRT_DEVICE") or find_spec("torch_xla") is None:
         return None
     return lazy_runtime().start()
 
 
 def lazy_runtime() -> LazyRuntime:
-    """What computes on the lazy device."""
+    """The runtime of the lazy device."""
     load = kind_named(LAZY).runtime
     assert load is not None, "the package of the lazy device registers its runtime"
     runtime: LazyRuntime = load()
@@ -47,8 +47,8 @@ def lazy_runtime() -> LazyRuntime:
 
 @functools.cache
 def supports_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bfloat16 itself."""
-    if device.type == "cuda":  # a matrix product would succeed by emulation on cards without it
+    """Whether the device supports bfloat16 natively."""
+    if device.type == "cuda":  # on cards without it, a matrix product would succeed by emulation
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return _works(
         lambda: torch.ones(2, 2, dtype=torch.bfloat16, device=device) @ torch.ones(2, 2).to(device, torch.bfloat16)
@@ -69,7 +69,7 @@ def supports_fused_optimizer(device: torch.device) -> bool:
 
 @functools.cache
 def replaces_parameters(device: torch.device) -> bool:
-    """Whether a parameter that moves from the host to the device has to become another one, as on native devices."""
+    """Whether moving a parameter from the host to the device creates a new one, as on native devices."""
     if device.type in ("cpu", "meta"):
         return False
     return not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
@@ -77,12 +77,12 @@ def replaces_parameters(device: torch.device) -> bool:
 
 @functools.cache
 def can_pin_memory(device: torch.device) -> bool:
-    """Whether copies to the device gain from pinned memory."""
+    """Whether pinned memory speeds up copies to the device."""
     return device.type != "cpu" and _works(lambda: torch.empty(1).pin_memory())
 
 
 def _works(attempt: Any) -> bool:
-    """Whether a small attempt on the device succeeds."""
+    """Whether a small test on the device succeeds."""
     try:
         attempt()
     except (RuntimeError, TypeError, NotImplementedError, AssertionError):
@@ -91,7 +91,7 @@ def _works(attempt: Any) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything it was given."""
+    """Wait until the device has finished all queued work."""
     if is_lazy(device):
         lazy_runtime().wait()
     elif device.type != "cpu":
@@ -99,26 +99,26 @@ def synchronize(device: torch.device) -> None:
 
 
 def address_of(tensor: torch.Tensor, *, of_storage: bool = False) -> int:
-    """Where a tensor, or all of the memory it looks at, begins: equal for tensors that are one on their device."""
-    if is_lazy(tensor.device):  # no memory to point to
+    """The address of a tensor or its storage: equal for tensors that share memory on their device."""
+    if is_lazy(tensor.device):  # lazy tensors have no address
         return lazy_runtime().identity(tensor)
     return tensor.untyped_storage().data_ptr() if of_storage else tensor.data_ptr()
 
 
 def is_lazy(device: torch.device) -> bool:
-    """Whether operations on the device only note what is to be computed."""
+    """Whether the device executes operations lazily."""
     return device.type == LAZY
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory that torch holds and does not use back to the device."""
+    """Release cached device memory that torch does not use."""
     release = getattr(_backend(device), "empty_cache", None)
     if release is not None:
         release()
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Bytes in use, at most in use since the last reset, and reserved; only what the device can tell."""
+    """Bytes in use, peak bytes since the last reset, and bytes reserved; only those the device reports."""
     backend = _backend(device)
     if device.type == "cpu":
         return {}
@@ -136,7 +136,7 @@ def memory_figures(device: torch.device) -> dict[str, int]:
 
 
 def total_memory(device: torch.device) -> int | None:
-    """Total (not free) device memory usable by this process, or None if the device has no memory of its own."""
+    """Total (not free) device memory usable by this process, or None if the device does not report it."""
     if device.type == "cpu" or not hasattr(_backend(device), "get_device_properties"):
         return None
     total = getattr(_backend(device).get_device_properties(device), "total_memory", None)
@@ -145,7 +145,7 @@ def total_memory(device: torch.device) -> int | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start measuring the peak anew, where the device measures it."""
+    """Reset the peak measurement, if the device has one."""
     if hasattr(_backend(device), "reset_peak_memory_stats"):
         _backend(device).reset_peak_memory_stats(*_at(device))
 
@@ -159,7 +159,7 @@ def rng_state(device: torch.device) -> torch.Tensor:
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
-    """Put the device's random number generator into a state it had before."""
+    """Set the state of the device's random number generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -172,5 +172,5 @@ def _backend(device: torch.device) -> Any:
 
 
 def _at(device: torch.device) -> tuple[torch.device, ...]:
-    """The device as an argument, for backends that have several."""
+    """The device as a positional argument, for backends that accept one."""
     return () if device.type == "mps" else (device,)

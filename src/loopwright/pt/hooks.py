@@ -1,4 +1,4 @@
-"""What the library uses of a trainer of PyTorch models, and what all parts behind one have."""
+"""The attributes and methods of a PyTorch trainer that the library uses, and the base of its parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .arguments import TrainingArguments
 
 
 class TorchHooks(Hooks, Protocol):
-    """Of a trainer of PyTorch models."""
+    """The hooks of a trainer of PyTorch models."""
 
     args: TrainingArguments
     train_dataset: Any

@@ -1,4 +1,4 @@
-"""TorchInternals: what is behind a trainer of PyTorch models."""
+"""TorchInternals: the library's part of a trainer of PyTorch models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .token_counter import TorchWorkCounter, operations_per_token, tokens_in
 
 
 class TorchInternals(Internals):
-    """The parts of a trainer, and how they are made ready for a run."""
+    """The parts of a trainer, and their preparation for a run."""
 
     trainer: TorchHooks
     run: TorchRun
@@ -72,9 +72,9 @@ class TorchInternals(Internals):
 
     _noise: Any = None
     fp8: Any = None
-    """The layers that compute in fp8, when that was asked for."""
+    """The layers converted to fp8, if requested."""
     compiled: Any = None
-    """The compiled blocks, when torch_compile asks for them."""
+    """The compiled blocks, if torch_compile is set."""
 
     @property
     def args(self) -> TrainingArguments:
@@ -82,7 +82,7 @@ class TorchInternals(Internals):
 
     @property
     def processes(self) -> ManyProcesses:
-        """The strategy, where processes talk to each other."""
+        """The strategy, as one with several ranks."""
         assert isinstance(self.strategy, ManyProcesses)
         return self.strategy
 
@@ -103,7 +103,7 @@ class TorchInternals(Internals):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **old_names: Any,
     ) -> None:
-        """What the constructor of the trainer does."""
+        """Implementation of the trainer's constructor."""
         args = TrainingArguments("tmp_trainer") if args is None else args
         processing_class = adopt_tokenizer("Trainer", PARAMETERS, processing_class, old_names)
         check_constructor(
@@ -151,7 +151,7 @@ class TorchInternals(Internals):
         self.optim, self.acceleration = TorchOptim(self), Acceleration(self)
 
     def adopt_model(self, model: nn.Module) -> None:
-        """Place the model and find out what its forward takes."""
+        """Place the model and inspect the parameters of its forward."""
         self.trainer.model = model
         self.trainer.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
         set_use_cache(model, self.args.use_cache)
@@ -182,28 +182,28 @@ class TorchInternals(Internals):
         move_model(model, device)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model from `model_init`."""
+        """A new model from `model_init`."""
         assert self.trainer.model_init is not None
         with torch.device("meta") if self.strategy.makes_empty else nullcontext():
             return make_model(self.trainer.model_init, trial)
 
     def get_tp_size(self) -> int:
-        """Devices one tensor is split over."""
+        """Number of devices a tensor is split across."""
         return int(self.strategy.copies)
 
     @property
     def places_model(self) -> bool:
         """Whether the model is moved to the device."""
-        if self.strategy.is_sharded:  # each process takes its part only
+        if self.strategy.is_sharded:  # each rank moves only its shard
             return False
         return self.args.place_model_on_device is not False and not self.trainer.is_model_parallel
 
     @property
     def current_accumulation(self) -> int:
-        """Micro-batches of the current update: fewer at the end of an epoch."""
+        """Micro-batches of the current update; fewer at the end of an epoch."""
         return self.args.gradient_accumulation_steps if self.run.micro_batches is None else self.run.micro_batches
 
-    # ---- getting ready ----------------------------------------------------------------------------------------------
+    # ---- preparing a run ---------------------------------------------------------------------------------------------
 
     def prepare_training(self, checkpoint: str | None) -> None:
         args = self.args
@@ -215,7 +215,7 @@ class TorchInternals(Internals):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
             self.changes.adopt_assigned_model()
-        self.run.accounting = self.loss.make_accounting()  # the shapes of batches may be proved on the loss
+        self.run.accounting = self.loss.make_accounting()  # checks of static shapes may compute the loss
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
@@ -233,7 +233,7 @@ class TorchInternals(Internals):
         self.saving.start_modules()
         if checkpoint is not None:
             self.saving.resume(checkpoint)
-        elif self.strategy.data_rank:  # the first process draws what one process would
+        elif self.strategy.data_rank:  # rank 0 draws the same numbers as a single process
             self.strategy.load_rng_state(own_random_states(args.seed, self.strategy.data_rank, 0))
         self.saving.check_saving()
         self.evaluation.check_metric_name()
@@ -279,7 +279,7 @@ class TorchInternals(Internals):
             self.compiled.finish()
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model as the loop calls it; on one device it is the model itself."""
+        """The model as the loop calls it; on one device, the model itself."""
         return self.strategy.wrap(model) if training else model
 
     def _start_state(self) -> None:
@@ -291,7 +291,7 @@ class TorchInternals(Internals):
             operations=self.trainer.floating_point_ops if is_overridden(self.trainer, "floating_point_ops") else None,
         )
 
-    # ---- work done --------------------------------------------------------------------------------------------------
+    # ---- FLOPs -------------------------------------------------------------------------------------------------------
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""

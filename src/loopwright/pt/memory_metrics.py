@@ -11,5 +11,5 @@ from .devices import memory_figures, reset_peak_memory
 
 
 def meter_of(device: torch.device) -> MemoryMeter:
-    """What measures the memory of this process and of its device."""
+    """The meter of the memory of this process and its device."""
     return MemoryMeter(partial(reset_peak_memory, device), partial(memory_figures, device))

@@ -1,4 +1,4 @@
-"""What the parts behind a trainer of PyTorch models have."""
+"""The base of the parts of a PyTorch trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TorchPart(Part):
-    """One subject behind a trainer of PyTorch models."""
+    """One concern of a trainer of PyTorch models."""
 
     internals: TorchInternals  # type: ignore[assignment]
     trainer: TorchHooks
@@ -38,6 +38,6 @@ class TorchPart(Part):
 
     @property
     def processes(self) -> ManyProcesses:
-        """The strategy, where processes talk to each other."""
+        """The strategy, as one with several ranks."""
         assert isinstance(self.strategy, ManyProcesses)
         return self.strategy

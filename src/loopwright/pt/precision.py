@@ -16,16 +16,16 @@ from .devices import supports_bf16
 
 
 class Precision:
-    """fp32 (or whatever the weights are): nothing is cast, nothing is scaled."""
+    """The dtype of the weights, usually fp32: no casts and no loss scaling."""
 
     scales = False
-    """Whether gradients are larger than they should be until `unscale`."""
+    """Whether gradients are scaled until `unscale` is called."""
 
     def __init__(self) -> None:
         self._nothing: AbstractContextManager[Any] = nullcontext()
 
     def context(self) -> AbstractContextManager[Any]:
-        """Around forward and loss."""
+        """The context of forward and loss."""
         return self._nothing
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -35,10 +35,10 @@ class Precision:
         loss.backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring gradients to their true size before they are looked at."""
+        """Unscale gradients before they are read."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer; returns whether the weights moved."""
+        """Step the optimizer; returns whether the weights changed."""
         optimizer.step()
         return True
 
@@ -53,7 +53,7 @@ class Precision:
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back the scale of a checkpoint."""
+        """Load the scale of a checkpoint."""
 
 
 class Autocast(Precision):
@@ -86,7 +86,8 @@ class ScaledAutocast(Autocast):
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        # The scale falls exactly when a step was skipped; reading it is the one wait fp16 has per update.
+        # The scale decreases exactly when a step was skipped; reading it is the only synchronization of fp16 per
+        # update.
         return self.scaler.get_scale() >= before
 
     def skip(self) -> None:
@@ -100,7 +101,7 @@ class ScaledAutocast(Autocast):
 
 
 class Apex(Precision):
-    """NVIDIA Apex's amp, as older scripts ask for it with half_precision_backend="apex"."""
+    """NVIDIA Apex's amp, for older scripts with half_precision_backend="apex"."""
 
     def __init__(self, opt_level: str) -> None:
         super().__init__()
@@ -133,11 +134,11 @@ class Apex(Precision):
 
 
 def choose_precision(args: PrecisionArgs, device: torch.device) -> Precision:
-    """The precision the arguments ask for, checked against the device."""
+    """The precision set in the arguments, checked against the device."""
     if args.fp8:
         refuse_without_fp8(device)
     own: Callable[[torch.device], Precision] | None = getattr(args, "own_precision", None)
-    if own is not None and getattr(args, "bf16_weights", False):  # such arguments know how to round such weights
+    if own is not None and getattr(args, "bf16_weights", False):  # these arguments provide a rounding for bf16 weights
         return own(device)
     if args.bf16:
         if not supports_bf16(device):
@@ -153,14 +154,14 @@ def choose_precision(args: PrecisionArgs, device: torch.device) -> Precision:
 
 
 def set_tf32(enabled: bool | None) -> None:
-    """Switch tf32 matrix products on or off; None leaves torch's own setting."""
+    """Switch tf32 matrix products on or off; None keeps torch's setting."""
     if enabled is not None:
         torch.backends.cuda.matmul.allow_tf32 = enabled
         torch.backends.cudnn.allow_tf32 = enabled
 
 
 def check_fp16_weights(model: nn.Module, precision: Precision) -> None:
-    """Loss scaling needs fp32 weights: fp16 gradients cannot be unscaled."""
+    """Raise if loss scaling is used with fp16 weights: fp16 gradients cannot be unscaled."""
     if not isinstance(precision, ScaledAutocast):
         return
     half = [name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16]
@@ -173,12 +174,12 @@ def check_fp16_weights(model: nn.Module, precision: Precision) -> None:
 
 @contextmanager
 def full_eval_dtype(model: nn.Module, args: PrecisionArgs) -> Iterator[None]:
-    """The whole model in half precision while it is evaluated, then back."""
+    """The whole model in half precision during an evaluation."""
     dtype = torch.bfloat16 if args.bf16_full_eval else torch.float16 if args.fp16_full_eval else None
     if dtype is None:
         yield
         return
-    # The rounding cannot be undone, so the original tensors are kept and put back.
+    # Rounding cannot be undone, so the original tensors are kept and restored.
     kept = {name: tensor.data for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     model.to(dtype)
     try:

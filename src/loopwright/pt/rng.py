@@ -12,7 +12,7 @@ import torch
 from ..core.randomness import decode_numpy, decode_python, encode_numpy, encode_python
 from ..snapshot import MORE_STREAMS
 
-# cuBLAS reads this when it starts; without it some matrix products differ from run to run.
+# cuBLAS reads this when it starts; without it some matrix products differ between runs.
 _DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
 
@@ -20,7 +20,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     """Seed Python, numpy and torch on every device; `deterministic` also refuses nondeterministic operations."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)  # covers all accelerators, also those that start later
+    torch.manual_seed(seed)  # covers all accelerators, also those initialized later
     for _, put in MORE_STREAMS.values():
         put(seed)
     if deterministic:
@@ -28,7 +28,7 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 
 
 def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
-    """Seed everything and make torch use only operations that give the same result every time."""
+    """Seed everything and make torch use only deterministic operations."""
     set_seed(seed)
     for name, value in _DETERMINISTIC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -38,7 +38,7 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
 
 
 def rng_to_json(states: dict[str, Any]) -> dict[str, Any]:
-    """A snapshot as JSON values that hold only integers, so that nothing is lost to decimal rounding."""
+    """A snapshot as JSON values with integers only, so that no precision is lost."""
     return {name: _ENCODERS.get(name, int)(state) for name, state in states.items()}
 
 

@@ -1,4 +1,4 @@
-"""TorchRun: what exists only while a PyTorch model is trained."""
+"""TorchRun: the state that exists only while a PyTorch model is trained."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ class TorchRun(Run):
 
     # loss
     accounting: LossAccounting = field(init=False)
-    """The denominator of the loss: what is known about it, and the weight of each micro-batch."""
+    """The denominator of the loss, and the weight of each micro-batch."""
     micro_batches: int | None = None
     """Micro-batches of the current update; None before the first."""
     micro_split: int = 1
-    """Parts that each micro-batch is split into since memory ran out."""
+    """Number of parts each micro-batch is split into after running out of memory."""
     before_update: Any = None
-    """The state before the update, where it may have to be tried again after running out of memory."""
+    """The state before the update, if it may be retried after running out of memory."""
 
     # speed
     speed: SpeedEngine | None = None
-    """None when micro-batches stay as the collator made them."""
+    """None if the collator's micro-batches are kept."""
     speed_plan: dict[str, Any] | None = None
-    """What was switched on and why: `choices`, rows of (name, on, reason), and `probe`, numbers by name."""
+    """The speed plan and its reasons: `choices`, rows of (name, on, reason), and `probe`, numbers by name."""
     has_planned: bool = False
     """Whether all ranks have made their speed plan."""
     stamp: ModelStamp | None = None
-    """The model at the last update, where the loss weights or the speed plan depend on it."""
+    """The model at the last update, if loss weights or the speed plan depend on it."""
     time_split: TimeSplit | None = None
     work: TorchWorkCounter = field(init=False)
 
     # data
     loader: Any = None
     order_sampler: OrderedSampler | None = None
-    """The sampler of the training data, if its order is ours."""
+    """The sampler of the training data, if loopwright determines the order."""
     batches_overridden: bool = False
     """Whether `get_batch_samples` is overridden."""
     counted_loader: tuple[Any, int] | None = None
-    """The training loader and how many batches the loaders of all ranks give."""
+    """The training loader, and the number of batches over all ranks."""
     stream: Any = None
     """The state of a stream, from the checkpoint the run resumes from."""
     stream_before: Any = None
     """The state of a stream before the batches of the current update were read."""
     epoch_rng: dict[str, Any] | None = None
-    """RNG states at the beginning of the epoch, where the data owns its order."""
+    """RNG states at the beginning of the epoch, if the data has its own order."""
 
     # resuming and changes
     resume_from: Path | None = None
     kept_accumulation: int | None = None
-    """The accumulation that keeps the size of updates when a run resumes on another number of ranks."""
+    """The accumulation that preserves the effective batch size when a run resumes with another number of ranks."""
     scheduled_then: int | None = None
-    """The updates the schedule was made for, where a resumed run has changed their size since."""
+    """Number of updates the schedule was made for, if their size has changed since, in a resumed run."""
     scheduled_updates: int = 0
-    """How many updates the schedule of the learning rate was made for."""
+    """Number of updates the learning rate schedule was made for."""
     known: Known | None = None
-    """What training goes by; None while nothing is trained."""
+    """The objects training uses; None when not training."""
 
     def close(self) -> None:
         super().close()

@@ -24,15 +24,15 @@ from ..snapshot import Snapshot
 from .devices import is_lazy
 
 MOST_NODES = 200_000
-"""Values looked at in all; a model of a thousand modules has about twenty thousand."""
+"""Most values inspected in all; a model of a thousand modules has about twenty thousand."""
 MOST_ENTRIES = 10_000
-"""Entries of one container that are looked into; a longer one is kept entry by entry, without what these hold."""
+"""Entries up to which a container's contents are inspected; of a longer one, only the entries themselves are kept."""
 DEEPEST = 8
 WEIGHTS_ON_HOST, WEIGHTS_ON_DEVICE = 8_000_000, 64_000_000
-"""Weights of models that are copied whole; those of larger models are watched, which costs nothing."""
+"""Sizes of models whose weights are copied; the weights of larger models are only checked for changes."""
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
-"""Packages whose objects hold nothing that a loss keeps count in."""
+"""Packages whose objects hold no state that a loss changes."""
 INSTALLED = ("site-packages", "dist-packages")
 NOT_STATE = frozenset(
     {
@@ -46,7 +46,7 @@ Undo = Callable[[], None]
 
 @contextmanager
 def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
-    """Whatever is computed inside, model, trainer and random streams are afterwards as they were found."""
+    """Restore model, trainer and random states after the block."""
     box = Sandbox(model, trainer)
     try:
         yield box
@@ -56,7 +56,7 @@ def sandbox(model: nn.Module, trainer: Any = None) -> Iterator[Sandbox]:
 
 
 class Sandbox:
-    """The state of a model, a trainer and all random streams at one moment, to be put back any number of times."""
+    """The state of a model, a trainer and all random states at one moment, which can be restored repeatedly."""
 
     def __init__(self, model: nn.Module, trainer: Any = None) -> None:
         self._model = model
@@ -68,7 +68,7 @@ class Sandbox:
         self._versions = [] if self._weights else [(p, _version(p)) for p in model.parameters()]
         self._state = state = _State()
         state.leave_out(model.buffers())  # these are copied above
-        if is_sharded:  # FSDP swaps whole and sharded parameters itself
+        if is_sharded:  # FSDP swaps full and sharded parameters itself
             state.leave_out(module._parameters for module in self._modules)
         for module in self._modules:
             state.keep_attributes(module)
@@ -82,11 +82,11 @@ class Sandbox:
 
     @property
     def changed_weights(self) -> bool:
-        """Whether weights that are too many to be copied were written to, which is not undone."""
+        """Whether weights too large to copy were written to, which is not undone."""
         return any(_version(parameter) != version for parameter, version in self._versions)
 
     def restore(self) -> None:
-        """Put everything back; the sandbox can be used again."""
+        """Restore everything; the sandbox can be used again."""
         self._state.restore()
         self._tensors.restore()
         for place, name, clone in self._lazy_clones():
@@ -97,20 +97,20 @@ class Sandbox:
         self._hide_gradients()
 
     def close(self) -> None:
-        """Bring back the gradients and the buffers that stayed out meanwhile."""
+        """Restore the gradients and the buffers that were replaced meanwhile."""
         for parameter, grad in self._grads:
             parameter.grad = grad
         for place, name, buffer in self._lazy:
             place[name] = buffer
 
     def _hide_gradients(self) -> None:
-        # Gradients of an update under way stay out of it instead of being copied.
+        # Gradients of an update in progress are set aside instead of copied.
         for parameter, _ in self._grads:
             if parameter.grad is not None:
                 parameter.grad = None
 
     def _stand_in_for_lazy_buffers(self) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """On a lazy device even putting back what is there is work, so copies stand in and the originals stay out."""
+        """Replace lazy buffers by copies, and keep the originals: on a lazy device even restoring a value is work."""
         lazy = [
             (module._buffers, name, buffer)
             for module in self._modules
@@ -126,19 +126,19 @@ class Sandbox:
 
 
 class _State:
-    """Plain Python values, and how to put each of them back in place."""
+    """Plain Python values, and functions that restore each of them in place."""
 
     def __init__(self) -> None:
         self.is_users: Callable[[Any], bool] = lambda value: True
-        """Whether an object is looked into."""
+        """Whether the attributes of an object are inspected."""
         self._undo: list[Undo] = []
         self._empty: list[Any] = []
         self._seen: set[int] = set()
         self._left = MOST_NODES
-        self._held: list[Any] = []  # an id stays that of one object only while the object lives
+        self._held: list[Any] = []  # keeps objects alive, so that ids stay unique
 
     def leave_out(self, values: Iterable[Any]) -> None:
-        """Values that are restored elsewhere."""
+        """Exclude values that are restored elsewhere."""
         for value in values:
             self._note(value)
 
@@ -150,7 +150,7 @@ class _State:
             undo()
 
     def keep_attributes(self, owner: Any, depth: int = 0) -> None:
-        """Attributes of an object: bound to what they were, those that came later removed."""
+        """Record the attributes of an object: they are bound again, and later ones are removed."""
         if id(owner) in self._seen:
             return
         self._note(owner)
@@ -162,11 +162,11 @@ class _State:
                 self.keep(value, depth + 1)
 
     def keep(self, value: Any, depth: int = 0) -> None:
-        """Remember a value and what it holds, as far as it is plain state."""
+        """Record a value and its contents, as far as they are plain state."""
         if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
             return
         if isinstance(value, (nn.Module, type)):
-            return  # modules are kept one by one
+            return  # modules are recorded separately
         if isinstance(value, (list, dict, set, deque, tuple)):
             self._keep_container(value, depth)
         elif isinstance(value, (Tensor, np.ndarray)):
@@ -212,7 +212,7 @@ class _State:
                     self.keep(each, depth + 1)
 
     def _keep_function(self, value: Any, depth: int) -> None:
-        """Counters live in a function's attributes and in the variables it closes over, too."""
+        """Record a function's attributes and closure variables, which may hold counters."""
         self._note(value)
         if isinstance(value, MethodType):
             self.keep(value.__func__, depth + 1)
@@ -239,7 +239,7 @@ class _State:
 
 
 def first_iterator(trainer: Any) -> str | None:
-    """The name of an attribute that draws from a source, which could not be given back what was drawn from it."""
+    """The name of an attribute that is an iterator whose consumed items could not be restored."""
     for name, value in vars(trainer).items():
         if name in NOT_STATE or not isinstance(value, Iterator) or _copied(value) is not None:
             continue
@@ -249,14 +249,14 @@ def first_iterator(trainer: Any) -> str | None:
 
 
 def _copied(iterator: Any) -> Any:
-    """Another iterator that gives what this one is about to give; None if there can be none."""
+    """A copy of an iterator at its current position; None if it cannot be copied."""
     if type(iterator) is itertools.count:
         return itertools.count(*ast.literal_eval(f"[{repr(iterator)[6:-1]}]"))
     return copy(iterator) if type(iterator) in (type(iter([])), type(iter(())), type(iter(range(0)))) else None
 
 
 def _loss_functions(trainer: Any) -> list[Any]:
-    """The user's own functions that compute a loss."""
+    """The user's functions that compute a loss."""
     found = [getattr(trainer, "compute_loss_func", None)]
     for cls in type(trainer).__mro__:
         function = vars(cls).get("compute_loss")
@@ -284,7 +284,7 @@ def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()
 
 
 def _refilling(value: Any) -> Undo | None:
-    """How to give a container its entries back; None for one that cannot change."""
+    """A function that restores a container's entries; None for an immutable one."""
     if isinstance(value, (list, deque)):
         entries = list(value)
 
@@ -315,14 +315,14 @@ def _refilling_dict(value: dict[Any, Any]) -> Undo:
         same = len(value) == len(kept) and all(a is b and value[a] is kept[b] for a, b in zip(value, kept, strict=True))
         if not same:
             value.clear()
-            for key, each in kept.items():  # one by one: every kind of dictionary can do that
+            for key, each in kept.items():  # one at a time: works for every kind of dict
                 value[key] = each
 
     return refill
 
 
 def _stream(value: Any) -> Undo | None:
-    """How to put a random stream of the user's own back; None for anything else."""
+    """A function that restores a user's random generator; None for any other object."""
     if isinstance(value, torch.Generator):
         state = value.get_state()
         return lambda: value.set_state(state) and None
@@ -343,7 +343,7 @@ def _is_of_a_library(value: Any) -> bool:
 
 
 def _is_written_here(value: Any) -> bool:
-    """Whether an object's class is the user's own, not that of an installed package."""
+    """Whether an object's class is the user's, not that of an installed package."""
     home = type(value).__module__
     if home.partition(".")[0] in sys.stdlib_module_names:
         return type(value).__module__ == "types"  # SimpleNamespace
@@ -352,13 +352,13 @@ def _is_written_here(value: Any) -> bool:
 
 
 def _runs_by_itself(value: Any) -> bool:
-    """Whether another thread may be at work on an object: its queues are not to be turned back."""
+    """Whether another thread may use an object, whose queues must not be restored."""
     own = (threading.Thread, type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
     return any(isinstance(each, own) for each in vars(value).values())
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Whether each element has a place of its own, and the tensor has data at all."""
+    """Whether the tensor has data, and each element its own memory location."""
     if tensor.device.type == "meta" or tensor.is_inference():
         return False
     if tensor.layout is not torch.strided:

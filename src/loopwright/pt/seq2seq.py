@@ -1,4 +1,4 @@
-"""Seq2SeqTrainer: generation in evaluation, for encoder-decoder and for decoder-only models."""
+"""Seq2SeqTrainer: generation in evaluation, for encoder-decoder and decoder-only models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEFAULT_MAX_LENGTH = 20
 
 
 class Seq2SeqHooks(TorchHooks, Protocol):
-    """What is used of a trainer that generates."""
+    """The hooks of a trainer that generates."""
 
     _gen_kwargs: dict[str, Any]
 
@@ -36,7 +36,7 @@ class Seq2SeqHooks(TorchHooks, Protocol):
 
 
 class Seq2SeqEvaluation(SharedEvaluation):
-    """Generation beside the loss, in evaluation and prediction."""
+    """Generation in addition to the loss, in evaluation and prediction."""
 
     trainer: Seq2SeqHooks
 
@@ -49,7 +49,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """As Trainer.evaluate; `gen_kwargs` go to `model.generate` in this call."""
+        """Like Trainer.evaluate; `gen_kwargs` are passed to `model.generate` in this call."""
         self.trainer._gen_kwargs = self._generation_options(gen_kwargs or self._gen_kwargs_of_outer_call())
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
@@ -60,18 +60,18 @@ class Seq2SeqEvaluation(SharedEvaluation):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """As Trainer.predict; `gen_kwargs` go to `model.generate` in this call."""
+        """Like Trainer.predict; `gen_kwargs` are passed to `model.generate` in this call."""
         self.trainer._gen_kwargs = self._generation_options(gen_kwargs)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def _gen_kwargs_of_outer_call(self) -> dict[str, Any]:
-        """evaluate() of several named sets calls itself: the options stay those of the first call."""
+        """The options of the outer call, because evaluate() of several named sets calls itself."""
         return self.trainer._gen_kwargs if self._evaluating_each else {}
 
     def _generation_options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The call's own options, then those of the arguments.
+        """The options of the call, completed by those of the arguments.
 
-        For decoder-only models the longest length counts new tokens, so that it does not depend on a batch's padding.
+        For decoder-only models the maximum length counts new tokens, so that it does not depend on a batch's padding.
         """
         options = dict(given)
         longest = getattr(self.args, "generation_max_length", None)
@@ -81,12 +81,12 @@ class Seq2SeqEvaluation(SharedEvaluation):
         if beams is not None and options.get("num_beams") is None:
             options["num_beams"] = beams
         if self.strategy.forward_is_collective and options.get("synced_gpus") is None:
-            options["synced_gpus"] = True  # who has finished early goes on until all have
+            options["synced_gpus"] = True  # ranks that finish early continue until all have finished
         return options
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
         plan = super()._evaluation_plan(dataloader, loss_only)
-        plan.weight_by_samples = False  # eval_loss_reduction="batch_mean" is what transformers' Seq2SeqTrainer does
+        plan.weight_by_samples = False  # eval_loss_reduction="batch_mean" is transformers' behaviour
         return plan
 
     def prediction_step(
@@ -97,13 +97,13 @@ class Seq2SeqEvaluation(SharedEvaluation):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Loss, generated ids and labels of one batch; without generation, as Trainer.prediction_step."""
+        """Loss, generated ids and labels of one batch; without generation, like Trainer.prediction_step."""
         if prediction_loss_only or not self._generates():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self.trainer._prepare_inputs(inputs)
         options = gen_kwargs or self.trainer._gen_kwargs or self._generation_options({})
         plain = plain_module(model)
-        # Where each look at a value is a graph, tokens are chosen and counted on the host.
+        # On a lazy device each read of a value is a graph, so tokens are selected and counted on the host.
         source = on_host(inputs) if is_lazy(self.device) else inputs
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.strategy.generating(plain):
             generate = self._generate_from_encoder if self._has_encoder() else self._generate_from_prompts
@@ -115,7 +115,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         return loss, generated, labels
 
     def _with_fixed_cache(self, model: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """On a lazy device the cache has room for the longest answer at once, so that all tokens are one graph."""
+        """On a lazy device, allocate the cache for the longest answer, so that all tokens use one graph."""
         own = model.generation_config
         chosen = "cache_implementation" in options or own.cache_implementation is not None
         cached = options.get("use_cache", own.use_cache) is not False
@@ -124,14 +124,14 @@ class Seq2SeqEvaluation(SharedEvaluation):
         return {**options, "cache_implementation": "static"}
 
     def _loss_beside_generation(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """The loss as training computes it, overrides and loss functions included."""
+        """The loss as in training, including overrides and loss functions."""
         if self._answers_are_apart(inputs):
             return None
         with torch.no_grad():
             return self._loss_and_outputs(model, dict(inputs), True)[0]
 
     def _answers_are_apart(self, inputs: Any) -> bool:
-        """Whether labels are not those of the inputs' tokens: then there is nothing to compute a causal loss of."""
+        """Whether labels do not belong to the input tokens, so that there is no causal loss."""
         if self._has_encoder() or not self._generates():
             return False
         return inputs.get("labels") is not None and inputs["labels"].shape != inputs["input_ids"].shape
@@ -151,7 +151,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         return bool(getattr(getattr(plain_module(self.model), "config", None), "is_encoder_decoder", False))
 
     def _generate_from_encoder(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
-        # The decoder's inputs of training hold the answer; generation starts from nothing.
+        # The decoder's inputs of training contain the answer; generation starts without it.
         hidden = {
             "labels",
             "decoder_input_ids",
@@ -166,14 +166,14 @@ class Seq2SeqEvaluation(SharedEvaluation):
         width = inputs["input_ids"].shape[1] if is_lazy(self.device) else None
         prompts, mask = prompts_of(inputs, pad=self._pad_token(model), width=width)
         hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.trainer.label_names}
-        # Images and the like go with the prompt; what belongs to single tokens no longer stands where they do.
+        # Images and similar inputs are passed with the prompt; per-token inputs no longer match its positions.
         shape = inputs["input_ids"].shape
         others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
         generated = model.generate(input_ids=prompts, attention_mask=mask, **others, **options)
         return self._padded(model, generated[:, prompts.shape[1] :], options, extra=0)
 
     def _padded(self, model: Any, generated: Tensor, options: dict[str, Any], *, extra: int) -> Tensor:
-        """Generated ids padded to the longest length allowed, so that all batches have one width."""
+        """Generated ids padded to the maximum length, so that all batches have one width."""
         config = model.generation_config
         new = options.get("max_new_tokens") or config.max_new_tokens
         whole = (options.get("max_length") or 0, config.max_length or DEFAULT_MAX_LENGTH) if extra else ()
@@ -186,7 +186,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
         return wide
 
     def _pad_token(self, model: Any) -> int:
-        """The id that pads: the tokenizer's, else the model's."""
+        """The padding id: the tokenizer's, else the model's."""
         places = (
             self.trainer.processing_class,
             getattr(model, "generation_config", None),
@@ -201,7 +201,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
 
 
 class Seq2SeqInternals(TorchInternals):
-    """What is behind a Seq2SeqTrainer."""
+    """The internals of a Seq2SeqTrainer."""
 
     trainer: Seq2SeqHooks
     evaluation: Seq2SeqEvaluation
@@ -229,7 +229,7 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """A GenerationConfig from itself, a file, a folder or a name."""
+        """A GenerationConfig from a config, a file, a folder or a name."""
         from transformers import GenerationConfig
 
         if isinstance(gen_config_arg, GenerationConfig):
@@ -246,7 +246,7 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """As `Trainer.evaluate`; `gen_kwargs` go to `model.generate` in this call."""
+        """Like `Trainer.evaluate`; `gen_kwargs` are passed to `model.generate` in this call."""
         return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def predict(
@@ -256,7 +256,7 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """As `Trainer.predict`; `gen_kwargs` go to `model.generate` in this call."""
+        """Like `Trainer.predict`; `gen_kwargs` are passed to `model.generate` in this call."""
         return self._loopwright.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix, **gen_kwargs)
 
     def prediction_step(
@@ -267,10 +267,10 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Any, Any, Any]:
-        """Loss, generated ids and labels of one batch; without generation, as `Trainer.prediction_step`."""
+        """Loss, generated ids and labels of one batch; without generation, like `Trainer.prediction_step`."""
         evaluation = self._loopwright.evaluation
         return evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys, **gen_kwargs)
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
-        """Generated ids padded to one length. Called for every batch that generates."""
+        """Pad generated ids to one length. Called for every batch that generates."""
         return self._loopwright.evaluation._pad_tensors_to_max_len(tensor, max_length)

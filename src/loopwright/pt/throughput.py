@@ -1,4 +1,4 @@
-"""How fast a run goes: live numbers and the speed report."""
+"""The speed of a run: live numbers and the speed report."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ GIB = 2**30
 
 
 class TorchPacing(TorchPart, Pacing):
-    """How fast a run goes, and where its time goes."""
+    """The throughput of a run, and the breakdown of its time."""
 
     operations: Operations | None = None
-    """The model's operations by tokens; counted at the first log point of a device whose peak is known."""
+    """The model's FLOPs per token; counted at the first log point if the device's peak is known."""
     _counted: torch.nn.Module | None = None
 
     def speed_report(self) -> SpeedReport:
-        """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
+        """The accelerations in use with their reasons, and the speed of training; print it, or use `as_dict()`."""
         split = self.run.time_split or TimeSplit()
         return report_of(
             self.run.speed_plan,
@@ -48,7 +48,7 @@ class TorchPacing(TorchPart, Pacing):
     def make_meter(self) -> ThroughputMeter:
         peak = device_peak(self.device, self._number_format())
         self.run.work.squares = self.run.work.keeps_sample = peak is not None
-        if self._counted is not self.model:  # another model than the one that was counted
+        if self._counted is not self.model:  # not the model whose FLOPs were counted
             self.operations = None if self._counted is not None else self.operations
             self._counted = None
         self.run.time_split = TimeSplit()
@@ -91,12 +91,12 @@ class TorchPacing(TorchPart, Pacing):
         if self.operations is None or not math.isfinite(interval.real_tokens):
             return None
         squared = interval.squared_lengths
-        if not math.isfinite(squared):  # unknown lengths count as equal
+        if not math.isfinite(squared):  # unknown lengths are assumed equal
             squared = interval.real_tokens**2 / max(interval.samples, 1)
         return self.operations.of(interval.real_tokens, squared)
 
     def _count_operations(self) -> None:
-        """Watch one small forward, once; a model that cannot run one has no MFU, and trains all the same."""
+        """Count the FLOPs of one small forward, once; without it, the MFU is unknown and training continues."""
         sample, self.run.work.sample = self.run.work.sample, None
         self.run.work.keeps_sample = False
         if self.operations is not None:
@@ -110,7 +110,7 @@ class TorchPacing(TorchPart, Pacing):
                 self.internals.data.input_name(),
                 causal=predicts_next_token(self.model),
             )
-        except Exception as error:  # the model is the user's, and a number less is no reason to stop
+        except Exception as error:  # user code; a missing number must not stop training
             logger.info(f"MFU is unknown, since the FLOPs of the model could not be counted: {error}")
 
     def _plain_forward(self, inputs: dict[str, Any]) -> Any:
@@ -118,7 +118,7 @@ class TorchPacing(TorchPart, Pacing):
             return self.model(**self.internals.loss.for_model(self.trainer._prepare_inputs(inputs)))
 
     def _number_format(self) -> str:
-        """What the model's matrix products are computed in, by the names of the table of peaks."""
+        """The dtype of the model's matrix products, in the names of the table of peaks."""
         if self.args.bf16 or self.args.fp16:
             return "bf16" if self.args.bf16 else "fp16"
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
@@ -128,7 +128,7 @@ class TorchPacing(TorchPart, Pacing):
         return "tf32" if self.device.type != "cpu" and torch.get_float32_matmul_precision() != "highest" else "fp32"
 
     def _peak_memory_gib(self) -> float | None:
-        """The most memory that was in use: the device's own count, or that of the process."""
+        """Peak memory: the device's own count, or that of the process."""
         if self.device.type == "cpu":
             return host_peak() / GIB
         peak = memory_figures(self.device).get("peak")
@@ -136,7 +136,7 @@ class TorchPacing(TorchPart, Pacing):
 
 
 def recompiles() -> int | None:
-    """How often torch has compiled something again in this process; None while nothing was compiled."""
-    frames = sys.modules.get("torch._dynamo.convert_frame")  # never imported for this: that takes seconds
+    """Number of recompilations by torch in this process; None before the first compilation."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")  # not imported here, which would take seconds
     compiled = getattr(frames, "FRAME_COMPILE_COUNTER", None)
     return sum(count - 1 for count in compiled.values() if count > 1) if compiled else None

@@ -1,4 +1,4 @@
-"""How much a run has computed: tokens and floating point operations, from shapes alone."""
+"""Counting the work of a run: tokens and floating point operations, from shapes alone."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..core.update import Update
 from .data.columns import innermost
 
 WHOLE = (torch.int64, torch.int32)
-"""What token ids come in; another main input (pixels, sound) has no tokens to count."""
+"""Dtypes of token ids; other main inputs (pixels, sound) have no tokens."""
 
 
 class TorchWorkCounter:
-    """Measures the operations and tokens of batches while they are in host memory."""
+    """Counts operations and tokens of batches while they are in host memory."""
 
     def __init__(
         self, model: nn.Module, input_name: str, *, tokens: str | bool, operations: Callable[[Any], float] | None = None
@@ -28,16 +28,16 @@ class TorchWorkCounter:
         self._operations = operations
         self._per_token = operations_per_token(model)
         self.counts = True
-        """Whether there is anything to count at all; the first update shows it."""
+        """Whether there is anything to count, as found in the first update."""
         self._has_tokens = False
         self.squares = False
-        """Whether squared lengths are wanted."""
+        """Whether squared lengths are counted."""
         self.keeps_sample = False
         self.sample: Any = None
         """The first batch, kept while `keeps_sample` is set, for counting FLOPs."""
 
     def measure(self, update: Update) -> None:
-        """Fill in the operations and tokens of an update."""
+        """Set the operations and tokens of an update."""
         batches = update.batches
         elements = self._count_tokens(update)
         if self._operations is not None:
@@ -51,7 +51,7 @@ class TorchWorkCounter:
         self.counts = elements > 0 or self._operations is not None or self._tokens not in ("no", False)
 
     def _count_tokens(self, update: Update) -> int:
-        """Fill in the update's tokens, where its batches have any; returns the elements of the main input."""
+        """Set the update's tokens, if its batches have any; returns the elements of the main input."""
         elements = 0
         real: Any = 0
         squared: Any = 0
@@ -69,13 +69,13 @@ class TorchWorkCounter:
         return elements
 
     def _real(self, main: Tensor, batch: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Tokens that are no padding, and their squared lengths; host tensors are not looked at here."""
+        """Tokens without padding, and their squared lengths; host tensors are not read here."""
         self._has_tokens = main.dtype in WHOLE
         if not self._has_tokens:
             return math.nan, math.nan
         rows, length = (*main.shape, 1)[:2]
         mask = batch["attention_mask"] if "attention_mask" in batch else None
-        if mask is None:  # several samples in a row have unknown lengths
+        if mask is None:  # packed samples have unknown lengths
             return rows * length, math.nan if "position_ids" in batch else rows * length * length
         if type(mask) is not Tensor or mask.shape != main.shape or mask.device.type != "cpu":
             return math.nan, math.nan

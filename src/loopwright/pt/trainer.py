@@ -1,6 +1,6 @@
-"""Trainer: everything you can call and override.
+"""Trainer: the methods and attributes that users call and override.
 
-Each method says when it is called and with what, and hands the work to a part: read on where it leads.
+Each method documents when it is called and with what, and delegates to a part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .optim.creation import TorchOptim
 class Trainer(BaseTrainer):
     """Trains, evaluates and saves any PyTorch model.
 
-    A subclass may override every method of this page, and use any other name for its own methods and attributes.
+    A subclass may override every method of this class, and use any other name for its own methods and attributes.
     """
 
     _loopwright: TorchInternals
@@ -47,11 +47,11 @@ class Trainer(BaseTrainer):
     compute_metrics: Any
     is_in_train: bool = False
     loss_is_scaled_for_ga: bool | None = None
-    """Set it in a subclass to say whether your loss is already divided by num_items_in_batch."""
+    """Whether your loss is already divided by num_items_in_batch; set it in a subclass to skip the inference."""
     _signature_columns: list[str] | None = None
     """Columns of the data that are kept; set it in a subclass, or leave it to `_set_signature_columns_if_needed`."""
 
-    # What other trainers have and overrides may ask for.
+    # Attributes of other trainers that overrides may read.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
     deepspeed = hp_search_backend = hp_name = objective = hub_model_id = None
     current_flos = 0.0
@@ -98,12 +98,12 @@ class Trainer(BaseTrainer):
 
     @derived
     def tokenizer(self) -> Any:
-        """What `processing_class` was called before."""
+        """The old name of `processing_class`."""
         return self.processing_class
 
     @derived
     def current_gradient_accumulation_steps(self) -> int:
-        """Micro-batches of the current update: fewer at the end of an epoch."""
+        """Micro-batches of the current update; fewer at the end of an epoch."""
         return self._loopwright.current_accumulation
 
     @derived
@@ -113,7 +113,7 @@ class Trainer(BaseTrainer):
 
     @derived
     def neftune_noise_alpha(self) -> float | None:
-        """The size of the noise on embeddings."""
+        """The scale of the noise on embeddings."""
         return self.args.neftune_noise_alpha
 
     @derived
@@ -123,7 +123,7 @@ class Trainer(BaseTrainer):
 
     @derived
     def compiled(self) -> Any:
-        """The compiled blocks, when torch_compile asks for them; `figures()` counts compilations."""
+        """The compiled blocks, if torch_compile is set; `figures()` counts compilations."""
         return self._loopwright.compiled
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ class Trainer(BaseTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of one micro-batch; returns its part of the update's loss.
 
-        Called once per micro-batch with the wrapped model, the batch as the collator made it, and the number of
-        targets of the whole update.
+        Called once per micro-batch with the wrapped model, the collator's batch, and the number of targets of the whole
+        update.
         """
         self._loopwright.loss.enter_training(model)
         inputs = self._prepare_inputs(inputs)
@@ -159,10 +159,10 @@ class Trainer(BaseTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+        """The loss of a batch: the model's, or that of `compute_loss_func` or label smoothing.
 
-        Called by `training_step` and `prediction_step` with the batch on the device. An override may return the
-        mean over its targets, or `(sum, count)`; with `return_outputs=True` also the outputs.
+        Called by `training_step` and `prediction_step` with the batch on the device. An override may return the mean
+        over its targets, or `(sum, count)`; with `return_outputs=True` also the outputs.
         """
         return self._loopwright.loss.compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
@@ -171,11 +171,11 @@ class Trainer(BaseTrainer):
         return self._loopwright.loss.compute_loss_context_manager()
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """The autocast context; what `compute_loss_context_manager` returns."""
+        """The autocast context, which `compute_loss_context_manager` returns."""
         return self._loopwright.loss.autocast_smart_context_manager(cache_enabled)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on the device, in a container of its own. Called once per micro-batch, by `training_step`."""
+        """The batch on the device, in a new container. Called once per micro-batch, by `training_step`."""
         return self._loopwright.loss._prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
@@ -183,14 +183,14 @@ class Trainer(BaseTrainer):
         return self._loopwright.loss._prepare_input(data)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """The next micro-batches of one update and the number of targets in them.
+        """The next micro-batches of one update, and their number of targets.
 
         Called once per update if overridden.
         """
         return self._loopwright.data.get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """The targets of an update's micro-batches; None when they have no labels. Called once per update."""
+        """The targets of an update's micro-batches; None if they have no labels. Called once per update."""
         return self._loopwright.loss._get_num_items_in_batch(batch_samples, device)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -227,26 +227,26 @@ class Trainer(BaseTrainer):
         return self._loopwright.data._get_dataloader(dataset, description, batch_size, sampler, drop_last, **ignored)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
-        """The sampler of the training data: seed, epoch and position decide the order.
+        """The sampler of the training data: seed, epoch and position determine the order.
 
         Called by `get_train_dataloader`.
         """
         return self._loopwright.data._get_train_sampler(train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
-        """The sampler of evaluation data; None keeps the order of the dataset. Called by the loaders of evaluation."""
+        """The sampler of evaluation data; None keeps the order of the dataset. Called by the evaluation loaders."""
         return self._loopwright.data._get_eval_sampler(eval_dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The samples behind a loader; an estimate when the dataset has no length. Called when the run is planned."""
+        """Number of samples of a loader's dataset, or an estimate. Called when the run is planned."""
         return self._loopwright.data.num_examples(dataloader)
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Set `_signature_columns` to what the model's forward takes. Called before columns are removed."""
+        """Set `_signature_columns` to the parameters of the model's forward. Called before columns are removed."""
         self._loopwright.data._set_signature_columns_if_needed()
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """The dataset as given: columns are removed after loading, so that lazy transforms see all of them.
+        """The dataset unchanged: columns are removed after loading, so that lazy transforms see all of them.
 
         Called for every loader.
         """
@@ -255,7 +255,7 @@ class Trainer(BaseTrainer):
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[Any], Any], description: str | None = None
     ) -> Callable[[Any], Any]:
-        """The collator, without the columns the model does not take. Called for every loader."""
+        """The collator, wrapped to remove the columns the model does not accept. Called for every loader."""
         return self._loopwright.data._get_collator_with_removed_columns(data_collator, description)
 
     def set_initial_training_values(
@@ -268,13 +268,13 @@ class Trainer(BaseTrainer):
         return self._loopwright.data.set_initial_training_values(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of one update over all processes: the effective batch size."""
+        """Effective batch size: samples of one update over all ranks."""
         return self._loopwright.data.get_total_train_batch_size(args)
 
     # ---- model -------------------------------------------------------------------------------------------------------
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A fresh model from `model_init`. Called by the constructor, and when training begins."""
+        """A new model from `model_init`. Called by the constructor, and when training begins."""
         return self._loopwright.call_model_init(trial)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -289,15 +289,15 @@ class Trainer(BaseTrainer):
         return self._loopwright._wrap_model(model, training, dataloader)
 
     def get_tp_size(self) -> int:
-        """Devices one tensor is split over."""
+        """Number of devices a tensor is split across."""
         return self._loopwright.get_tp_size()
 
     def get_cp_size(self) -> int:
-        """Devices one sequence is split over."""
+        """Number of devices a sequence is split across."""
         return 1
 
     def get_sp_size(self) -> int:
-        """Devices the tokens of one sequence are split over."""
+        """Number of devices the tokens of a sequence are split across."""
         return 1
 
     # ---- optimizer and schedule --------------------------------------------------------------------------------------
@@ -307,29 +307,29 @@ class Trainer(BaseTrainer):
         self._loopwright.optim.create_optimizer_and_scheduler(num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer the arguments name, over the trainable parameters.
+        """The optimizer set in the arguments, over the trainable parameters.
 
         Called by `create_optimizer_and_scheduler`.
         """
         return self._loopwright.optim.create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule the arguments name. Called by `create_optimizer_and_scheduler`, after the optimizer."""
+        """The schedule set in the arguments. Called by `create_optimizer_and_scheduler`, after the optimizer."""
         return self._loopwright.optim.create_scheduler(num_training_steps, optimizer)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """The class and keyword arguments of the optimizer the arguments name. Called by `create_optimizer`."""
+        """The class and keyword arguments of the optimizer set in the arguments. Called by `create_optimizer`."""
         return TorchOptim.get_optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to: no biases, no norms. Called by `create_optimizer`."""
+        """The parameters that weight decay applies to: neither biases nor norms. Called by `create_optimizer`."""
         return self._loopwright.optim.get_decay_parameter_names(model)
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The options of the group a parameter belongs to, or of all groups."""
+        """The group of a parameter, or the parameters of all groups."""
         return self._loopwright.optim.get_optimizer_group(param)
 
     def get_learning_rates(self) -> list[float]:
@@ -349,9 +349,9 @@ class Trainer(BaseTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The metrics of a dataset, of the trainer's own evaluation data, or of each of its named sets.
+        """The metrics of a dataset, of the trainer's evaluation data, or of each of its named sets.
 
-        Called by the user, and during training whenever `control.should_evaluate` is set.
+        Called by the user, and during training when `control.should_evaluate` is set.
         """
         return self._loopwright.evaluation.evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -369,7 +369,7 @@ class Trainer(BaseTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Go through a loader with `prediction_step`; returns predictions, labels, metrics and the number of samples.
+        """Run `prediction_step` over a loader; returns predictions, labels, metrics and the number of samples.
 
         Called by `evaluate` and `predict`.
         """
@@ -384,11 +384,11 @@ class Trainer(BaseTrainer):
         return self._loopwright.evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        """Evaluate as the training loop does. Called whenever `control.should_evaluate` is set."""
+        """Evaluate within training. Called when `control.should_evaluate` is set."""
         return self._loopwright._evaluate(trial, ignore_keys_for_eval)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
-        """Keep the metric in the state if it is the best so far; returns whether it is.
+        """Store the metric in the state if it is the best so far; returns whether it is.
 
         Called after every `_evaluate`.
         """
@@ -420,27 +420,27 @@ class Trainer(BaseTrainer):
         self._loopwright.save_state()
 
     def store_flos(self) -> None:
-        """Called before numbers are logged; `state.total_flos` is always up to date, so there is nothing to do."""
+        """Called before numbers are logged; does nothing, because `state.total_flos` is always up to date."""
 
     def speed_report(self) -> SpeedReport:
-        """What was switched on and why, and how fast training was; print it, or take `as_dict()`."""
+        """The accelerations in use with their reasons, and the speed of training; print it, or use `as_dict()`."""
         return self._loopwright.pacing.speed_report()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights.
+        """Write the model with full weights, its processor and the arguments, ready to be loaded.
 
         Called by the user, and for every checkpoint if overridden.
         """
         self._loopwright.saving.save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the files of `save_model` into a folder, on the process that writes."""
+        """Write the files of `save_model` into a folder, on the rank that writes."""
         self._loopwright.saving._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Write a checkpoint of the last finished update. Called whenever `control.should_save` is set."""
+        """Write a checkpoint of the last finished update. Called when `control.should_save` is set."""
         self._loopwright.saving._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -469,11 +469,11 @@ class Trainer(BaseTrainer):
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first rank of its machine."""
         return self.args.local_process_index == 0
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is rank 0."""
         return self.args.process_index == 0
 
     def end(self) -> None:

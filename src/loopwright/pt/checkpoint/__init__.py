@@ -1,1 +1,1 @@
-"""What a checkpoint holds: tensors, shards, weights, rank state, and how a run is saved and resumed."""
+"""Checkpoints: tensors, shards, weights, rank state, saving and resuming."""

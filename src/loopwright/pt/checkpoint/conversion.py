@@ -1,4 +1,4 @@
-"""transformers' conversion table: tensors under the names `save_pretrained` writes, and back under the module's own."""
+"""transformers' conversion table: mapping between a module's tensor names and those `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...errors import CheckpointError
 from .tensors import some
 
 SAMPLE_BYTES = 1 << 28
-"""At most this much is converted there and back before the first step; beyond it names and shapes are compared."""
+"""Most bytes of tensors converted as a test before the first step; beyond it only names and shapes are compared."""
 
 MOST_NAMES = 2000
-"""Of models with more names than this the first layers' are taken: transformers needs milliseconds for each."""
+"""For models with more names, only the first layers are checked: transformers needs milliseconds per name."""
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether a model is one of transformers, whose files are read and written by its conversion table."""
+    """Whether the model is a transformers model, whose files are read and written through the conversion table."""
     return "transformers" in sys.modules and isinstance(model, sys.modules["transformers"].PreTrainedModel)
 
 
 def has_table() -> bool:
-    """Whether this version of transformers converts names and values; before 5.0 it did not."""
+    """Whether this version of transformers has a conversion table (5.0 and later)."""
     try:
         from transformers import core_model_loading
 
@@ -41,7 +41,7 @@ def has_table() -> bool:
 
 
 def skeleton(model: nn.Module) -> Any:
-    """The same tree of modules with tensors on the meta device: what is loaded into it leaves the model alone."""
+    """The same tree of modules with tensors on the meta device; loading into it does not change the model."""
     tensors: dict[int, Tensor] = {}
     modules: dict[int, nn.Module] = {}
 
@@ -62,7 +62,7 @@ def skeleton(model: nn.Module) -> Any:
         modules[id(module)] = made
         made.__dict__["_parameters"] = {name: empty(each) for name, each in module._parameters.items()}
         made.__dict__["_buffers"] = {name: empty(each) for name, each in module._buffers.items()}
-        made.__dict__["_state_dict_pre_hooks"] = OrderedDict()  # FSDP's would act on the model itself
+        made.__dict__["_state_dict_pre_hooks"] = OrderedDict()  # FSDP's hooks would act on the model itself
         made.__dict__["_modules"] = {
             name: None if each is None else twin(each) for name, each in module._modules.items()
         }
@@ -72,7 +72,7 @@ def skeleton(model: nn.Module) -> Any:
 
 
 def _unsharded_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before FSDP put its own in front: the table goes by the names of classes."""
+    """The class of a module before FSDP replaced it: the conversion table is keyed by class names."""
     kind = type(module)
     if kind.__name__.startswith("FSDP") and any(each.__name__ == "FSDPModule" for each in kind.__mro__):
         return next(each for each in kind.__mro__[1:] if each.__name__ == kind.__name__.removeprefix("FSDP"))
@@ -80,15 +80,15 @@ def _unsharded_class(module: nn.Module) -> type[nn.Module]:
 
 
 def is_sharded_class(module: nn.Module) -> bool:
-    """Whether FSDP has put a class of its own in front of the module's."""
+    """Whether FSDP has replaced the class of the module."""
     return _unsharded_class(module) is not type(module)
 
 
-# ---- there and back --------------------------------------------------------------------------------------------------
+# ---- export and import -----------------------------------------------------------------------------------------------
 
 
 def to_exported(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the module's own names, as `save_pretrained` would name and lay them out."""
+    """Tensors given under the module's names, in the names and layout of `save_pretrained`."""
     if not has_table():
         return dict(tensors)
     from transformers.core_model_loading import revert_weight_conversion
@@ -97,21 +97,21 @@ def to_exported(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_exported(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Tensors as `save_pretrained` writes them, under the module's own names: converted as `from_pretrained` does."""
+    """Tensors as `save_pretrained` writes them, under the module's names: converted as `from_pretrained` does."""
     if not has_table():
         return dict(tensors)
     found = _by_table(model, tensors, source=source)
-    # transformers adds and removes prefixes by what it finds, and can take one tensor for another. Of a file with just
-    # the names this model is exported under it is known which is which.
+    # transformers adds and removes prefixes by heuristics, and can confuse tensors. If the file has only names under
+    # which this model is exported, the mapping is unambiguous and is used instead.
     return {**found, **{name: tensors[written] for name, written in _renamed(model, tensors).items()}}
 
 
 def _renamed(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Own names and those they are written under, of tensors that are written as they are; none for other files."""
+    """Module names mapped to exported names, for tensors exported unchanged; empty if the file has other names."""
     own = skeleton(model).state_dict()
     try:
         exported = to_exported(model, own)
-    except Exception:  # a table that cannot be reverted says nothing
+    except Exception:  # a table that cannot be reverted gives no mapping
         return {}
     if not tensors.keys() <= exported.keys():
         return {}
@@ -120,7 +120,7 @@ def _renamed(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _by_table(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """What `from_pretrained` makes of tensors."""
+    """The result of `from_pretrained` for these tensors."""
     bare = skeleton(model)
     info = _load_into(bare, tensors)
     errors = [f"{name}: {str(text).strip().splitlines()[-1]}" for name, text in info.conversion_errors.items()]
@@ -136,7 +136,7 @@ def _by_table(model: Any, tensors: Mapping[str, Tensor], *, source: str) -> dict
 
 
 def _load_into(bare: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Let transformers load tensors into a model without values; returns what it says about it."""
+    """Load tensors into a model without values; returns transformers' report on it."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
@@ -159,7 +159,7 @@ def _load_into(bare: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _mapping(bare: Any) -> list[Any]:
-    """The table's rows for a model, and before them those its user gave to `from_pretrained`."""
+    """The table's rows for a model, after those that the user passed to `from_pretrained`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     known = get_model_conversion_mapping(bare)
@@ -172,11 +172,11 @@ def _row(transform: Any) -> tuple[str, str | None]:
     return repr(transform), getattr(transform, "scope_prefix", None)
 
 
-# ---- what can be known before the first step -------------------------------------------------------------------------
+# ---- checks before the first step ------------------------------------------------------------------------------------
 
 
 def reads_own_names(model: Any) -> bool:
-    """Whether `from_pretrained` takes a file with the module's own names as it is, values included."""
+    """Whether `from_pretrained` reads a file with the module's names without renaming or conversion."""
     if not has_table():
         return True
     from transformers.core_model_loading import dot_natural_key
@@ -184,7 +184,7 @@ def reads_own_names(model: Any) -> bool:
     bare = skeleton(model)
     own = bare.state_dict(keep_vars=True)
     renamings, converters = _split(_mapping(bare))
-    names = sorted(own, key=dot_natural_key)  # in transformers' order: some rows wait for an earlier name
+    names = sorted(own, key=dot_natural_key)  # transformers' order: some rows depend on an earlier name
     return all(_read_as(name, renamings, converters, bare, own) == (name, None) for name in names)
 
 
@@ -200,13 +200,13 @@ def _read_as(name: str, renamings: list[Any], converters: list[Any], bare: Any, 
     from transformers.core_model_loading import rename_source_key
 
     renamed, converter = rename_source_key(name, renamings, converters, bare.base_model_prefix, own)
-    if renamed not in own and name in own:  # transformers then takes it by its own name
+    if renamed not in own and name in own:  # transformers then falls back to the original name
         renamed, converter = rename_source_key(name, [], [], bare.base_model_prefix, own)
     return renamed, converter
 
 
 def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
-    """What of a model would not come back from the files `save_pretrained` writes; None if all of it does."""
+    """What is lost by writing the model with `save_pretrained` and reading it back; None if nothing is lost."""
     if not has_table():
         return None
     own = skeleton(model).state_dict()
@@ -219,7 +219,7 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
         back = _by_table(model, exported, source="an export of this model")
     except CheckpointError as error:
         return str(error)
-    except Exception as error:  # a table may fail in any way: the reason is the answer
+    except Exception as error:  # a table may fail in any way: the reason is returned
         return f"transformers cannot convert its tensors: {type(error).__name__}: {error}"
     for name, tensor in bare.items():
         if name not in back:
@@ -232,7 +232,7 @@ def export_trouble(model: Any, tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _confusion(model: Any, renamed: Mapping[str, Tensor]) -> str | None:
-    """Which of the tensors that keep their values comes back as another one: each is one number, shown as its shape."""
+    """A tensor exported unchanged but read back as another one, or None; each is one element in its shape."""
     marks = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in renamed.items()}
     back = _by_table(model, to_exported(model, marks), source="an export of this model")
     for name, mark in marks.items():
@@ -246,24 +246,24 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _written(model: Any, tensors: Mapping[str, Tensor]) -> Iterable[str]:
-    """Names that `save_pretrained` writes: not the second ones of tied weights, nor what the model's class excludes."""
+    """Names that `save_pretrained` writes: without aliases of tied weights and names its class excludes."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     left = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     kept = {name: tensor.detach() for name, tensor in tensors.items() if name not in left}
-    if any(hasattr(each, "device_mesh") for each in kept.values()):  # FSDP's have no address that could be compared
+    if any(hasattr(each, "device_mesh") for each in kept.values()):  # addresses of DTensors cannot be compared
         return set(kept) - set(getattr(model, "all_tied_weights_keys", None) or ())
     return remove_tied_weights_from_state_dict(kept, model).keys()
 
 
 def _converted(bare: Mapping[str, Tensor], exported: Mapping[str, Tensor]) -> list[str]:
-    """Names whose tensors are not merely renamed but changed by the table."""
+    """Names whose tensors the table changes, not only renames."""
     kept = {id(tensor) for tensor in exported.values()}
     return [name for name, tensor in bare.items() if id(tensor) not in kept]
 
 
 def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: Iterable[str]) -> str | None:
-    """What a sample of the converted tensors says: those of the first layer, there and back."""
+    """Convert a sample of the changed tensors (first layers) and back; returns a difference, or None."""
     sample = _first_layers(converted)
     chosen = {name: tensors[name].detach() for name in sample}
     size = sum(each.numel() * each.element_size() for each in chosen.values())
@@ -272,7 +272,7 @@ def _values_trouble(model: Any, tensors: Mapping[str, Tensor], converted: Iterab
     host = {name: each.to("cpu", copy=True) for name, each in chosen.items()}
     try:
         back = _by_table(model, to_exported(model, host), source="an export of this model")
-    except Exception:  # a part of the tensors may be too little for an operation: names and shapes have been compared
+    except Exception:  # some operations need all tensors; names and shapes were compared
         return None
     for name, tensor in host.items():
         if name not in back or not _equal(back[name], tensor):
@@ -285,7 +285,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _first_layers(names: Iterable[str]) -> list[str]:
-    """Of names that differ in their first number only, those with the lowest."""
+    """Among names that differ only in their first number, those with the lowest."""
     groups: dict[str, dict[int, list[str]]] = {}
     for name in names:
         found = re.search(r"\.(\d+)\.", name)

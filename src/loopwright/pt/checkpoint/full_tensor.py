@@ -14,18 +14,18 @@ from .shards import NAMES, is_distributed, like, local_part
 
 
 def whole_of(tensor: Any) -> Tensor:
-    """A whole tensor; every process that holds a part of it has to ask for it."""
+    """The full tensor; a collective that all ranks holding a shard must call."""
     tensor = tensor.detach()
     if not is_distributed(tensor):
         return tensor
     local = tensor.to_local()
-    if local.device.type != tensor.device_mesh.device_type:  # parts kept in host memory travel through the device
+    if local.device.type != tensor.device_mesh.device_type:  # shards in host memory are gathered through the device
         tensor = like(local.to(tensor.device_mesh.device_type), tensor)
     return tensor.full_tensor()
 
 
 def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """All tensors whole, in host memory; processes that do not `keep` them only send their parts."""
+    """All tensors in full, in host memory; ranks without `keep` only send their shards."""
     found: dict[str, Tensor] = {}
     same: dict[Any, Tensor] = {}
     for name, tensor in tensors.items():
@@ -39,13 +39,13 @@ def whole_tensors(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Ten
 
 
 def _place(tensor: Any) -> Any:
-    """The same for names of one tensor, on every process."""
+    """A key that is equal for all names of one tensor, on every rank."""
     box = local_part(tensor)
     return (box.values.data_ptr(), box.shape) if box.values.numel() else object()
 
 
 def stream_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:
-    """Write whole tensors to a safetensors file, one by one; processes without a path only send their parts."""
+    """Write full tensors to a safetensors file, one at a time; ranks without a path only send their shards."""
     aliases, stored = _second_names(tensors)
     header: dict[str, Any] = {"__metadata__": {"aliases": json.dumps(aliases)} if aliases else {"format": "pt"}}
     end = 0
@@ -68,7 +68,7 @@ def stream_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _second_names(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[str]]:
-    """Names of tensors that have another name already, and the names to write, which are the same on every process."""
+    """Aliases of tied weights, and the names to write, which are the same on every rank."""
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in tensors.items():
@@ -78,5 +78,5 @@ def _second_names(tensors: Mapping[str, Tensor]) -> tuple[dict[str, str], list[s
             aliases[name] = first[key]
         else:
             first[key] = name
-    # What has elements on one process may have none on another, so only names that are tied everywhere are left out.
+    # A shard may be empty on some ranks, so only names that are tied on every rank are left out.
     return aliases, [name for name in tensors if name not in aliases]

@@ -1,7 +1,7 @@
-"""What training changes in modules besides their state dict: buffers that are not saved, and plain attributes.
+"""Changes of modules outside their state dict: non-persistent buffers and plain attributes.
 
-Rotary embeddings with dynamic frequencies keep the longest length so far, modules count their calls, caches grow. A
-freshly built model has none of it, so a resumed run would not be the run that was.
+Rotary embeddings with dynamic frequencies store the longest length so far, modules count their calls, caches grow. A
+freshly built model has none of this, so a resumed run would differ without it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import torch
 from torch import Tensor, nn
 
 LARGEST = 1 << 24
-"""Bytes of tensors that are kept at most; what is larger is reported."""
+"""Most bytes of tensors that are saved; larger ones are reported."""
 MOST_ENTRIES = 1000
 _OWN = {*nn.Module().__dict__, "training", "gradient_checkpointing"}
-"""What every module has, and what the arguments of a run set."""
+"""Attributes that every module has, and those set by the arguments of a run."""
 _ABSENT = object()
 
 
 class ModuleState:
-    """A model's modules as they were at the start, to find what training has changed since."""
+    """The modules of a model at the start, to find out what training has changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.restored: set[str] = set()
-        """Names of weights that came from a checkpoint: they differ from those of a freshly built model."""
+        """Names of weights loaded from a checkpoint: they differ from those of a freshly built model."""
         self._start = {name: (_stamp(value), _kept(value)) for name, value in _values(module)}
         self._hooks = {path: _hooks_in(each) for path, each in module.named_modules()}
         self._objects = {path: _objects_of(each) for path, each in module.named_modules()}
         self._weights = {name: _stamp(value) for name, value in module.state_dict(keep_vars=True).items()}
 
     def changed_weights(self) -> set[str]:
-        """Names in the state dict that are trained, or are not what they were at the start."""
+        """Names in the state dict that are trained, or have changed since the start."""
         own = self.module.state_dict(keep_vars=True)
         moved = {
             name
@@ -45,7 +45,7 @@ class ModuleState:
         return moved | (self.restored & set(own))
 
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
-        """What differs from the start, as JSON values; what is too large to be kept is reported."""
+        """Values that differ from the start, as JSON values; those too large to save are reported."""
         left, found = LARGEST, {}
         now, modules = dict(_values(self.module)), dict(self.module.named_modules())
         for name, value in now.items():
@@ -66,10 +66,10 @@ class ModuleState:
         return {"values": found, "gone": gone}
 
     def _stands_for_more(self, name: str, modules: dict[str, nn.Module], tell: Callable[[str], None]) -> bool:
-        """Whether a flag says that something was made which a checkpoint cannot hold: hooks, or objects."""
+        """Whether a flag records the creation of something a checkpoint cannot hold: hooks or objects."""
         path = name.rpartition(".")[0]
         if _hooks_in(modules[path]) != self._hooks.get(path):
-            return True  # they are installed again when they are needed, if nothing says that they are there
+            return True  # the hooks are installed again when needed, if the flag is unset
         made = _objects_of(modules[path]) - self._objects.get(path, set())
         if made:
             tell(
@@ -79,7 +79,7 @@ class ModuleState:
         return bool(made)
 
     def load_state_dict(self, state: dict[str, Any], tell: Callable[[str], None]) -> None:
-        """Back to the start, then what was saved."""
+        """Reset to the values at the start, then load the saved ones."""
         modules = dict(self.module.named_modules())
         for name, value in dict(_values(self.module)).items():
             stamp, first = self._start.get(name, (_ABSENT, _ABSENT))
@@ -98,7 +98,7 @@ class ModuleState:
 
 
 def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Buffers outside the state dict and plain attributes of all modules, by their full names."""
+    """Non-persistent buffers and plain attributes of all modules, by full name."""
     for path, each in module.named_modules():
         prefix = f"{path}." if path else "."
         for name in each._non_persistent_buffers_set:
@@ -110,7 +110,7 @@ def _values(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is data: a number, a text, a tensor outside any graph, or a small collection of these."""
+    """Whether a value is data: a number, a string, a tensor without grad, or a small collection of these."""
     if isinstance(value, Tensor):
         usual = type(value) is Tensor and value.layout is torch.strided and not value.is_meta
         return usual and not value.requires_grad
@@ -124,17 +124,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _hooks_in(module: nn.Module) -> int:
-    """How many hooks a module and those below it have."""
+    """Number of hooks of a module and its submodules."""
     return sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in module.modules())
 
 
 def _objects_of(module: nn.Module) -> set[str]:
-    """Attributes that are neither data nor modules, parameters or hooks."""
+    """Attributes that are neither plain data nor in `_OWN`."""
     return {name for name, value in module.__dict__.items() if name not in _OWN and not _is_plain(value)}
 
 
 def _stamp(value: Any) -> Any:
-    """Equal for a value that is as it was; a tensor by its identity and how often it was written to."""
+    """A value that is equal while `value` is unchanged; for tensors, their identity and version counter."""
     if isinstance(value, Tensor):
         return "tensor", id(value), 0 if value.is_inference() else value._version
     if isinstance(value, (list, tuple)):
@@ -145,7 +145,7 @@ def _stamp(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """The value with collections of its own; tensors stay the same ones."""
+    """A copy of nested collections; tensors are shared."""
     if isinstance(value, dict):
         return {key: _kept(each) for key, each in value.items()}
     return type(value)(map(_kept, value)) if isinstance(value, (list, tuple)) else value
@@ -194,7 +194,7 @@ def _decode(value: Any, device: torch.device) -> Any:
 
 
 def _set(modules: dict[str, nn.Module], name: str, value: Any) -> None:
-    """Give a module a value; tensors are replaced and not written to, for another name may stand for the old one."""
+    """Set a value on a module. Tensors are replaced, not written to: other names may refer to the old one."""
     path, _, leaf = name.rpartition(".")
     module = modules[path]
     if leaf in module._buffers:

@@ -19,7 +19,7 @@ from .tensors import read_json, write_json
 
 @dataclass
 class SavingCrew:
-    """The processes of a run as a checkpoint's writers."""
+    """A rank, and the ranks with which it writes a checkpoint."""
 
     rank: int
     leader: int
@@ -27,20 +27,20 @@ class SavingCrew:
 
 
 def keep_records(folder: Path, records: dict[int, dict[str, Any]]) -> None:
-    """Write what only each process knows: one file per process."""
+    """Write the state of each rank, one file per rank."""
     (folder / RANKS).mkdir(exist_ok=True)
     for rank, record in records.items():
         write_json(folder / RANKS / f"{rank:05d}.json", record)
 
 
 def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
-    """What a process with this number put into a checkpoint, or None if there was none."""
+    """The state that a rank saved in a checkpoint, or None if there is none."""
     path = folder / RANKS / f"{rank:05d}.json"
     return read_json(path) if path.is_file() else None
 
 
 def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:
-    """Whether all processes see the same folder: rank 0 writes a file there and all look for it."""
+    """Whether all ranks see the same folder: rank 0 writes a file there, and all ranks check for it."""
     probe = Path(folder) / gather(f".loopwright-shared-{os.getpid()}")[0]
     if rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callabl
 
 
 def own_random_states(seed: int, rank: int, step: int) -> dict[str, Any]:
-    """Random states for a process that has none: a function of the seed, its number and the step it joins at."""
+    """Random states for a rank that has none: a function of the seed, the rank and the step at which it joins."""
     words = hashlib.sha256(f"{seed}/{rank}/{step}".encode()).digest()
     before = snapshot_rng()
     set_seed(int(np.frombuffer(words[:4], dtype=np.uint32)[0]))

@@ -25,11 +25,11 @@ from .weights import partly_saved_names
 
 
 class TorchResuming(TorchPart, Resuming):
-    """Weights, optimizer, schedule, randomness and position of a checkpoint, back where they were."""
+    """Restores weights, optimizer, schedule, random states and position from a checkpoint."""
 
     modules: ModuleState | None = None
     _restored: frozenset[str] = frozenset()
-    """Names of the weights that the checkpoint of an adapter held."""
+    """Names of the weights in the checkpoint of an adapter."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
@@ -37,7 +37,7 @@ class TorchResuming(TorchPart, Resuming):
         self._restored = partly_saved_names(Path(resume_from_checkpoint))
 
     def _load_weights_of(self, folder: str) -> None:
-        """Load the best model: its weights, and what its modules had besides when they were saved."""
+        """Load the best model: its weights, and the saved state of its modules."""
         self.strategy.load_weights(plain_module(self.model), folder)
         if self.modules is not None and (Path(folder) / PROGRESS).is_file():
             self._resume_modules(read_json(Path(folder) / PROGRESS).get("parts", {}))
@@ -45,7 +45,7 @@ class TorchResuming(TorchPart, Resuming):
     # ---- modules ----------------------------------------------------------------------------------------------------
 
     def start_modules(self) -> None:
-        """Remember what modules hold besides their state dict, to save what training changes of it."""
+        """Record the state of modules outside their state dict, so that changes by training are saved."""
         module = plain_module(self.model)
         if self.modules is None or self.modules.module is not module:
             self.modules = ModuleState(module)
@@ -62,7 +62,7 @@ class TorchResuming(TorchPart, Resuming):
             self.modules.load_state_dict(states["modules"], self.notices.warn_once)
 
     def resume(self, checkpoint: str) -> None:
-        """Put state, progress, optimizer, schedule and randomness back to where the checkpoint was taken."""
+        """Restore state, progress, optimizer, schedule and random states from the checkpoint."""
         folder = Path(checkpoint)
         saved = TrainerState.from_dict(read_json(folder / STATE))
         foreign = is_foreign(folder)
@@ -83,11 +83,11 @@ class TorchResuming(TorchPart, Resuming):
         if (folder / SCALER).is_file():
             self.strategy.precision.load_state_dict(read_json(folder / SCALER))
         self.run.resume_rng = self._random_states(folder)
-        # Now, for an evaluation that a signal put off; and once more where training goes on.
+        # Now, for an evaluation that was pending at a signal; and again where training resumes.
         self.strategy.load_rng_state(self.run.resume_rng)
 
     def _resume_optimizer(self, folder: Path) -> None:
-        """The optimizer's state; where it is in shards here or there, only the parts this process holds are read."""
+        """Load the optimizer's state; if it is sharded here or in the checkpoint, read only this rank's shards."""
         module = plain_module(self.model)
         if self.strategy.saves_itself:
             self.strategy.read_state(folder)
@@ -105,7 +105,7 @@ class TorchResuming(TorchPart, Resuming):
             self.strategy.load_optimizer(described, slot_reader(reader, module), self.trainer.optimizer, module)
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
-        """This process's random states; one that was not there when they were saved gets fresh ones of its own."""
+        """This rank's random states; a rank that did not exist at the save gets new ones."""
         rank = self.strategy.data_rank
         record = record_of(folder, rank * self._copies_then(folder))
         if record is not None and record["rng"] is not None:
@@ -115,13 +115,13 @@ class TorchResuming(TorchPart, Resuming):
         return own_random_states(self.args.seed, rank, self.state.global_step)
 
     def _copies_then(self, folder: Path) -> int:
-        """How many processes worked on the same data in the run that saved a checkpoint."""
+        """Number of ranks per part of the data in the run that saved the checkpoint."""
         return int(read_json(folder / PROGRESS).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
 
     def _updates_are_as_large(self, folder: Path) -> bool:
-        """Whether updates have the size of those of the run that saved a checkpoint."""
+        """Whether updates have the same size as in the run that saved the checkpoint."""
         before = read_json(folder / ARGUMENTS)
-        if self.args.packing or before.get("packing"):  # their samples vary: what decides them is compared
+        if self.args.packing or before.get("packing"):  # sample counts vary, so arguments are compared
             return super()._updates_are_as_large(folder)
         return bool(self.run.plan.total_batch_size == self._samples_per_update(folder))
 
@@ -129,18 +129,18 @@ class TorchResuming(TorchPart, Resuming):
         return tuple(sizes_of_updates(self.args))
 
     def _samples_per_update(self, folder: Path) -> int:
-        """The size of the updates of the run that saved a checkpoint."""
+        """Effective batch size of the run that saved the checkpoint."""
         before, progress = read_json(folder / ARGUMENTS), read_json(folder / PROGRESS)
         accumulation = progress.get("accumulation", before["gradient_accumulation_steps"])
         return int(before["per_device_train_batch_size"] * accumulation * progress.get("world_size", 1))
 
     def accumulation_to_go_on(self, checkpoint: str) -> int | None:
-        """The accumulation that keeps updates as large as they were, with another number of processes than then."""
+        """The accumulation that preserves the effective batch size with other ranks; None: that of the arguments."""
         folder, args = Path(checkpoint), self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
             return None
         before = read_json(folder / ARGUMENTS)
-        # What its arguments say was perhaps set by a callback, which this run does not know yet.
+        # The value in its arguments may have been set by a callback, which this run has not called yet.
         then = read_json(folder / PROGRESS).get("asked_accumulation", before["gradient_accumulation_steps"])
         before["gradient_accumulation_steps"] = then
         asked = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -158,7 +158,7 @@ class TorchResuming(TorchPart, Resuming):
         return kept
 
     def updates_scheduled(self, checkpoint: str) -> int | None:
-        """The updates the schedule was made for, where the run has changed their size since then; else None."""
+        """Number of updates the schedule was made for, if the run has changed their size since; else None."""
         folder = Path(checkpoint)
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file():
             return None
@@ -170,7 +170,7 @@ class TorchResuming(TorchPart, Resuming):
         return ordered_sampler(self.run.loader) is not None
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
-        """What this process itself had put aside; with another number of processes a stream is read again instead."""
+        """This rank's part states; with another number of ranks, the stream is read from its start instead."""
         before, now = document.get("world_size", 1), self.strategy.data_world
         if before != now:
             self.notices.warn_once(
@@ -184,7 +184,7 @@ class TorchResuming(TorchPart, Resuming):
         return {} if record is None else record["parts"]
 
     def _guess_progress(self) -> None:
-        """transformers counts updates: the position follows from them, if batch and accumulation are the same."""
+        """Derive the position from the update count of transformers, assuming the same batch size and accumulation."""
         plan, step = self.run.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Checks before the first step that what is saved can be loaded: names, shapes, dtypes and a sample of values."""
+"""Checks before the first step that a save can be loaded: names, shapes, dtypes and a sample of values."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .weights import is_adapter
 
 
 def check_checkpoint(module: nn.Module) -> None:
-    """Raise if a checkpoint of the module could not be written, or would not hold everything that is trained."""
+    """Raise if a checkpoint of the module could not be written, or would lack trained parameters."""
     own = module.state_dict(keep_vars=True)
     for name, value in own.items():
-        if not isinstance(value, Tensor) and not is_adapter(module):  # of adapters the frozen base is not saved
+        if not isinstance(value, Tensor) and not is_adapter(module):  # the frozen base of an adapter is not saved
             raise CheckpointError(
                 f"{name} in the model's state_dict() is a {type(value).__name__}, but checkpoints can only hold "
                 "tensors. Return a tensor from get_extra_state, or keep the value in a buffer"
@@ -34,14 +34,14 @@ def check_checkpoint(module: nn.Module) -> None:
 
 
 def _check_kinds(own: Mapping[str, Tensor]) -> None:
-    """Write one number of each kind of tensor."""
+    """Write one number of each dtype."""
     first: dict[torch.dtype, str] = {}
     for name, tensor in own.items():
         first.setdefault(tensor.dtype, name)
     for dtype, name in first.items():
         try:
             save({"one": torch.zeros(1, dtype=torch.uint8).expand(16).clone().view(dtype)})
-        except Exception as error:  # safetensors does not say what it raises
+        except Exception as error:  # the exceptions of safetensors are not documented
             raise CheckpointError(
                 f"{name} has dtype {dtype}, which safetensors does not support ({error}); convert it, or exclude it "
                 "from the state dict (persistent=False)"
@@ -49,7 +49,7 @@ def _check_kinds(own: Mapping[str, Tensor]) -> None:
 
 
 def _check_coverage(module: nn.Module, own: Mapping[str, Tensor]) -> None:
-    """Everything trained must be in the state dict, as itself: loading writes into the tensors found there."""
+    """Every trained parameter must be in the state dict, not as a copy: loading writes into those tensors."""
     held: set[Any] = {id(value) for value in own.values()}
     held |= {_address(value) for value in own.values() if value.numel()} - {None}
     lost = [
@@ -69,13 +69,13 @@ def _address(tensor: Any) -> Any:
 
 
 def check_companions(module: nn.Module) -> None:
-    """Raise if what belongs to a model of transformers besides its weights cannot be written."""
+    """Raise if the configuration of a transformers model cannot be written."""
     if not is_pretrained(module) or is_adapter(module):
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
             save_config(module, Path(folder))
-        except Exception as error:  # save_pretrained is the model's own code
+        except Exception as error:  # save_pretrained is code of the model
             raise CheckpointError(
                 f"the configuration of {type(module).__name__} cannot be saved, so no checkpoint can be: {error}. "
                 "Fix model.config or model.generation_config"
@@ -83,7 +83,7 @@ def check_companions(module: nn.Module) -> None:
 
 
 def export_warning(module: nn.Module) -> str | None:
-    """What would not come back from the files `save_model` writes, and what to do; None if everything does."""
+    """A warning about what is lost in the files `save_model` writes, with a remedy; None if nothing is lost."""
     if not is_pretrained(module) or is_adapter(module) or getattr(module, "hf_quantizer", None) is not None:
         return None
     trouble = export_trouble(module, module.state_dict())

@@ -44,14 +44,14 @@ class TorchSaving(TorchResuming):
     def __init__(self, internals: Any) -> None:
         super().__init__(internals)
         self.copies = HostSnapshot()
-        """What a save in the background writes while training goes on."""
+        """Copies that a background save writes while training continues."""
 
     # ---- the model --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, its processor and the arguments, ready to be loaded again; always with whole weights."""
+        """Write the model with full weights, its processor and the arguments, ready to be loaded."""
         place = output_dir or self.args.output_dir
-        assert place is not None  # settled arguments name a folder
+        assert place is not None  # resolved arguments always have a folder
         if self.strategy.is_sharded:
             self._save_gathered(place)
         elif self.args.should_save:
@@ -59,7 +59,7 @@ class TorchSaving(TorchResuming):
                 self.trainer._save(folder)
 
     def _save_gathered(self, place: str) -> None:
-        """Whole weights from the parts of all processes, which all have to call this."""
+        """Write full weights gathered from the shards of all ranks; a collective."""
         module, leads = plain_module(self.model), self.args.should_save
         with folder_for(place) if leads else nullcontext("") as name:
             folder = Path(name)
@@ -85,7 +85,7 @@ class TorchSaving(TorchResuming):
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any = None) -> None:
-        """Publish a checkpoint of the last finished update."""
+        """Write and publish a checkpoint of the last finished update."""
         if self.is_alone and not self.args.should_save:
             return
         self._note_best_checkpoint()
@@ -93,7 +93,7 @@ class TorchSaving(TorchResuming):
         by_others = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
         background = self.args.async_save and not by_others and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.any_rank(not background)
-        self.run.checkpoints.wait()  # the copies of the save before this one are about to be written over
+        self.run.checkpoints.wait()  # the copies of the previous save are about to be overwritten
         self.run.checkpoints.save(
             self.state.global_step,
             self._checkpoint_writer(copy=background),
@@ -107,13 +107,13 @@ class TorchSaving(TorchResuming):
         self.keep_compiled()
 
     def keep_compiled(self) -> None:
-        """Put what was compiled beside the checkpoints, not into them."""
+        """Write the compile cache next to the checkpoints, not into them."""
         if self.internals.compiled is not None and self.args.should_save:
             self.internals.compiled.keep(self.args.output_dir, self.device)
 
     @cached_property
     def crew(self) -> SavingCrew | None:
-        """The processes that write checkpoints together; None when there is one."""
+        """The ranks that write checkpoints together; None for a single process."""
         if self.is_alone and not self.strategy.is_sharded:
             return None
         strategy, gather, leader = self.strategy, self.processes.saving.gather, 0
@@ -128,11 +128,11 @@ class TorchSaving(TorchResuming):
 
     @property
     def leads_saving(self) -> bool:
-        """Whether this process publishes checkpoints and models."""
+        """Whether this rank publishes checkpoints and models."""
         return self.args.should_save if self.crew is None else self.crew.rank == self.crew.leader
 
     def _checkpoint_writer(self, *, copy: bool) -> Callable[[Path], Part]:
-        """A function that writes everything as it is now; with `copy`, later changes do not show."""
+        """A function that writes the current state; with `copy`, later changes do not affect it."""
         keep, leads = self.copies if copy else dict, self.leads_saving
         writers: list[Callable[[Path], Any]] = []
         if self._saves_models_itself():
@@ -149,7 +149,7 @@ class TorchSaving(TorchResuming):
             writers += [self._foreign_writer(copy=copy)] if leads else []
             documents[PROGRESS] = self._resume_documents()[
                 PROGRESS
-            ]  # transformers' format has no place for the position
+            ]  # transformers' format does not hold the position
         else:
             if self.strategy.saves_itself:
                 writers.append(self.strategy.write_state)
@@ -170,7 +170,7 @@ class TorchSaving(TorchResuming):
         return write
 
     def _saves_whole(self) -> bool:
-        """Whether the parts of all processes are gathered for a checkpoint: asked for, or a disk per machine."""
+        """Whether shards are gathered for a checkpoint: by the strategy, or because nodes have separate folders."""
         if not self.strategy.is_sharded:
             return False
         apart = self.args.save_on_each_node and self.strategy.any_rank(self.crew is not None and self.crew.leader != 0)
@@ -180,12 +180,12 @@ class TorchSaving(TorchResuming):
         return whole_tensors(tensors, keep=leads) if self.strategy.is_sharded else tensors
 
     def _whole_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
-        """One process writes everything."""
+        """Writers for the leading rank, which writes full weights."""
         if not leads and not self.strategy.is_sharded:
             return []
         module = plain_module(self.model)
         state = self.strategy.model_state(module)
-        if is_adapter(module):  # a quantized base has texts in its state dict
+        if is_adapter(module):  # a quantized base has strings in its state dict
             state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         tensors = keep(self._gathered_tensors(state, leads=leads))
         if not leads:
@@ -196,13 +196,13 @@ class TorchSaving(TorchResuming):
         return [write, self._save_companions]
 
     def _needed_weights(self, module: Any) -> set[str]:
-        """Names a checkpoint must hold even where the rest comes from elsewhere, as with adapters."""
+        """Names a checkpoint must hold even if the other weights are saved elsewhere, as with adapters."""
         if self.modules is not None and self.modules.module is module:
             return self.modules.changed_weights()
         return {name for name, each in module.state_dict(keep_vars=True).items() if each.requires_grad}
 
     def _shard_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
-        """Each process writes the parts of weights and optimizer it holds."""
+        """Writers with which each rank writes its shards of weights and optimizer."""
         module, (rank, world) = plain_module(self.model), (self.strategy.rank, self.strategy.world_size)
         described: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
@@ -226,11 +226,11 @@ class TorchSaving(TorchResuming):
         return lambda folder: write_foreign(folder, args=self.args, **parts)
 
     def _fits_in_memory(self) -> bool:
-        """Whether the host has room for a copy of everything a checkpoint holds."""
+        """Whether host memory has space for a copy of a checkpoint."""
         return free_memory() is None or self.checkpoint_bytes() * 1.2 < (free_memory() or 0) + self.copies.size
 
     def checkpoint_bytes(self) -> int:
-        """About how large a checkpoint is: weights, buffers and, unless left out, two numbers per trained weight."""
+        """Approximate size of a checkpoint: weights, buffers and, unless excluded, two values per trained weight."""
         module = plain_module(self.model)
         weights = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
         if self.args.save_only_model:
@@ -245,7 +245,7 @@ class TorchSaving(TorchResuming):
         return weights + (known or 2 * trained)
 
     def check_saving(self) -> None:
-        """Before step 1: will checkpoints fit, and can the optimizer's state be written at all?"""
+        """Check before the first step that checkpoints fit, and that the optimizer's state can be written."""
         args, module = self.args, plain_module(self.model)
         if not self.strategy.saves_itself:
             self._check_round_trip(module)
@@ -257,7 +257,7 @@ class TorchSaving(TorchResuming):
             encode_schedule(self.trainer.lr_scheduler.state_dict())
 
     def _check_round_trip(self, module: Any) -> None:
-        """Will weights come back from a checkpoint, and from what `save_model` writes?"""
+        """Check that weights can be restored from a checkpoint, and from the files of `save_model`."""
         args = self.args
         if args.save_strategy != "no" and not args.save_only_model and not self._saves_models_itself():
             check_checkpoint(module)

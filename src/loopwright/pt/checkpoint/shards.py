@@ -26,21 +26,21 @@ FORMATS = {name: dtype for dtype, name in NAMES.items()}
 
 
 class Box(NamedTuple):
-    """A part of a tensor and where it begins."""
+    """A part of a tensor, with its offset in the full tensor."""
 
     values: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """The shape of the whole tensor."""
+    """The shape of the full tensor."""
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a tensor is spread over processes."""
+    """Whether a tensor is distributed over ranks."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local_part(tensor: Any) -> Box:
-    """The part of a tensor this process holds."""
+    """This rank's shard of a tensor."""
     tensor = tensor.detach()
     if not is_distributed(tensor):
         return Box(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
@@ -54,14 +54,14 @@ def local_part(tensor: Any) -> Box:
 
 
 def own_boxes(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
-    """The boxes this process writes: its shards, each of them written by one process only."""
+    """The shards this rank writes; each shard is written by exactly one rank."""
     return {name: local_part(tensor) for name, tensor in tensors.items() if _writes(tensor, rank)}
 
 
 def _writes(tensor: Any, rank: int) -> bool:
     if not is_distributed(tensor):
         return rank == 0
-    # A mesh of some of the processes has others like it beside it: the one with the first process in it writes.
+    # A mesh over a subset of the ranks has replicas; the one that contains rank 0 writes.
     if 0 not in tensor.device_mesh.mesh.flatten().tolist():
         return False
     place = tensor.device_mesh.get_coordinate()
@@ -74,7 +74,7 @@ def shard_name(stem: str, rank: int, world: int) -> str:
 
 
 def write_boxes(folder: Path, stem: str, boxes: Mapping[str, Box], rank: int, world: int) -> Part:
-    """Write boxes into this process's file; returns what it holds."""
+    """Write boxes into this rank's file; returns the part of the manifest for it."""
     file = shard_name(stem, rank, world)
     if not boxes:
         return Part()
@@ -94,7 +94,7 @@ def write_boxes(folder: Path, stem: str, boxes: Mapping[str, Box], rank: int, wo
 
 
 class BoxReader:
-    """Reads any part of any tensor of a checkpoint, from whatever boxes it was written in."""
+    """Reads any part of any tensor of a checkpoint, independent of how it was sharded."""
 
     def __init__(self, folder: str | Path, stem: str) -> None:
         self.folder = Path(folder)
@@ -121,7 +121,7 @@ class BoxReader:
         return found or self._from_files(stem)
 
     def _from_files(self, stem: str) -> dict[str, Entry]:
-        """Files without a manifest that speaks of boxes: each tensor is one, in the file that holds it."""
+        """Entries of files that no manifest describes: each tensor is one box."""
         files = [f"{stem}.safetensors"]
         if stem == MODEL.removesuffix(".safetensors") and (self.folder / INDEX).is_file():
             files = sorted(set(read_json(self.folder / INDEX)["weight_map"].values()))
@@ -130,7 +130,7 @@ class BoxReader:
         return {key: entry for name in files for key, entry in self._in_file(name).items()}
 
     def _own_names(self, document: dict[str, Any]) -> dict[str, Entry]:
-        """Tensors by the module's own names, wherever they are."""
+        """Entries by the module's own names, from all files."""
         found = {} if document["file"] is None else self._in_file(document["file"])
         others = {file: self._in_file(file) for file, _ in document["elsewhere"].values()}
         return {**found, **{name: others[file][key] for name, (file, key) in document["elsewhere"].items()}}
@@ -145,7 +145,7 @@ class BoxReader:
         return found
 
     def _find_aliases(self) -> None:
-        """Second names of tensors, which a file keeps beside them."""
+        """Collect the aliases of tensors from the files' metadata."""
         for name in {box["file"] for entry in self._entries.values() for box in entry["boxes"]}:
             self._aliases.update(_aliases_in(self._open(name)))
 
@@ -163,7 +163,7 @@ class BoxReader:
         return self.part(name, (0,) * len(shape), shape)
 
     def part(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
-        """A part of a tensor, read from no more of the boxes than it covers."""
+        """A part of a tensor, read only from the boxes it overlaps."""
         entry = self._entry(name)
         if len(entry["boxes"]) == 1 and list(size) == entry["shape"] == entry["boxes"][0]["size"]:
             return self._open(entry["boxes"][0]["file"]).get_tensor(entry["boxes"][0]["key"])
@@ -207,7 +207,7 @@ def _aliases_in(file: Any) -> dict[str, str]:
 def _overlap(
     offset: tuple[int, ...], size: tuple[int, ...], box_offset: list[int], box_size: list[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where in a box, and where in the wanted part, the two overlap; None if they do not."""
+    """The overlap as slices of the box and slices of the requested part; None if they do not overlap."""
     there, here = [], []
     for begin, length, box_begin, box_length in zip(offset, size, box_offset, box_size, strict=True):
         low, high = max(begin, box_begin), min(begin + length, box_begin + box_length)
@@ -219,7 +219,7 @@ def _overlap(
 
 
 def copy_part(tensor: Tensor, name: str, reader: BoxReader | HeldTensors) -> None:
-    """Fill a tensor, or the part of it this process holds, from a checkpoint."""
+    """Copy a tensor, or this rank's shard of it, from a checkpoint."""
     box = local_part(tensor)
     if reader.shape(name) != box.shape:
         raise CheckpointError(f"{name} has shape {reader.shape(name)} in {reader.folder}, but {box.shape} here")
@@ -228,7 +228,7 @@ def copy_part(tensor: Tensor, name: str, reader: BoxReader | HeldTensors) -> Non
 
 
 def like(values: Tensor, pattern: Any) -> Tensor:
-    """A tensor spread as another one is, from the part of it this process holds."""
+    """A DTensor from this rank's shard, with the layout of another DTensor."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -237,7 +237,7 @@ def like(values: Tensor, pattern: Any) -> Tensor:
 
 
 class SlotReader:
-    """The optimizer's tensors of a checkpoint, each read when it is asked for and spread as its parameter is."""
+    """The optimizer's tensors of a checkpoint, each read on access and sharded like its parameter."""
 
     def __init__(self, reader: BoxReader, module: nn.Module) -> None:
         self._reader = reader
@@ -255,23 +255,23 @@ class SlotReader:
 
 
 def slot_reader(reader: BoxReader, module: nn.Module) -> Any:
-    """What `decode_optimizer` looks tensors up in."""
+    """The mapping in which `decode_optimizer` finds tensors."""
     return SlotReader(reader, module)
 
 
 def save_config(model: Any, folder: Path) -> None:
-    """Write what a model of transformers is besides its weights."""
+    """Write the configuration of a transformers model."""
     parts: list[Any] = [getattr(model, "config", None), getattr(model, "generation_config", None)]
     for part in parts:
         if hasattr(part, "save_pretrained"):
             part.save_pretrained(str(folder))
 
 
-# ---- into the model --------------------------------------------------------------------------------------------------
+# ---- loading into a model --------------------------------------------------------------------------------------------
 
 
 class HeldTensors:
-    """Whole tensors in host memory, read as those of a checkpoint are."""
+    """Full tensors in host memory, with the interface of a BoxReader."""
 
     def __init__(self, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
         self._tensors, self.folder = tensors, Path(folder)
@@ -290,7 +290,7 @@ class HeldTensors:
 
 
 def fill(model: nn.Module, reader: BoxReader | HeldTensors, *, strict: bool, optional: str = "") -> None:
-    """Load saved tensors into a model, whichever of the two is in parts: only what is held here is read."""
+    """Load saved tensors into a model, sharded or not; only this rank's shards are read."""
     own = model.state_dict(keep_vars=True)
     shapes = {name: reader.shape(name) for name in reader.names()}
     check_fit(own, shapes, strict=strict, source=str(reader.folder), optional=optional)

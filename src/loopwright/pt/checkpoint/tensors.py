@@ -1,4 +1,4 @@
-"""Tensors to and from checkpoint files: safetensors and JSON, nothing that could run code."""
+"""Tensors in checkpoint files: safetensors and JSON only, which cannot execute code."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ..devices import address_of
 
 
 class HostSnapshot:
-    """Copies of tensors in host memory, for one save after another.
+    """Copies of tensors in host memory, for successive saves.
 
-    The next snapshot overwrites the memory of the last one, since new memory takes several times as long to fill. The
-    last snapshot must not be in use when the next one is made.
+    Each snapshot overwrites the memory of the previous one, because writing to new memory takes several times as long.
+    The previous snapshot must no longer be in use.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies that share memory among themselves as the originals do."""
+        """Copies with the same sharing of memory as the originals."""
         copies: dict[tuple[int, str], Tensor] = {}
         result = {}
         for name, tensor in tensors.items():
@@ -45,7 +45,7 @@ class HostSnapshot:
             storage = tensor.untyped_storage()
             place = (address_of(tensor, of_storage=True), str(tensor.device))
             if tensor.numel() == 0 or storage.nbytes() != tensor.numel() * tensor.element_size():
-                result[name] = self._copy(name, tensor)  # a view of something larger: copy what it shows
+                result[name] = self._copy(name, tensor)  # a view of a larger storage: copy only its elements
                 continue
             if place not in copies:
                 copies[place] = self._copy(name, tensor)
@@ -55,11 +55,11 @@ class HostSnapshot:
 
     @property
     def size(self) -> int:
-        """Bytes held for the next copies."""
+        """Bytes held for reuse."""
         return sum(copy.numel() * copy.element_size() for copy in self._last.values())
 
     def clear(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._last = {}
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 
 def host_copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory that share memory among themselves as the originals do."""
+    """Copies in host memory, with the same sharing of memory as the originals."""
     return HostSnapshot()(tensors)
 
 
 def copied(value: Any) -> Any:
-    """A copy of nested values in which no tensor shares memory with the original, in host memory."""
+    """A copy of nested values, with all tensors copied to host memory."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -93,7 +93,7 @@ def copied(value: Any) -> Any:
 
 @contextmanager
 def full_disk_is_an_os_error() -> Iterator[None]:
-    """safetensors reports what the system said in an error of its own; a full disk is recognised by its errno."""
+    """Convert safetensors' error for a full disk, recognised by its errno, to an OSError."""
     try:
         yield
     except SafetensorError as error:
@@ -107,9 +107,9 @@ def full_disk_is_an_os_error() -> Iterator[None]:
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, keep_aliases: bool = True
 ) -> dict[str, str]:
-    """Write tensors to a safetensors file; one that is another one under a second name is written once.
+    """Write tensors to a safetensors file; tied weights are written once.
 
-    Returns the second names, which the file itself keeps as well unless it is for readers that want none.
+    Returns the aliases, which the file's metadata holds too unless `keep_aliases` is False.
     """
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -122,21 +122,21 @@ def write_tensors(
             continue
         first_at[place] = name
         stored[name] = tensor.cpu().contiguous()
-    # Different views of one memory are written as tensors of their own, so none may share it in the file.
+    # Different views of one storage are written as separate tensors, so none may share memory in the file.
     owners: set[int] = set()
     for name, tensor in stored.items():
         pointer = tensor.untyped_storage().data_ptr()
         if tensor.numel() and pointer in owners:
             stored[name] = tensor.clone()
         owners.add(pointer)
-    # One entry only: safetensors writes several in a random order, and equal tensors should be equal files.
+    # One entry only: safetensors writes several in random order, but equal tensors should give equal files.
     metadata = {"aliases": json.dumps(aliases)} if aliases and keep_aliases else {"format": "pt"}
     save_file(stored, str(path), metadata=metadata)
     return aliases
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, second names included."""
+    """All tensors of a safetensors file, including aliases."""
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -150,7 +150,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, source: str) -> None:
-    """Copy tensors into the model's own memory; a tied weight may come under any of its names."""
+    """Copy tensors into the model's memory; a tied weight may be given under any of its names."""
     own = model.state_dict(keep_vars=True)
     check_fit(own, {name: tuple(each.shape) for name, each in tensors.items()}, strict=strict, source=source)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def copy_into(model: nn.Module, tensors: Mapping[str, Tensor], *, strict: bool, 
 def check_fit(
     own: Mapping[str, Any], saved: Mapping[str, tuple[int, ...]], *, strict: bool, source: str, optional: str = ""
 ) -> None:
-    """Raise unless saved tensors of these shapes are those of the model; `optional` is a pattern of names to spare."""
+    """Raise unless the saved shapes fit the model; names that match the pattern `optional` may be missing."""
     unexpected = [name for name in saved if name not in own]
     given = {_place(own[name]) for name in saved if name in own}
     missing = [name for name, value in own.items() if name not in saved and _place(value) not in given]
@@ -179,14 +179,14 @@ def check_fit(
 
 
 def _place(tensor: Any) -> Any:
-    """The same for two names of one tensor."""
+    """A key that is equal for all names of one tensor."""
     if hasattr(tensor, "device_mesh"):
         return id(tensor)
     return (address_of(tensor), tuple(tensor.shape)) if tensor.numel() else object()
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """The first few of many names, and how many more there are."""
+    """The first few names, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
@@ -196,7 +196,7 @@ def some(names: Iterable[str], most: int = 5) -> str:
 
 
 def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The optimizer's state by parameter name: a JSON description and the tensors it mentions."""
+    """The optimizer's state by parameter name: a JSON description and the tensors it refers to."""
     names = _parameter_names(optimizer, model)
     saved = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -217,9 +217,9 @@ def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], 
 
 
 def rehearsed(optimizer: Any) -> Any:
-    """A shadow of the optimizer after one step on tiny parameters: it shows what kind of state there will be.
+    """A copy of the optimizer after one step on tiny parameters, which shows the kinds of state it will have.
 
-    The optimizer itself if it cannot be rehearsed.
+    Returns the optimizer itself if such a step is not possible.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
         return optimizer
@@ -229,7 +229,7 @@ def rehearsed(optimizer: Any) -> Any:
     try:
         with torch.random.fork_rng(devices=[]):
             shadow.step()
-    except Exception:  # an optimizer that needs its real parameters: no rehearsal, its state is empty
+    except Exception:  # an optimizer that needs its real parameters
         return optimizer
     return shadow
 
@@ -243,7 +243,7 @@ def _tiny() -> nn.Parameter:
 def decode_optimizer(
     described: dict[str, Any], tensors: Mapping[str, Tensor], optimizer: Any, model: nn.Module
 ) -> None:
-    """Load a described state into the optimizer, parameter by parameter name."""
+    """Load a described state into the optimizer, matching parameters by name."""
     names = _parameter_names(optimizer, model)
     current = optimizer.state_dict()
     options = [
@@ -310,7 +310,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def encode_schedule(state: Any) -> Any:
-    """A scheduler's state as JSON that keeps what JSON has no word for: keys that are numbers, and counters."""
+    """A scheduler's state as JSON, preserving non-string keys and Counters."""
     if isinstance(state, Mapping):
         values = [[name, encode_schedule(each)] for name, each in state.items()]
         if all(isinstance(name, str) for name, _ in values):
@@ -327,7 +327,7 @@ def encode_schedule(state: Any) -> Any:
 
 
 def decode_schedule(value: Any) -> Any:
-    """What `encode_schedule` was given."""
+    """The inverse of `encode_schedule`."""
     if isinstance(value, list):
         return [decode_schedule(each) for each in value]
     if not isinstance(value, dict):
@@ -339,7 +339,7 @@ def decode_schedule(value: Any) -> Any:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module whose state dict is saved: wrappers that add prefixes to names are left out, PEFT stays."""
+    """The module whose state dict is saved, without wrappers that prefix names; PEFT is kept."""
     while hasattr(model, "_orig_mod") or type(model).__name__ == "DistributedDataParallel":
         model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
     return model

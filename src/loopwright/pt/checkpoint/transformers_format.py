@@ -1,7 +1,7 @@
 """transformers' checkpoint files: written with checkpoint_format="transformers", and read to resume from them.
 
-These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a file
-that was tampered with runs nothing.
+These formats are pickles. They are read with `weights_only=True` and a fixed list of harmless types, so that a
+manipulated file cannot execute code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ OPTIMIZER, SCHEDULER, SCALER, RNG = "optimizer.pt", "scheduler.pt", "scaler.pt",
 ARGUMENTS = "training_args.bin"
 
 HARMLESS = [getattr(np, "_core", np).multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""What the random state of numpy is made of."""
+"""Types in the random state of numpy."""
 
 
 def foreign_progress(step: int, *, batches_per_epoch: int | None, accumulation: int, batch_size: int) -> dict[str, int]:
-    """Where a run of transformers stands after this many updates."""
+    """The position of a transformers run after this many updates."""
     if batches_per_epoch is None:
         epoch, batches = 0, step * accumulation
     else:
@@ -34,23 +34,23 @@ def foreign_progress(step: int, *, batches_per_epoch: int | None, accumulation: 
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether a checkpoint has transformers' optimizer file instead of ours."""
+    """Whether a checkpoint has transformers' optimizer file instead of loopwright's."""
     return (folder / OPTIMIZER).is_file() and not (folder / f"{NATIVE}.json").is_file()
 
 
 def write_foreign(
     folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: TrainingArguments
 ) -> None:
-    """Write everything but weights and trainer_state.json under transformers' names."""
+    """Write everything except weights and trainer_state.json under transformers' names."""
     parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
     for name, values in {**parts, ARGUMENTS: args}.items():
         if values is not None:
-            with open(folder / name, "wb") as file:  # given a path, torch hides what the system says about a full disk
+            with open(folder / name, "wb") as file:  # with a path, torch hides the error of a full disk
                 torch.save(_in_host_memory(values), file)
 
 
 def _in_host_memory(values: Any) -> Any:
-    """Tensors of nested values in host memory: a file must open where the device is not."""
+    """Nested values with tensors in host memory, so that the file can be loaded without the device."""
     if isinstance(values, torch.Tensor):
         return values.detach().cpu()
     if type(values) is dict:
@@ -59,7 +59,7 @@ def _in_host_memory(values: Any) -> Any:
 
 
 def read_foreign(folder: Path) -> dict[str, Any]:
-    """Optimizer, scheduler, scaler and random states of a transformers checkpoint, as far as they are there."""
+    """Optimizer, scheduler, scaler and random states of a transformers checkpoint; absent ones are None."""
     found = {
         "optimizer": _read(folder / OPTIMIZER),
         "scheduler": _read(folder / SCHEDULER),
@@ -81,12 +81,12 @@ def _read(path: Path) -> Any:
     try:
         with torch.serialization.safe_globals(HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # unpickling what is not harmless raises many things
+    except Exception as error:  # unpickling disallowed types raises many exceptions
         raise CheckpointError(f"{path} cannot be read safely: {error}") from error
 
 
 def _their_schedule(state: dict[str, Any]) -> dict[str, Any]:
-    """Our schedule's state with what torch's LambdaLR asks for besides."""
+    """The schedule's state with the keys that torch's LambdaLR requires in addition."""
     if "base_lrs" not in state or "lr_lambdas" in state:
         return state
     return {**state, "_step_count": state["last_epoch"] + 1, "lr_lambdas": [{} for _ in state["base_lrs"]]}

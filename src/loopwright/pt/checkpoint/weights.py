@@ -33,7 +33,7 @@ def export_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Write:
     tensors = _in_host_memory(tensors)
     if not hasattr(model, "save_pretrained"):
         return lambda folder: write_tensors(folder / MODEL, tensors)
-    # transformers finds its conversions by the names of classes, and FSDP has changed them.
+    # transformers selects conversions by class names, which FSDP has changed.
     written = skeleton(model) if is_pretrained(model) and is_sharded_class(model) else model
     return lambda folder: _save_pretrained(written, folder, tensors)
 
@@ -44,7 +44,7 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 @full_disk_is_an_os_error()
 def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Let the model write itself, without the progress bar it would draw over ours."""
+    """Call the model's `save_pretrained`, without its progress bar."""
     try:
         from transformers.utils import logging
     except ImportError:
@@ -65,9 +65,9 @@ def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) ->
 def native_writer(
     model: nn.Module, tensors: Mapping[str, Tensor], *, needed: set[str], tell: Callable[[str], None]
 ) -> Write:
-    """A function that writes the weights so that they come back under the module's own names.
+    """A function that writes the weights so that they can be read under the module's own names.
 
-    `needed` are the names that a checkpoint of an adapter has to hold: what training changes.
+    `needed` are the names that a checkpoint of an adapter must hold: those changed by training.
     """
     if not hasattr(model, "save_pretrained"):
         return lambda folder: write_tensors(folder / MODEL, tensors)
@@ -79,26 +79,26 @@ def native_writer(
 
 
 def is_adapter(model: Any) -> bool:
-    """Whether a model is saved as the adapters of PEFT that it has."""
+    """Whether the model is saved as its PEFT adapters."""
     return hasattr(model, "peft_config")
 
 
 def _is_of_transformers(model: Any) -> bool:
-    """Whether `save_pretrained` is transformers' own, and writes what it is given."""
+    """Whether `save_pretrained` is transformers' own, and writes the state dict it is given."""
     home = getattr(type(model).save_pretrained, "__module__", "")
     return home.startswith("transformers.") and getattr(model, "hf_quantizer", None) is None
 
 
 def is_saved_by_others(model: Any) -> bool:
-    """Whether the code of a `save_pretrained` is the user's, and may write the live model whatever it is given."""
+    """Whether `save_pretrained` is user code, which may write the live model instead of the given state dict."""
     home = getattr(getattr(type(model), "save_pretrained", None), "__module__", None) or "torch"
     return home.split(".")[0] not in ("torch", "transformers", "peft")
 
 
 def _write_own(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Weights by their own names; in the file `from_pretrained` looks for only if it reads them as they are."""
+    """Write weights under their own names; as the file of `from_pretrained` only if it reads them unchanged."""
     written = skeleton(model) if is_sharded_class(model) else model
-    _save_pretrained(written, folder, {})  # configuration, and the code of models that bring their own
+    _save_pretrained(written, folder, {})  # configuration, and the code of custom models
     (folder / MODEL).unlink(missing_ok=True)
     file = MODEL if reads_own_names(model) else MODULE
     aliases = write_tensors(folder / file, tensors, keep_aliases=False)
@@ -108,7 +108,7 @@ def _write_own(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
 def _write_hf_format(
     model: Any, folder: Path, tensors: Mapping[str, Tensor], needed: set[str], tell: Callable[[str], None]
 ) -> None:
-    """Files of a `save_pretrained` we know nothing about; what they do not hold bit by bit is written beside them."""
+    """Call an unknown `save_pretrained`; needed tensors that its files lack bit by bit are written beside them."""
     before = set(folder.rglob("*.safetensors"))
     _save_pretrained(model, folder, tensors)
     found = {
@@ -148,7 +148,7 @@ def load_model(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool
 
 
 def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -> None:
-    """Load a checkpoint's or an exported model's weights, whichever of the two is in parts."""
+    """Load the weights of a checkpoint or an exported model; either side may be sharded."""
     folder = Path(folder)
     if is_exported(folder) and (folder / ADAPTER).is_file() and is_adapter(model):
         _load_adapter(model, folder)
@@ -159,13 +159,13 @@ def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether a folder's weights are under the names a `save_pretrained` chose, as far as can be known."""
+    """Whether the weights in a folder have the names of a `save_pretrained`, as far as can be determined."""
     whole = any((folder / name).is_file() for name in (INDEX, MODEL, ADAPTER))
     return whole and not (folder / WEIGHTS).is_file()
 
 
 def partly_saved_names(folder: Path) -> frozenset[str]:
-    """The names in a checkpoint that does not hold the whole model, as those of adapters do not."""
+    """The names in a checkpoint that does not hold the whole model, such as that of an adapter; otherwise empty."""
     if not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS)["complete"]:
         return frozenset()
     with BoxReader(folder, "model").opened() as reader:
@@ -174,7 +174,7 @@ def partly_saved_names(folder: Path) -> frozenset[str]:
 
 @contextmanager
 def saved_weights(model: nn.Module, folder: str | Path) -> Iterator[BoxReader | HeldTensors]:
-    """The weights in a folder by the module's own names, converted by transformers where it has written them."""
+    """The weights in a folder under the module's own names, converted if transformers wrote them."""
     folder = Path(folder)
     if is_exported(folder) and is_pretrained(model):
         yield HeldTensors(from_exported(model, _read_model(folder), source=str(folder)), folder)
@@ -184,7 +184,7 @@ def saved_weights(model: nn.Module, folder: str | Path) -> Iterator[BoxReader | 
 
 
 def _optional(model: Any) -> str:
-    """A pattern of names that files of transformers may leave out."""
+    """A pattern of names that transformers' files may omit."""
     named = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save")
     return "|".join(f"(?:{each})" for name in named for each in getattr(model, name, None) or ())
 
@@ -204,7 +204,7 @@ def _load_adapter(model: Any, folder: Path) -> None:
     active = getattr(model, "active_adapters", None) or ["default"]
     adapter = next(iter(active() if callable(active) else active))
     tensors = read_tensors(folder / ADAPTER)
-    if is_pretrained(model):  # with adapters of its own: PEFT's files have the prefix of PEFT's wrapper
+    if is_pretrained(model):  # a model with built-in adapters: PEFT's files have the prefix of PEFT's wrapper
         tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in tensors.items()}
     result = set_peft_model_state_dict(model, tensors, adapter_name=adapter)
     unexpected = list(getattr(result, "unexpected_keys", ()))

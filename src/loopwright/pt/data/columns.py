@@ -1,4 +1,4 @@
-"""Which columns of the data a model accepts; the others are removed from batches, never from the dataset."""
+"""Columns that a model accepts; the others are removed from batches, never from the dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...errors import DataError
 from ...notices import Notices
 
 LABEL_COLUMNS = ("label", "label_ids", "labels")
-"""Names labels go by in datasets: always kept, so that losses and metrics find them."""
+"""Names of labels in datasets: always kept, for losses and metrics."""
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The user's own module, without the wrappers of compile, parallelism or PEFT."""
+    """The user's module, without the wrappers of compile, parallelism or PEFT."""
     while True:
         model = without_wrappers(model)
         if not hasattr(model, "get_base_model"):
@@ -27,7 +27,7 @@ def innermost(model: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
-    """What is trained: without the wrappers of compile and parallelism; PEFT's may add to the inputs, so they stay."""
+    """The model without the wrappers of compile and parallelism; PEFT's are kept, because they may add inputs."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -38,14 +38,14 @@ def without_wrappers(model: nn.Module) -> nn.Module:
 
 
 def forward_parameters(model: nn.Module) -> list[str] | None:
-    """The names the model's forward takes, or None if it takes anything and names nothing."""
+    """The names of the forward's parameters, or None if it has only **kwargs."""
     parameters = inspect.signature(innermost(model).forward).parameters.values()
     named = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return named or (None if any(p.kind is p.VAR_KEYWORD for p in parameters) else [])
 
 
 def takes_anything(model: nn.Module) -> bool:
-    """Whether the model's forward takes inputs that it does not name: it may compute a loss from labels among them."""
+    """Whether the forward has **kwargs: it may compute a loss from labels among them."""
     parameters = inspect.signature(innermost(model).forward).parameters.values()
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -60,15 +60,15 @@ def find_labels(model: nn.Module) -> list[str]:
 
 
 def takes_loss_flag(model: nn.Module) -> bool:
-    """Whether the model computes a loss when asked by `return_loss`, without labels."""
+    """Whether the model can compute a loss without labels, with `return_loss`."""
     parameter = inspect.signature(innermost(model).forward).parameters.get("return_loss")
     return parameter is not None and parameter.default is True
 
 
 class ColumnFilter:
-    """A collator that withholds the columns the model does not take.
+    """A collator that removes the columns the model does not accept.
 
-    A collator known to choke on extra columns never sees them; after a user's own collator they are taken out of the
+    For a collator known to fail on extra columns they are removed before the call; for a user's collator, from its
     batch.
     """
 
@@ -86,7 +86,7 @@ class ColumnFilter:
         self.description = description
         self._notices = notices
         self._before = _chokes_on_extras(collator)
-        # Every worker of every epoch holds a copy of this object: shared memory knows whether one has spoken.
+        # Every worker of every epoch has a copy of this object, so a flag in shared memory records the warning.
         self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
         self._seen: list[str] = []
         self._keep: list[str] = []
@@ -98,21 +98,21 @@ class ColumnFilter:
         if type(first) is dict or isinstance(first, Mapping):
             names = [*first]
             keep = self._keep if names == self._seen else self._kept(first)
-            if keep != names:  # compared as lists: this runs for every batch, and a length is a call
+            if keep != names:  # compared as lists: this runs for every batch, and len() is a call
                 features = [{name: each[name] for name in keep} for each in features]
         return self.collator(features)
 
     def _collated(self, features: list[Any]) -> Any:
-        """A user's own collator sees every column, unless it cannot take them (it pads, say, and one holds text)."""
+        """Call a user's collator with all columns; if it fails (on text, for example), without the extra ones."""
         names = [*features[0]] if features and isinstance(features[0], Mapping) else []
         if all(name in self.accepted for name in names):
             return self.collator(features)
         try:
             return self.collator([dict(each) for each in features])  # copies: it may pop from them before it fails
-        except Exception as error:  # the collator is the user's: it may choke on a column it does not know
+        except Exception as error:  # a user's collator may fail on an unknown column
             try:
                 batch = self.collator([{n: each[n] for n in self._kept(features[0])} for each in features])
-            except Exception:  # the columns were not to blame: the first error is the one to see
+            except Exception:  # the columns were not the cause: raise the first error
                 raise error from None
             self._before = True
             return batch
@@ -149,6 +149,6 @@ class ColumnFilter:
 
 
 def _chokes_on_extras(collator: Any) -> bool:
-    """Collators that stack or pad every column they see."""
+    """Whether the collator is a known one that stacks or pads every column."""
     home = getattr(collator, "__module__", None) or type(collator).__module__
     return home.startswith(("transformers.data", "loopwright.pt.data.collators", "torch.utils.data"))

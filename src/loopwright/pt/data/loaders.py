@@ -1,4 +1,4 @@
-"""DataLoaders whose order and randomness depend on seed, epoch and position alone."""
+"""DataLoaders whose order and randomness depend only on seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .streams import Start, StreamLoader, become_worker, has_exact_state
 
 
 def torch_permutation(n: int, seed: int) -> Any:
-    """torch's own permutation: the fast way to the order that core/order.py defines."""
+    """torch's permutation: a fast implementation of the order defined in core/order.py."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 def has_length(data: Any) -> bool:
-    """Whether len() works on it."""
+    """Whether len() works on the data."""
     try:
         len(data)
         return True
@@ -37,23 +37,23 @@ def has_length(data: Any) -> bool:
 
 
 class OrderedSampler(Sampler[Any]):
-    """Indices in the order of core/order.py, from any epoch and position on."""
+    """Indices in the order of core/order.py, starting at any epoch and position."""
 
     packing: Packing | None = None
-    """How it makes micro-batches itself, if it does."""
+    """How the sampler groups samples into micro-batches, if it does."""
 
     def __init__(self, order: Order, *, with_position: bool = False) -> None:
         self.order = order
         self.epoch = self.start = 0
         self.with_position = with_position
         self.part: tuple[int, int, int] | None = None
-        """Of several processes: which one this is, how many there are, and the size of their batches."""
+        """The rank, the number of ranks and their batch size; None for a single process."""
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch, self.start = epoch, 0
 
     def go_to(self, epoch: int, start: int) -> None:
-        """The next iteration begins at this sample of this epoch."""
+        """Start the next iteration at this sample of this epoch."""
         self.epoch, self.start = epoch, start
 
     def __len__(self) -> int:
@@ -71,21 +71,21 @@ class OrderedSampler(Sampler[Any]):
         return iter([(index, self.epoch, position) for index, position in zip(indices, positions, strict=True)])
 
     def _own(self, values: Any) -> Any:
-        """The values of this process: every world-th block of a batch's size."""
+        """The values of this rank: every world-th block of a batch's size."""
         if self.part is None:
             return values
         rank, world, size = self.part
         return values[np.arange(len(values)) // size % world == rank]
 
     def samples_ahead(self, batches: int, done: int) -> int:
-        """The samples in this process's next batches, after `done` samples of all processes."""
+        """Samples in this rank's next batches, after `done` samples over all ranks."""
         rank, world, size = self.part or (0, 1, 1)
         left = self.order.n - done
         return sum(min(max(left - (k * world + rank) * size, 0), size) for k in range(batches))
 
 
 class SeededSamples(Dataset[Any]):
-    """A dataset whose random draws depend on the sample's place in the run, not on the worker that loads it."""
+    """A dataset whose random draws depend on the sample's position in the run, not on the worker that loads it."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
@@ -106,7 +106,7 @@ class SeededSamples(Dataset[Any]):
         return self.dataset[index]
 
     def _begin(self, epoch: int, position: int) -> None:
-        """Seed the sample; set_epoch is called here, since a worker holds its own copy of the dataset."""
+        """Seed for the sample; calls set_epoch here, because each worker has a copy of the dataset."""
         if epoch != self._epoch:
             self._epoch = epoch
             if callable(getattr(self.dataset, "set_epoch", None)):
@@ -115,14 +115,14 @@ class SeededSamples(Dataset[Any]):
 
 
 class SeededStream(IterableDataset[Any]):
-    """A stream whose random draws in a worker depend on epoch and worker alone, not on what the run drew before."""
+    """A stream whose random draws in a worker depend only on epoch and worker, not on earlier draws of the run."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
-        # Workers that outlive an epoch hold a copy of this object; through shared memory they learn which one begins.
+        # Persistent workers have a copy of this object; shared memory passes them the current epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start: Start | None = None
-        """Where workers begin once: set by a loader that goes on in mid-epoch."""
+        """Start position of the workers, used once: set by a loader that resumes within an epoch."""
         self._own_id: int | None = None
 
     def __len__(self) -> int:
@@ -159,7 +159,7 @@ def seed_all(seed: int, epoch: int, position: int) -> None:
 def sample_lengths(
     dataset: Any, column: str, input_names: Sequence[str], what: str = "grouping by length"
 ) -> list[int]:
-    """The length of every sample: from the length column if there is one, else measured, all inputs together."""
+    """The length of every sample: from the length column if there is one, else the sum over all inputs."""
     names = getattr(dataset, "column_names", None) or []
     if column in names:
         return list(dataset[column])
@@ -182,7 +182,7 @@ def _each(dataset: Any) -> Iterator[Any]:
 
 
 def check_stream_order(args: DataArgs) -> None:
-    """Refuse an order that a stream cannot have: its samples come as they come."""
+    """Refuse options that need the length of the data, which a stream lacks."""
     if _sampling_strategy(args) == "group_by_length":
         raise ArgumentsError(
             "train_sampling_strategy='group_by_length' needs a map-style dataset with a length, not a stream; use "
@@ -196,18 +196,18 @@ def check_stream_order(args: DataArgs) -> None:
 
 
 def data_seed(args: HardwareArgs) -> int:
-    """The seed of everything random about the data."""
+    """The seed of all randomness in the data."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
 def _sampling_strategy(args: DataArgs) -> str:
-    if getattr(args, "sortish_sampler", False):  # what Seq2SeqTrainingArguments calls it
+    if getattr(args, "sortish_sampler", False):  # the name in Seq2SeqTrainingArguments
         return "group_by_length"
     return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
 
 
 def training_sampler(dataset: Any, args: BaseArguments, *, group_size: int, input_name: str) -> OrderedSampler | None:
-    """The sampler of the training data, or None for data that comes in its own order."""
+    """The sampler of the training data, or None for data with its own order."""
     strategy = _sampling_strategy(args)
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         check_stream_order(args)
@@ -225,10 +225,10 @@ def training_sampler(dataset: Any, args: BaseArguments, *, group_size: int, inpu
 
 
 def begin_worker(worker: int) -> None:
-    """In a fresh loader worker: signals pass, and what the main process has left to the collector is not collected.
+    """Set up a new loader worker: ignore signals, and do not collect garbage of the main process.
 
-    A fork has the main process's garbage and none of its threads: a finalizer that waits for them (that of a process
-    group does) would wait for ever.
+    A fork has the main process's garbage but not its threads: a finalizer that waits for a thread (such as that of a
+    process group) would wait for ever.
     """
     gc.freeze()
     outlive_signals(worker)
@@ -246,10 +246,10 @@ def build_loader(
     persistent_workers: bool = False,
     keep_order: bool = False,
 ) -> DataLoader[Any]:
-    """A DataLoader with the arguments' workers, and seeded samples where workers load an order of ours.
+    """A DataLoader with the arguments' workers, and seeded samples if workers load an order of loopwright.
 
-    With `keep_order` batches come in the order of the data, each sample once: a stream has one worker then, since
-    several would each go through all of it, or share it out in an order of their own.
+    With `keep_order`, batches come in the order of the data and each sample once: a stream then has one worker, because
+    several would each read all of it, or divide it in their own order.
     """
     workers = args.dataloader_num_workers
     if keep_order and isinstance(dataset, IterableDataset):
@@ -283,13 +283,13 @@ def build_loader(
 
 
 def stop_workers(loader: Any) -> None:
-    """End the processes a loader keeps from epoch to epoch; it can be used again."""
+    """End the persistent workers of a loader; it can be used again."""
     if isinstance(loader, DataLoader) and loader.persistent_workers:
         loader._iterator = None
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:
-    """Tell everything that shuffles by epoch which epoch begins."""
+    """Call `set_epoch` of the loader, its samplers and its dataset."""
     seen: set[int] = set()
     batch_sampler = getattr(loader, "batch_sampler", None)
     for part in (
@@ -305,13 +305,13 @@ def announce_epoch(loader: Any, epoch: int) -> None:
 
 
 def ordered_sampler(loader: Any) -> OrderedSampler | None:
-    """Our own sampler inside a loader, if it is what decides the order."""
+    """loopwright's sampler inside a loader, if it determines the order."""
     samplers = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
     return next((each for each in samplers if isinstance(each, OrderedSampler)), None)
 
 
 def check_not_empty(dataset: Any, what: str) -> None:
-    """Refuse a dataset without samples, and what is no dataset."""
+    """Refuse an empty dataset, and objects that are not datasets."""
     if isinstance(dataset, Mapping):
         raise DataError(
             f"the {what} dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}; pass "

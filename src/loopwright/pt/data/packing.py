@@ -1,4 +1,4 @@
-"""packing="across_updates": the sampler that makes micro-batches of as many following samples as fit."""
+"""packing="across_updates": a sampler with micro-batches of as many consecutive samples as fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .loaders import OrderedSampler, data_seed, ordered_sampler, sample_lengths,
 
 
 class PackedSampler(OrderedSampler):
-    """Micro-batches of indices in the order of core/order.py, from any epoch and position on."""
+    """Micro-batches of indices in the order of core/order.py, starting at any epoch and position."""
 
     packing: Packing
 
@@ -35,29 +35,29 @@ class PackedSampler(OrderedSampler):
 
 
 def packed_sampler(sampler: OrderedSampler, dataset: Any, args: BaseArguments, input_names: list[str]) -> PackedSampler:
-    """The sampler's order in micro-batches of `per_device_train_batch_tokens`; lengths are measured once, here."""
+    """The sampler's order in micro-batches of `per_device_train_batch_tokens`; measures all lengths once."""
     if args.world_size > 1:
         raise NotAvailable(
             f"packing={args.packing!r} is not available yet with {args.world_size} processes (WORLD_SIZE), since "
             "every rank would need the micro-batches of all ranks; train without packing, or in one process"
         )
-    # From one seed: a dataset that draws its samples has the same lengths when the run goes on.
+    # With a fixed seed: a dataset with random samples has the same lengths when the run resumes.
     with untouched_rng():
         seed_all(data_seed(args), 0, 0)
         lengths = sample_lengths(dataset, args.length_column_name, input_names, what="packing")
     budget = args.per_device_train_batch_tokens
-    assert budget is not None  # a rule of the arguments
+    assert budget is not None  # validated with the arguments
     return PackedSampler(Packing(sampler.order, lengths, budget, drop_last=args.dataloader_drop_last))
 
 
 def packed_samples(sampler: OrderedSampler, batches: int, position: int) -> int:
-    """Samples in the next micro-batches from a position of the epoch that the sampler goes through."""
+    """Samples in the next micro-batches from a position of the sampler's current epoch."""
     assert sampler.packing is not None
     return sampler.packing.samples_ahead(sampler.epoch, sampler.start, position=position, batches=batches)
 
 
 def packed_plan(loader: Any, args: BaseArguments, notices: Notices) -> PackedPlan:
-    """The plan of a run over this loader; says which samples do not fit into a micro-batch."""
+    """The plan of a run over this loader; warns about samples that do not fit into a micro-batch."""
     packing = packing_of(loader, args)
     if packing.too_long:
         notices.warn_once(
@@ -74,7 +74,7 @@ def packed_plan(loader: Any, args: BaseArguments, notices: Notices) -> PackedPla
 
 
 def packing_of(loader: Any, args: DataArgs) -> Packing:
-    """How a loader packs samples; refuses one whose order is not loopwright's own."""
+    """How a loader packs samples; raises if its order is not loopwright's."""
     sampler = ordered_sampler(loader)
     if isinstance(sampler, PackedSampler):
         return sampler.packing
@@ -87,6 +87,6 @@ def packing_of(loader: Any, args: DataArgs) -> Packing:
 
 
 def sizes_of_updates(args: DataArgs) -> tuple[str, ...]:
-    """The arguments that decide which samples share an update."""
+    """The arguments that determine which samples share an update."""
     size = "per_device_train_batch_tokens" if args.packing else "per_device_train_batch_size"
     return ("packing", size, "gradient_accumulation_steps")

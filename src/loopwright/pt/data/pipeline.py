@@ -1,4 +1,4 @@
-"""Datasets to batches: loaders, samplers, columns, and where a run stands in them."""
+"""Datasets to batches: loaders, samplers, columns, and the run's position in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .streams import load_stream_state, replay, stream_state
 
 
 class TorchData(Shapes):
-    """Loaders, samplers, columns; every method may be overridden."""
+    """Loaders, samplers and columns; users may override every public method on the trainer."""
 
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
@@ -80,7 +80,7 @@ class TorchData(Shapes):
             description=description,
             batch_size=self.args.eval_batch_size,
             sampler=sampler,
-            # Streams are gone through to their end, as transformers does.
+            # Streams are read to their end, like in transformers.
             drop_last=self.args.dataloader_drop_last and not isinstance(dataset, IterableDataset),
         )
 
@@ -104,13 +104,13 @@ class TorchData(Shapes):
             sampler=sampler,
             drop_last=drop_last,
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
-            # Every evaluation makes its own loader, so workers would not be used again.
+            # Every evaluation creates a new loader, so its workers would not be reused.
             persistent_workers=self.args.dataloader_persistent_workers and description == "training",
             keep_order=description != "training",
         )
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The samples behind a loader; an estimate when the dataset has no length."""
+        """Number of samples of a loader's dataset; an estimate if the dataset has no length."""
         dataset: Any = whole_dataset(dataloader)
         return len(dataset) if has_length(dataset) else len(dataloader) * self.args.per_device_train_batch_size
 
@@ -126,7 +126,7 @@ class TorchData(Shapes):
         return adapt(self.trainer._get_train_sampler, "train_dataset")(train_dataset=dataset)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
-        """The sampler of the training data: seed, epoch and position decide the order."""
+        """The sampler of the training data: seed, epoch and position determine the order."""
         dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
@@ -137,7 +137,7 @@ class TorchData(Shapes):
         return packed_sampler(sampler, dataset, self.args, names)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
-        """The sampler of evaluation data; None goes through it in its own order."""
+        """The sampler of evaluation data; None reads it in its own order."""
         return None
 
     def input_name(self) -> str:
@@ -147,20 +147,20 @@ class TorchData(Shapes):
     # ---- columns ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Look up what the model's forward takes; a subclass may set `_signature_columns` itself."""
+        """Find the parameters of the model's forward; a subclass may set `_signature_columns` itself."""
         if self.trainer._signature_columns is None:
             names = forward_parameters(self.model)
             if names is not None:
                 self.trainer._signature_columns = [*names, *LABEL_COLUMNS, *self.trainer.label_names]
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """The dataset as given: columns are withheld after loading, so that lazy transforms see all of them."""
+        """The dataset unchanged: columns are removed after loading, so that lazy transforms see all of them."""
         return dataset
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[Any], Any], description: str | None = None
     ) -> Callable[[Any], Any]:
-        """The collator, without the columns the model does not take."""
+        """The collator, wrapped to remove the columns the model does not accept."""
         if not self.args.remove_unused_columns:
             return data_collator
         self.trainer._set_signature_columns_if_needed()
@@ -193,16 +193,16 @@ class TorchData(Shapes):
         )
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of one update over all processes."""
+        """Effective batch size: samples of one update over all ranks."""
         return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data_world
 
     def _accumulation(self) -> int:
-        """Micro-batches a process accumulates."""
+        """Micro-batches per update on each rank."""
         kept = self.run.kept_accumulation
         return self.args.gradient_accumulation_steps if kept is None else kept
 
     def make_plan(self, loader: Any) -> Plan:
-        """The plan of the arguments, or what an overridden `set_initial_training_values` makes of it."""
+        """The plan of the arguments, or that of an overridden `set_initial_training_values`."""
         plan = self._plan_of_arguments(loader)
         if not is_overridden(self.trainer, "set_initial_training_values"):
             return plan
@@ -235,32 +235,32 @@ class TorchData(Shapes):
         )
 
     def share(self) -> Share:
-        """The part of the data this process takes."""
+        """The part of the data this rank uses."""
         return Share(self.strategy.data_rank, self.strategy.data_world)
 
     def _batches_in(self, loader: Any) -> int:
-        """Batches all processes get from their loaders in an epoch."""
+        """Batches over all ranks in an epoch."""
         if self.strategy.data_world == 1:
             return len(loader)
-        if self.run.counted_loader is None or self.run.counted_loader[0] is not loader:  # an all-gather, so once only
+        if self.run.counted_loader is None or self.run.counted_loader[0] is not loader:  # a collective, so once only
             count = batches_of_all(loader, lambda own: sum(row[0] for row in self.processes.all_gather_numbers([own])))
             self.run.counted_loader = (loader, count)
         return self.run.counted_loader[1]
 
     def plan_again(self) -> Plan:
-        self.run.kept_accumulation = None  # the user has asked for another one
+        self.run.kept_accumulation = None  # the user has set another value
         return self.make_plan(self.run.loader)
 
     def release(self) -> None:
-        """Stop loading processes that would outlive the run, and then take seconds to be collected."""
+        """Stop the loader's persistent workers, whose later collection would take seconds."""
         if self.run.loader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
             stop_workers(self.run.loader)
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
-        """The micro-batches of an epoch, from where progress stands.
+        """The micro-batches of an epoch, starting at the run's current position.
 
-        Random states of a checkpoint are put back where the run that saved them stood: inside an epoch after the loader
-        has drawn its seed for it, between two epochs before that.
+        The random states of a checkpoint are restored at the same point where they were saved: inside an epoch, after
+        the loader has drawn its seed for it; between two epochs, before that.
         """
         loader, progress = self.run.loader, self.run.progress
         self.run.batches_overridden = is_overridden(self.trainer, "get_batch_samples")
@@ -269,7 +269,7 @@ class TorchData(Shapes):
         if done == 0:
             self.internals.saving.put_back_rng()
             if self.internals.may_be_undone():
-                # An epoch whose first update is undone begins again, and its loader draws its seed again.
+                # If the first update of an epoch is undone, the epoch restarts and its loader draws its seed again.
                 self.run.snapshot = self.strategy.snapshot()
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
@@ -283,12 +283,12 @@ class TorchData(Shapes):
         return batches
 
     def _stream_from(self, loader: Any, done: int) -> Iterator[Any]:
-        """Data that owns its order, after `done` batches: by its own state, or read again from the same beginning."""
+        """Data with its own order, after `done` batches: from its saved state, or read again from the start."""
         saved, self.run.stream = self.run.stream, None
         if done and saved is not None and load_stream_state(loader, saved):
             return iter(loader)
         if done and self.run.epoch_rng is not None:
-            restore_rng(self.run.epoch_rng)  # whatever the order is drawn from is drawn again
+            restore_rng(self.run.epoch_rng)  # repeat the draws that determine the order
         self.run.epoch_rng = snapshot_rng()
         batches = iter(loader)
         if done:
@@ -299,7 +299,7 @@ class TorchData(Shapes):
         states: dict[str, Any] = {}
         if self.run.order_sampler is None and self.run.loader is not None:
             now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
-            now = now if self.run.stream is None else self.run.stream  # a save before the stream was put back
+            now = now if self.run.stream is None else self.run.stream  # a save before the stream was restored
             states["stream"] = now if self.run.progress.batches_in_epoch else None
             states["epoch_rng"] = None if self.run.epoch_rng is None else rng_to_json(self.run.epoch_rng)
         return states
@@ -313,7 +313,7 @@ class TorchData(Shapes):
         replay(batches, count, logger.warning)
 
     def samples_in(self, batches: list[Any]) -> int:
-        """The samples of an update: from the order where it is ours, else as counted in the batches."""
+        """The samples of an update: from loopwright's order if it is used, else counted in the batches."""
         if self.run.order_sampler is None:
             return sum(map(count_samples, batches))
         if self.run.order_sampler.packing is not None:
@@ -325,7 +325,7 @@ class TorchData(Shapes):
         return whole if whole < left else left
 
     def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
-        """An update's samples by index, and its micro-batches loaded again; None if the data owns its order."""
+        """An update's sample indices, and its micro-batches loaded again; None if the data has its own order."""
         if self.run.order_sampler is None:
             return None
         dataset: Any = self.trainer.train_dataset
@@ -348,6 +348,6 @@ class TorchData(Shapes):
         return list(islice(batches, self.run.plan.accumulation))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """The next micro-batches of one update and the number of targets in them."""
+        """The next micro-batches of one update, and their number of targets."""
         batches = list(islice(epoch_iterator, num_batches))
         return batches, self.trainer._get_num_items_in_batch(batches, device)

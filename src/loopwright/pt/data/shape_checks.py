@@ -1,4 +1,4 @@
-"""Batches in few shapes, and the proof that this changes no result."""
+"""Static shapes of batches, and the check that they change no result."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .columns import forward_parameters
 from .static_shapes import Static, StaticCollator, StaticShapes
 
 CLOSE = 1e-4
-"""How far two ways to compute a mean may be apart, relatively, in single precision."""
+"""Largest relative difference between two ways to compute a mean in single precision."""
 
 
 class Shapes(TorchPart, DataPart):
-    """Static shapes: asked for by the arguments, or wanted by the device."""
+    """Static shapes, requested by the arguments or needed by the device."""
 
     def wants_static_shapes(self) -> bool:
         """Whether batches are padded to a few shapes."""
         return self.args.static_lengths is not None or kind_of(self.device).static_shapes
 
     def _with_static_shapes(self, collate: Callable[[Any], Any], dataset: Any, rows: int, description: str) -> Any:
-        """The collator, padding to few shapes where that is wanted."""
+        """The collator, padding to few shapes if required."""
         if not self.wants_static_shapes():
             return collate
         moving = [name for name in ("packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
@@ -66,10 +66,10 @@ class Shapes(TorchPart, DataPart):
                 return found
         return 0
 
-    # ---- proof ------------------------------------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------------------
 
     def _why_rows_stay(self, collate: StaticCollator, dataset: Any, description: str) -> str | None:
-        """Why rows may not be added to short batches; a loss of the user's own is tried out on copies of one row."""
+        """Why rows must not be added to short batches, or None; a user's loss is tested on copies of one row."""
         couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules())
         if couples and description == "training":
             return "the model normalizes over the batch, where every row counts"
@@ -79,10 +79,10 @@ class Shapes(TorchPart, DataPart):
         try:
             with untouched_rng():
                 batch = collate([dataset[0]])
-        except Exception:  # dataset and collator are the user's; training will raise it
+        except Exception:  # dataset and collator are user code; training raises the same error
             return "a sample could not be read"
         if not isinstance(batch, Static) or batch.full == 1:
-            return None  # nothing is added to such batches anyway
+            return None  # no rows are added to such batches
         return self._why_loss_minds(batch)
 
     def _stream_reason(self) -> str | None:
@@ -90,7 +90,7 @@ class Shapes(TorchPart, DataPart):
         return "the loss is user-defined, and it is not tested on a stream" if is_custom else None
 
     def _why_loss_minds(self, batch: Static) -> str | None:
-        """Compare the loss of one row beside ignored copies with the loss of all copies: means are equal."""
+        """Compare the loss of one row beside ignored copies with the loss of all copies: the means should be equal."""
         names = [name for name in batch if name in ("labels", "label", "label_ids")]
         everywhere = dict(batch)
         for name in names:
@@ -99,7 +99,7 @@ class Shapes(TorchPart, DataPart):
         self.model.eval()
         try:
             one, all_rows = self._mean_loss_of(dict(batch)), self._mean_loss_of(everywhere)
-        except Exception as error:  # the loss is the user's: how it fails is the reason
+        except Exception as error:  # a user's loss may raise anything: the error is the reason
             return f"the loss does not accept labels of {IGNORED}: {(str(error).splitlines() or [repr(error)])[0]}"
         finally:
             self.model.train(was_training)
@@ -114,17 +114,17 @@ class Shapes(TorchPart, DataPart):
             loss = loss[0] / loss[1]
         return float(check_loss(loss).double().item())
 
-    # ---- the way back -----------------------------------------------------------------------------------------------
+    # ---- removing padding --------------------------------------------------------------------------------------------
 
     def trimmed(self, batch: Static, logits: Any, labels: Any) -> tuple[Any, Any]:
-        """Outputs and labels of a padded batch as the batch without padding would have given them."""
+        """Outputs and labels of a padded batch, trimmed to those of the batch without padding."""
         config = getattr(self.model, "config", None)
         vocabulary, classes = getattr(config, "vocab_size", None), getattr(config, "num_labels", None)
         return batch.trimmed(logits, vocabulary=vocabulary, classes=classes), batch.trimmed_labels(labels)
 
 
 def len_or_none(dataset: Any) -> int | None:
-    """The length of a dataset whose samples can be picked."""
+    """The length of a map-style dataset; None for a stream or a dataset without a length."""
     if isinstance(dataset, IterableDataset):
         return None
     try:

@@ -23,7 +23,7 @@ class Share(NamedTuple):
     world: int
 
     def batches_of(self, whole: int) -> int:
-        """How many of this many batches are in this part."""
+        """How many of this many batches belong to this part."""
         return max(0, -(-(whole - self.rank) // self.world))
 
 
@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable[[str], None]) -> Any:
-    """A loader of this process's part; one that is already shared out is left alone."""
+    """A loader of this rank's shard; one that is already sharded is returned unchanged."""
     sampler = ordered_sampler(loader)
     if sampler is not None:
         sampler.part = (share.rank, share.world, loader.batch_size)
@@ -48,7 +48,7 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
 
 
 def is_shared(loader: Any) -> bool:
-    """Whether the loader is sharded already."""
+    """Whether the loader is already sharded."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     if any(_knows_ranks(part) for part in parts if part is not None):
@@ -58,7 +58,7 @@ def is_shared(loader: Any) -> bool:
 
 
 def _knows_ranks(part: Any) -> bool:
-    """DistributedSampler and its relatives (num_replicas), accelerate's shards (num_processes)."""
+    """Whether a sampler or dataset has a rank: DistributedSampler (num_replicas), accelerate (num_processes)."""
     if isinstance(part, (EveryNth, SharedBatches)) or type(part).__name__ in (
         "DataLoaderShard",
         "DataLoaderDispatcher",
@@ -86,7 +86,7 @@ def _rebuilt(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
 
 
 class SharedBatches:
-    """Every world-th batch of a batch sampler, in the order the first process finds."""
+    """Every world-th batch of a batch sampler, in the order drawn on rank 0."""
 
     def __init__(self, batches: Any, share: Share, broadcast: Broadcast) -> None:
         self.batches, self.share, self._broadcast = batches, share, broadcast
@@ -108,13 +108,13 @@ class SharedBatches:
     def __iter__(self) -> Iterator[Any]:
         if self._same_everywhere:
             return islice(iter(self.batches), self.share.rank, None, self.share.world)
-        # A sampler may draw from a stream of random numbers of its process: only one of them can be the order.
+        # A sampler may draw from the random state of its process, so the order of rank 0 is broadcast.
         found = self._broadcast(list(self.batches) if self.share.rank == 0 else None)
         return iter(found[self.share.rank :: self.share.world])
 
 
 class EveryNth:
-    """Every world-th batch of whatever gives batches."""
+    """Every world-th batch of any iterable of batches."""
 
     def __init__(self, loader: Any, share: Share) -> None:
         self.loader, self.share = loader, share
@@ -131,7 +131,7 @@ class EveryNth:
 
 
 def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
-    """The batches all processes together get from a loader; `total` adds up what is known only to each of them."""
+    """Batches over all ranks in an epoch; `total` sums a number over the ranks where only each rank can count."""
     sampler = ordered_sampler(loader)
     if sampler is not None:
         size = loader.batch_size
@@ -148,14 +148,14 @@ def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
 
 
 def rank_stream(loader: Any) -> RankStream | None:
-    """Our own stream of this process's part inside a loader, if there is one."""
+    """loopwright's stream of this rank's shard inside a loader, if there is one."""
     dataset = getattr(loader, "dataset", None)
     dataset = dataset.dataset if isinstance(dataset, SeededStream) else dataset
     return dataset if isinstance(dataset, RankStream) else None
 
 
 def whole_dataset(loader: Any) -> Any:
-    """The dataset behind a loader, all parts of it."""
+    """The dataset of a loader, with all shards."""
     stream = rank_stream(loader)
     return getattr(loader, "dataset", None) if stream is None else stream.dataset
 
@@ -164,7 +164,7 @@ def whole_dataset(loader: Any) -> Any:
 
 
 def share_stream(dataset: Any, share: Share, batch_size: int) -> Any:
-    """The part of a stream this process takes; a stream that is already shared out is left alone."""
+    """This rank's shard of a stream; a stream that is already sharded is returned unchanged."""
     if _is_shared_stream(dataset):
         return dataset
     kind = StatefulRankStream if has_exact_state(dataset) else RankStream
@@ -172,10 +172,10 @@ def share_stream(dataset: Any, share: Share, batch_size: int) -> Any:
 
 
 class RankStream(IterableDataset[Any]):
-    """Every world-th batch's samples of a stream.
+    """The samples of every world-th batch of a stream.
 
-    Each process reads the stream from its beginning, so the order is that of one process. Worker processes of a
-    stream that shares itself out among them are left to it; otherwise they take turns.
+    Each rank reads the stream from its start, so the order is that of one process. A stream that divides itself among
+    loader workers keeps its division; otherwise the workers take turns.
     """
 
     def __init__(self, dataset: Any, share: Share, batch_size: int) -> None:
@@ -198,7 +198,7 @@ class RankStream(IterableDataset[Any]):
         info = WorkerLook() if get_worker_info() is not None else None
         for at, sample in enumerate(iter(self.dataset), first):
             if info is not None:
-                # Known as soon as there is a sample: does the stream share itself out among workers?
+                # Once there is a sample, it is known whether the stream divides itself among workers.
                 rank, world = info.turn(rank, world)
                 info = None
             self._at = at + 1
@@ -208,7 +208,7 @@ class RankStream(IterableDataset[Any]):
 
 
 class StatefulRankStream(RankStream):
-    """A stream that can say where it stands."""
+    """A stream whose state can be saved and loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"at": self._at, "stream": self.dataset.state_dict()}
@@ -219,7 +219,7 @@ class StatefulRankStream(RankStream):
 
 
 class WorkerLook:
-    """Finds out whether a stream asks which worker it is in."""
+    """Detects whether a stream reads the id of its loader worker."""
 
     def __init__(self) -> None:
         real = get_worker_info()
@@ -245,7 +245,7 @@ class WorkerLook:
         return self._real.dataset
 
     def turn(self, rank: int, world: int) -> tuple[int, int]:
-        """Whose turn this worker of this process has, and out of how many."""
+        """The turn of this worker of this rank, and the number of turns."""
         worker_module._worker_info = self._real
         if self._asked:
             return rank, world

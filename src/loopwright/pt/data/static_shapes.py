@@ -1,7 +1,7 @@
 """Static shapes for devices that compile for each shape: padded lengths, a padded last batch, and undoing both.
 
-What is added counts for nothing: padded positions have a mask of 0 and the label -100, added rows are copies of a real
-row whose labels are all -100. `Static.trimmed` takes it off the outputs again.
+Padding does not affect the loss: padded positions have a mask of 0 and the label -100, added rows are copies of a real
+row whose labels are all -100. `Static.trimmed` removes padding from the outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...errors import DataError
 
 IGNORED = -100
 SHORTEST = 32
-"""The smallest of the lengths that are chosen when none are given."""
+"""The smallest padded length when static_lengths is not set."""
 
 FILLERS = {
     "input_ids": None, "decoder_input_ids": None,  # the padding token
@@ -26,27 +26,27 @@ FILLERS = {
     "global_attention_mask": 0, "special_tokens_mask": 1, "labels": IGNORED,
     "label_ids": IGNORED,
 }  # fmt: skip
-"""Inputs with one value per token, and what stands where there is no token."""
+"""Inputs with one value per token, and their padding values."""
 
 MASKABLE = ("labels", "label", "label_ids")
-"""Labels that losses leave out where they are -100; other label columns have rules of their own."""
+"""Labels that losses ignore where they are -100; other label columns may have different rules."""
 
 
 class Static(dict[str, Any]):
-    """A padded batch that knows which part of it is real."""
+    """A padded batch that records its real size."""
 
     rows: int
     full: int
-    """Rows with the added ones."""
+    """Rows including added ones."""
     widths: dict[str, tuple[int, int]]
     """Per padded input: its real length and its padded length."""
 
     def trimmed(self, value: Any, *, vocabulary: int | None = None, classes: int | None = None) -> Any:
-        """Outputs of the model for this batch without what belongs to padding, in host memory."""
+        """The model's outputs for this batch without padding, in host memory."""
         return map_nested(lambda leaf: self._cut(leaf, vocabulary, classes), value)
 
     def trimmed_labels(self, value: Any) -> Any:
-        """Labels of this batch, one tensor or several, without those of padding, in host memory."""
+        """Labels of this batch, one tensor or several, without padding, in host memory."""
         widths = {padded: real for name, (real, padded) in self.widths.items() if name in MASKABLE}
 
         def cut(leaf: Any) -> Any:
@@ -58,7 +58,7 @@ class Static(dict[str, Any]):
         return map_nested(cut, value)
 
     def real(self) -> dict[str, Any]:
-        """The batch as it was before it was padded, without a mask that was added."""
+        """The batch before padding; an attention mask that was added is kept."""
         return {name: self._cut_input(name, value) for name, value in self.items()}
 
     def _cut_input(self, name: str, value: Any) -> Any:
@@ -70,16 +70,16 @@ class Static(dict[str, Any]):
     def _cut(self, leaf: Any, vocabulary: int | None, classes: int | None) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != self.full:
             return leaf
-        leaf = leaf.detach().cpu()[: self.rows]  # on the host: cutting on the device would be one more shape
+        leaf = leaf.detach().cpu()[: self.rows]  # on the host: slicing on the device would add a shape
         if leaf.dim() == 2 and (not leaf.is_floating_point() or leaf.shape[1] == classes):
-            return leaf  # ids that were generated, or one number per class
+            return leaf  # generated ids, or one number per class
         width = self._real_width(leaf, vocabulary) if leaf.dim() >= 2 else None
         return leaf if width is None else leaf[:, :width]
 
     def _real_width(self, leaf: Tensor, vocabulary: int | None) -> int | None:
         found = {name: real for name, (real, padded) in self.widths.items() if padded == leaf.shape[1]}
         if "labels" in found and vocabulary is not None and leaf.shape[-1] == vocabulary:
-            return found["labels"]  # with an encoder, logits are as long as the labels
+            return found["labels"]  # in encoder-decoder models, logits have the length of the labels
         return max(found.values(), default=None)
 
 
@@ -98,11 +98,11 @@ class StaticShapes:
         self.lengths = sorted(lengths) if lengths else None
         self.label_names, self.pad_token, self.takes_mask = label_names, pad_token, takes_mask
         self.rows_stay: str | None = None
-        """Why short batches are left as they are, if they are."""
+        """Why incomplete batches are not padded with rows; None if they may be."""
         self._tell = tell
 
     def length_for(self, length: int) -> int:
-        """The length a batch of this length is padded to: a pure function, so that a resumed run pads alike."""
+        """The padded length for a batch of this length; a pure function, so that a resumed run pads identically."""
         if self.lengths is None:
             return max(SHORTEST, 1 << (length - 1).bit_length())
         for allowed in self.lengths:
@@ -114,7 +114,7 @@ class StaticShapes:
         )
 
     def pad(self, batch: Any, rows: int) -> Any:
-        """The batch padded to `rows` rows and to its length; what cannot be padded without a trace stays as it is."""
+        """Pad the batch to `rows` rows and a static length; parts that would affect the loss are not padded."""
         if not isinstance(batch, Mapping):
             self._tell("static shapes: batches that are not dicts of tensors are not padded")
             return batch

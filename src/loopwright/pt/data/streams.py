@@ -14,11 +14,11 @@ from ...snapshot import snapshot_rng
 from ..rng import rng_from_json, rng_to_json
 
 SAY_EVERY = 5.0
-"""Seconds between two lines about a replay."""
+"""Seconds between two progress messages of a replay."""
 
 
 def stream_state(loader: Any) -> Any:
-    """The state of a loader or its dataset, if loading it goes on at the next sample; else None."""
+    """The state of a loader or its dataset, if loading it resumes at the next sample; else None."""
     owner = _owner(loader)
     if owner is None:
         return None
@@ -26,12 +26,12 @@ def stream_state(loader: Any) -> Any:
     try:
         json.dumps(state)
     except (TypeError, ValueError):
-        return None  # a checkpoint holds JSON and tensors, nothing else
+        return None  # checkpoints hold only JSON and tensors
     return state
 
 
 def load_stream_state(loader: Any, state: Any) -> bool:
-    """Put a stream where it was; returns whether it could be."""
+    """Restore the position of a stream; returns whether this was possible."""
     owner = _owner(loader)
     if owner is None or (isinstance(owner, StreamLoader) and state.get("number") != owner.num_workers):
         return False
@@ -40,7 +40,7 @@ def load_stream_state(loader: Any, state: Any) -> bool:
 
 
 def _owner(loader: Any) -> Any:
-    """Who knows the position: a loader with a state of its own, or the dataset when it is read in this process."""
+    """The object that holds the position: a loader with state, or the dataset if it is read in this process."""
     if _has_state(loader):
         return loader
     dataset = getattr(loader, "dataset", None)
@@ -49,7 +49,7 @@ def _owner(loader: Any) -> Any:
 
 
 def has_exact_state(dataset: Any) -> bool:
-    """Whether a stream can say where it stands, and goes on there with nothing lost."""
+    """Whether a stream has a state from which it resumes without losing samples."""
     return _has_state(dataset) and not loses_samples(dataset)
 
 
@@ -58,7 +58,7 @@ def _has_state(thing: Any) -> bool:
 
 
 def loses_samples(dataset: Any) -> bool:
-    """Whether a `datasets` stream has a shuffle buffer, whose contents its own state leaves out."""
+    """Whether a `datasets` stream has a shuffle buffer, whose contents are not part of its state."""
     source, seen = getattr(dataset, "_ex_iterable", None), 0
     while source is not None and seen < 100:
         if "Shuffled" in type(source).__name__ and hasattr(source, "buffer_size"):
@@ -68,14 +68,14 @@ def loses_samples(dataset: Any) -> bool:
 
 
 class Start(NamedTuple):
-    """Where the workers of a stream stood: who gave the last batch, and each one's state."""
+    """Positions of the workers of a stream: the worker of the last batch, and the state of each."""
 
     last: int
     workers: dict[int, dict[str, Any]]
 
 
 class Carried(NamedTuple):
-    """A batch together with where the worker that made it stands afterwards."""
+    """A batch with the state of its worker afterwards."""
 
     batch: Any
     worker: int
@@ -83,7 +83,7 @@ class Carried(NamedTuple):
 
 
 class CarryState:
-    """A collator that sends the worker's stream and random states along with each batch."""
+    """A collator that sends the worker's stream and random states with each batch."""
 
     def __init__(self, collate: Callable[[Any], Any], stream: Any) -> None:
         self.collate, self.stream = collate, stream
@@ -96,7 +96,7 @@ class CarryState:
 
 
 class StreamLoader(DataLoader[Any]):
-    """A loader of a stream read by workers that knows, after each batch, where every worker stands."""
+    """A loader of a stream read by workers, which records the state of every worker after each batch."""
 
     def __init__(self, stream: Any, *, collate_fn: Callable[[Any], Any], **options: Any) -> None:
         super().__init__(stream, collate_fn=CarryState(collate_fn, stream), **options)
@@ -104,12 +104,12 @@ class StreamLoader(DataLoader[Any]):
         self._workers: dict[int, dict[str, Any]] = {}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # At once, not at the first batch: the loader draws its seed here.
+        # Here, not at the first batch: the loader draws its seed in this call.
         carried = super().__iter__()
         stream: Any = self.dataset
         if stream.start is None:
             self._last, self._workers = -1, {}
-        stream.start = None  # the workers have it; the next epoch begins at its beginning
+        stream.start = None  # the workers have received it; the next epoch starts at its beginning
         return self._batches(carried)
 
     def _batches(self, carried: Iterator[Carried]) -> Iterator[Any]:
@@ -136,7 +136,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 def become_worker(role: int) -> None:
-    """Have `get_worker_info` give this id: a stream shares itself out by it."""
+    """Set the id that `get_worker_info` returns, by which a stream divides itself among workers."""
     info = get_worker_info()
     if info is None or info.id == role:
         return
@@ -145,7 +145,7 @@ def become_worker(role: int) -> None:
 
 
 def replay(batches: Iterator[Any], count: int, say: Callable[[str], None]) -> int:
-    """Read batches and leave them out; says how fast it goes. Returns how many there were."""
+    """Read and discard batches, reporting progress; returns how many there were."""
     started = said = time.monotonic()
     for done in range(count):
         if next(batches, None) is None:

@@ -1,1 +1,1 @@
-"""Several processes: process group, rendezvous, gathering, synchronised updates, hang detection, failures."""
+"""Several ranks: process group, rendezvous, gathering, synchronized updates, hang detection, failures."""

@@ -1,8 +1,8 @@
-"""An error on one rank stops all of them within seconds, and each reports what it was.
+"""Propagation of errors: an error on one rank stops all ranks within seconds, and each reports it.
 
-A process that fails leaves its error in the store of the group. A thread of every other process looks there; its main
-thread may be deep in a collective that would wait for the failed one until the timeout, so if it does not come out by
-itself the process is ended.
+A failing rank writes its error to the store of the process group, which a thread of every other rank polls. The main
+thread of a rank may be blocked in a collective that would wait for the failed one until the timeout; if it does not
+return in time, the process is ended.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .process_group import Processes
 
 LOOK_EVERY = 0.5
 GRACE = 3.0
-"""Seconds the main thread has to come out of what it is doing by itself."""
+"""Seconds the main thread has to return before the process is ended."""
 
 LOST = ("gloo", "nccl", "connection", "timed out", "process group", "store")
 
 
 def _lost_the_others(error: BaseException | None) -> bool:
-    """Whether an error says no more than that another process is gone."""
+    """Whether an error only reports that the connection to another rank was lost."""
     words = str(error).lower()
     return isinstance(error, (RuntimeError, OSError)) and any(word in words for word in LOST)
 
@@ -56,7 +56,7 @@ class Alarm:
             return
         first = self._ring(error) if isinstance(error, Exception) else None
         self._over.set()
-        self._thread.join(2.0)  # a thread that is inside a call of torch when Python ends would abort the process
+        self._thread.join(2.0)  # a thread inside a torch call at interpreter exit would abort the process
         if first is not None and _lost_the_others(error):
             raise PeerError(first) from error
 
@@ -65,7 +65,7 @@ class Alarm:
         return f"loopwright/alarm/{self._rounds}"
 
     def _ring(self, error: Exception) -> str | None:
-        """Leave the error for the others; returns that of another process that was first, if there is one."""
+        """Publish the error; returns the error of another rank if that was published first."""
         where = "".join(traceback.format_list(traceback.extract_tb(error.__traceback__)[-2:]))
         name = self._processes.names[self._processes.rank]
         text = f"rank {self._processes.rank} on {name} stopped with {type(error).__name__}: {error}\n{where}"

@@ -1,4 +1,4 @@
-"""Gathering nested tensors of any shapes: shapes go through the host, contents through the device's own group."""
+"""Gathering nested tensors of any shapes: shapes through the host, contents through the device's process group."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from .process_group import Host
 
 ALIGNED = 16
-"""Bytes every tensor begins at a multiple of, so that any number format can look at it in place."""
+"""Alignment of packed tensors in bytes, so that any dtype can be viewed in place."""
 
 
 def gather_nested(value: Any, host: Host, device: torch.device, group: Any = None) -> list[Any]:
-    """Everybody's value by rank: structure, shapes and plain values through the host, tensors through the device.
+    """The values of all ranks, by rank: structure, shapes and plain values via the host, tensors via the device.
 
-    Tensors travel in torch's default group, unless another one is named.
+    Tensors are sent in torch's default group unless `group` is given.
     """
     tensors: list[Tensor] = []
     outline = _outline(value, tensors)
@@ -45,7 +45,7 @@ def gather_nested(value: Any, host: Host, device: torch.device, group: Any = Non
 
 
 def _layout(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[tuple[int, int]], int]:
-    """Where each tensor begins and how many bytes it has, and the bytes of all."""
+    """Offset and size in bytes of each tensor, and the total size."""
     places, end = [], 0
     for shape, dtype in shapes:
         size = int(torch.Size(shape).numel()) * dtype.itemsize
@@ -55,7 +55,7 @@ def _layout(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[tup
 
 
 class _Slot:
-    """Stands for a tensor in an outline."""
+    """Placeholder of a tensor in an outline."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,6 +1,6 @@
 """The hang detector: threads that share the position of each rank and report which one is late or gone.
 
-They have their own connections to the store the processes met at, so that nothing training does can block them.
+They have their own connections to the rendezvous store, so that training cannot block them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...notices import logger
 
 TICK = 1.0
 SILENT = 6.0
-"""Seconds without a sign of life after which a process counts as missing."""
+"""Seconds without a heartbeat after which a rank counts as missing."""
 LAST_CALL = 2.0
-"""Seconds a thread has to finish what it says to the store."""
+"""Seconds a thread has to finish its last request to the store."""
 BEACON = "beacon/{rank}"
 LOST = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "TCPStore")
-"""Words of the errors by which torch says that another process did not answer."""
+"""Substrings of torch's errors about a rank that did not respond."""
 
 
 class HangDetector:
-    """While entered, this process is seen by the others, reports a standstill, and says who was lost."""
+    """While entered, publishes this rank's position, reports a hang, and identifies lost ranks."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class HangDetector:
         self.rank, self.world, self.patience = rank, world, patience
         self._step, self._tell = step, tell
         self._connect = connect
-        """Makes a connection of its own to the store the processes met at."""
+        """Creates a separate connection to the rendezvous store."""
         self._heard = heard
-        """What another process said before it failed, if any did: then nothing has to be explained."""
+        """The error that another rank published before it failed, if any; no explanation is needed then."""
         self._main = threading.get_ident()
         self._moved = time.monotonic()
         self._last: tuple[Any, ...] | None = None
@@ -71,8 +71,8 @@ class HangDetector:
     ) -> None:
         self._over.set()
         for thread in self._threads:
-            # A thread inside a call of torch when Python ends would abort the process. One that talks to a machine
-            # which is gone may never return; it is left behind.
+            # A thread inside a torch call at interpreter exit would abort the process. One that is connected to an
+            # unreachable machine may never return and is abandoned.
             thread.join(LAST_CALL)
         if is_lost_connection(error):
             reason = self.explain()
@@ -85,13 +85,13 @@ class HangDetector:
             while not self._over.is_set():
                 work(store)
                 self._over.wait(TICK)
-        except Exception:  # the store is gone: its rank has ended, and training finds that out by itself
+        except Exception:  # the store is gone because its rank has ended; training fails separately
             logger.debug("the hang detector has lost the store", exc_info=True)
 
-    # ---- being seen -------------------------------------------------------------------------------------------------
+    # ---- publishing --------------------------------------------------------------------------------------------------
 
     def sighting(self) -> Sighting:
-        """Where this process stands now."""
+        """The current position of this rank."""
         frame = sys._current_frames().get(self._main)
         phase, waits = phase_of(frame)
         now, place = time.monotonic(), (self._step(), phase, waits)
@@ -107,10 +107,10 @@ class HangDetector:
     def _shine(self, store: Any) -> None:
         store.set(BEACON.format(rank=self.rank), json.dumps(self.sighting().as_json()))
 
-    # ---- seeing -----------------------------------------------------------------------------------------------------
+    # ---- watching ----------------------------------------------------------------------------------------------------
 
     def _look(self, store: Any) -> None:
-        """When nothing has moved for long, say once what this process waits for."""
+        """After a long time without progress, report once which rank this one waits for."""
         still = time.monotonic() - self._moved
         if still < self.patience - 2 * SILENT or self._told == self._last:
             self._beats.clear()
@@ -123,13 +123,13 @@ class HangDetector:
             self._tell(describe(seen, silent, self.world, still))
 
     def _should_tell(self, seen: dict[int, Sighting], silent: dict[int, float]) -> bool:
-        """Whether this is the first of those that wait: one voice is enough."""
+        """Whether this is the lowest waiting rank: only one of them reports."""
         late = {each.rank for each in late_ones(seen.values())} | set(silent)
         waiting = [rank for rank in seen if rank not in late] or list(seen)
         return min(waiting, default=self.rank) == self.rank
 
     def look_around(self, store: Any) -> tuple[dict[int, Sighting], dict[int, float]]:
-        """What every process last said, and for how long those who have fallen silent have been so."""
+        """The last position of every rank, and the seconds since the last heartbeat of missing ones."""
         now = time.monotonic()
         seen, silent = {}, {}
         for rank in range(self.world):
@@ -145,12 +145,12 @@ class HangDetector:
         return seen, silent
 
     def explain(self, seconds: float = SILENT + 3 * TICK) -> str | None:
-        """After a failed collective: who is missing or late, as far as seconds can tell; None if it has said so."""
+        """After a failed collective: a report on missing or late ranks; None if a rank has published its error."""
         self._beats.clear()
         found: list[str | None] = []
         looking = threading.Thread(target=self._explain_to, args=(found, seconds), daemon=True)
         looking.start()
-        looking.join(seconds + 5)  # a connection to a machine that is gone may block
+        looking.join(seconds + 5)  # a connection to an unreachable machine may block
         if found:
             return found[0]
         return (
@@ -161,7 +161,7 @@ class HangDetector:
     def _explain_to(self, found: list[str | None], seconds: float) -> None:
         try:
             found.append(self._explanation(seconds))
-        except Exception:  # in a thread, after a failure: without the store there is no explanation
+        except Exception:  # in a thread, after a failure: no explanation without the store
             logger.debug("the store cannot be reached", exc_info=True)
 
     def _explanation(self, seconds: float) -> str | None:
@@ -175,7 +175,7 @@ class HangDetector:
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether this is how torch says that another process did not answer."""
+    """Whether this is a torch error about a rank that did not respond."""
     from torch.distributed import DistError
 
     said = isinstance(error, RuntimeError) and any(word in str(error) for word in LOST)
@@ -183,5 +183,5 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def patience_for(timeout: float) -> float:
-    """When to say that nothing moves: well before a collective gives up, and never later than two minutes."""
+    """Seconds without progress before a report: half the timeout of a collective, at most two minutes."""
     return min(timeout / 2, 120.0)

@@ -1,7 +1,7 @@
-"""The process group of a run, and exchanges between ranks on the host.
+"""The process group of a run, and collectives between ranks on the host.
 
-Three groups. torch's default one carries tensors; a gloo group carries what the hosts agree on, so that asking for it
-never waits for a device; and another gloo group belongs to saving, which talks while training goes on.
+There are three groups: torch's default group for tensors; a gloo group for values on the host, which never waits for a
+device; and a gloo group for saving, which runs while training continues.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from .rendezvous import agree_on_round
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 ACCELERATED = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl"}
-"""The library each kind of device talks with."""
+"""The communication backend of each device type."""
 
 _opened: Processes | None = None
 
 
 class Host:
-    """Collectives in host memory, through a process group of their own."""
+    """Collectives in host memory, in their own process group."""
 
     def __init__(self, group: Any, rank: int, world_size: int) -> None:
         self.group, self.rank, self.world_size = group, rank, world_size
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank."""
+        """The values of all ranks, by rank."""
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
@@ -48,7 +48,7 @@ class Host:
         return holder[0]
 
     def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Everybody's numbers, by rank: as many from each, in double precision."""
+        """The numbers of all ranks, by rank: the same count from each, in double precision."""
         own = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(found, own, group=self.group)
@@ -59,7 +59,7 @@ class Host:
 
 
 class Processes:
-    """All processes of this run, seen from this one."""
+    """The ranks of this run."""
 
     def __init__(self, timeout: timedelta, *, ours: bool) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -68,28 +68,28 @@ class Processes:
         self.saving = Host(dist.new_group(backend="gloo", timeout=timeout), self.rank, self.world_size)
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.names = self.host.gather(socket.gethostname())
-        """The machine each process is on, by rank."""
+        """The host name of each rank."""
         self._name = self.host.broadcast(secrets.token_hex(8))
 
     @property
     def store(self) -> Any:
-        """The key-value store the group was opened with, for this group alone.
+        """The key-value store of the process group, with a prefix for this group.
 
-        torchrun keeps the store when it starts the processes again: what they said then must not be heard now.
+        torchrun keeps the store when it restarts the processes; the prefix hides entries of earlier starts.
         """
         return dist.PrefixStore(f"loopwright/{self._name}", dist.distributed_c10d._get_default_store())
 
     def close(self) -> None:
-        """Leave the group, if this is where it was opened."""
+        """Destroy the group, if it was created here."""
         global _opened
         _opened = None
         if self._ours and dist.is_initialized():
-            with suppress(Exception):  # at the end of the process: a peer may be gone already
+            with suppress(Exception):  # at the end of the process a peer may already be gone
                 dist.destroy_process_group()
 
 
 def open_processes(device: torch.device, *, backend: str | None, timeout: timedelta) -> Processes:
-    """The processes a launcher started, joined in a group; one group serves all trainers of a process."""
+    """The ranks started by a launcher, joined in a process group that all trainers of a process share."""
     global _opened
     if _opened is not None and dist.is_initialized():
         return _opened
@@ -123,7 +123,7 @@ def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -
 
 
 def backend_for(device: torch.device, asked: str | None) -> str:
-    """The communication libraries of a device, gloo for the host always among them."""
+    """The communication backends for a device, always including gloo for the host."""
     if device.type == "cpu":
         if asked in ACCELERATED.values():
             raise ArgumentsError(
@@ -131,6 +131,6 @@ def backend_for(device: torch.device, asked: str | None) -> str:
                 "use 'gloo'"
             )
         return asked or "gloo"
-    # A device that came with a package of its own has registered its backend with torch.
+    # A device of a separate package has registered its backend with torch.
     theirs = dist.Backend.default_device_backend_map.get(device.type, "gloo")
     return f"cpu:gloo,{device.type}:{asked or ACCELERATED.get(device.type, theirs)}"

@@ -1,9 +1,9 @@
 """A rendezvous id, unique per (re)start.
 
-torchrun starts processes again on the store of the first start (seen in torch 2.13), so addresses of processes that
-are gone are still in it, and a rank that reads too early connects to a dead address. Restart counts do not
-tell the starts apart: they stay the same when a machine joins. So each process draws a number of its own, the first one
-puts all numbers and a fresh name into the store, and a rank takes the name that carries its own number.
+torchrun restarts processes on the store of the first start (seen in torch 2.13), so addresses of ended processes are
+still in it, and a rank that reads too early connects to a dead address. Restart counts do not distinguish the starts:
+they do not change when a machine joins. So each rank draws a random number, rank 0 writes all numbers and a new name to
+the store, and a rank accepts the name that comes with its own number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSE = 0.02
 
 
 def agree_on_round(store: Any, rank: int, world: int, timeout: timedelta) -> str:
-    """The name of this start, the same on every process."""
+    """The name of this start, the same on every rank."""
     own = secrets.token_hex(8)
     deadline = time.monotonic() + timeout.total_seconds()
     store.set(f"round/number/{rank}", own)
@@ -28,7 +28,7 @@ def agree_on_round(store: Any, rank: int, world: int, timeout: timedelta) -> str
 
 
 def _lead(store: Any, own: str, world: int, deadline: float) -> str:
-    """Propose a name for the numbers there are, again whenever one of them changes, until every rank has taken it."""
+    """Propose a name for the current numbers, again if one of them changes, until every rank has accepted it."""
     numbers: list[str | None] = []
     name = ""
     while True:
@@ -45,7 +45,7 @@ def _lead(store: Any, own: str, world: int, deadline: float) -> str:
 
 
 def _follow(store: Any, own: str, rank: int, deadline: float) -> str:
-    """Take the proposal that knows this process, once all others have."""
+    """Accept the proposal that contains this rank's number, once all ranks have."""
     while True:
         proposal = json.loads(_read(store, "round/proposal") or "{}")
         numbers = proposal.get("numbers", [])

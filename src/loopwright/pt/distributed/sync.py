@@ -17,23 +17,22 @@ from ..loss.targets import LossKind, count_samples
 from ..strategies.base import on_host
 
 SIGNALS = ("", *(each.name for each in WATCHED))
-"""Signals by a number that fits into a row of numbers."""
+"""Signals, encoded as their index in a row of numbers."""
 
 
 HAS_LOSS_WITHOUT_ITEMS, WEIGHS_DIFFERENTLY = 1, 2
-"""What data of one process may say about the loss of all."""
+"""What the data of one rank may reveal about the loss of all ranks."""
 
 
 class SharedLoss(TorchLoss):
-    """Updates that several ranks hold parts of."""
+    """Updates divided among several ranks."""
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def sync_update(self, batches: list[Any]) -> Update | None:
-        """Count targets and samples of all processes in one exchange of a few numbers.
+        """Count targets and samples over all ranks with one all-gather of a few numbers.
 
-        A process without targets runs a micro-batch of another one that counts for nothing, because the others wait
-        for its gradients.
+        A rank without targets runs a dummy batch with weight zero, because the other ranks wait for its gradients.
         """
         self._learn_together(batches)
         self._plan_together(batches)
@@ -64,14 +63,14 @@ class SharedLoss(TorchLoss):
         averaged, rank = self.args.average_tokens_across_devices, self.strategy.data_rank
         update.total_items = (sum(items) / len(items) if averaged else items[rank]) or 1
         update.total_weight = (sum(weights) / len(weights) if averaged else weights[rank]) or 1
-        if self.run.accounting.kind is LossKind.TOTAL:  # gradients are averaged over processes, and this is a sum
+        if self.run.accounting.kind is LossKind.TOTAL:  # a sum, but gradients are averaged over ranks
             update.total_weight = 1 / len(rows)
         update.samples, update.micro_batches = int(sum(samples)), int(sum(micro_batches))
         update.flos, update.tokens = sum(flos), int(sum(tokens))
         return update
 
     def _exchanged(self, update: Update, doubt: int) -> list[list[float]]:
-        """What every process has of the update, in one exchange."""
+        """The numbers of every rank for the update, in one all-gather."""
         own, work = self._own_items(update), [update.flos, update.tokens]
         weight = own if update.weights is None else float(sum(update.weights))
         return self.processes.all_gather_numbers(
@@ -80,7 +79,7 @@ class SharedLoss(TorchLoss):
         )  # fmt: skip
 
     def _doubt(self, batches: list[Any]) -> int:
-        """Whether this process's data says something about the loss that all of them have to hear."""
+        """Whether this rank's data reveals something about the loss that all ranks need."""
         if self.strategy.forward_is_collective or not batches:
             return 0
         if self.run.accounting.empty_in(batches) and self._look_at_empty(batches):
@@ -95,7 +94,7 @@ class SharedLoss(TorchLoss):
             self.learn_loss(self._batches_of(doubts.index(WEIGHS_DIFFERENTLY), batches))
 
     def _batches_of(self, source: int, batches: list[Any]) -> list[Any]:
-        """A few micro-batches of one process, for all of them."""
+        """A few micro-batches of one rank, broadcast to all."""
         own = [on_host(batch) for batch in batches[:3]] if self.strategy.data_rank == source else None
         found: list[Any] = self.strategy.broadcast(own, source * self.strategy.copies)
         return found
@@ -129,7 +128,7 @@ class SharedLoss(TorchLoss):
             update.weights = [*(update.weights or []), *[0] * needed[rank]]
 
     def _learn_together(self, batches: list[Any]) -> None:
-        """Find out how the loss is scaled on one batch that all processes look at: they must come to one result."""
+        """Determine how the loss is scaled, on the same batches on all ranks, so that their results agree."""
         accounting = self.run.accounting
         smoothed = self.trainer.label_smoother is not None and accounting.undecided_shift
         is_due = self._is_recheck_due()
@@ -153,7 +152,7 @@ class SharedLoss(TorchLoss):
         return update.batches[0] if self.run.speed is None else self.run.speed.as_made(update)[0]
 
     def _plan_together(self, batches: list[Any]) -> None:
-        """Have one process look at its batches and decide about speed; the others do what it decided."""
+        """Make the speed plan on one rank, from its batches; the others adopt it."""
         if self.run.has_planned:
             return
         speed, rank = self.run.speed, self.strategy.data_rank
@@ -162,7 +161,7 @@ class SharedLoss(TorchLoss):
         decided = [each for each, row in enumerate(rows) if row[1]]
         without = any(row[2] for row in rows)
         self.run.has_planned = len(decided) == len(rows) or without
-        if speed is None or without:  # one process may have a callback that the others lack
+        if speed is None or without:  # one rank may have a callback that the others lack
             self._give_up_speed()
             return
         holders = decided or [each for each, row in enumerate(rows) if row[0]]
@@ -182,7 +181,7 @@ class SharedLoss(TorchLoss):
 
 
 class SharedEvaluation(Precheck):
-    """Evaluations that several ranks hold parts of."""
+    """Evaluations divided among several ranks."""
 
     _eval_learned = False
 
@@ -192,7 +191,7 @@ class SharedEvaluation(Precheck):
         return self._shared_eval_steps(loader, loss_only, ignore_keys)
 
     def _shared_eval_steps(self, loader: Any, loss_only: bool, ignore_keys: Any) -> Iterator[EvalStep]:
-        """The steps of all processes, in the order of the data."""
+        """The steps of all ranks, in the order of the data."""
         waiting: list[Any] = []
         steps = super().eval_steps(_taken_from(waiting), loss_only, ignore_keys)
         own = iter(loader)
@@ -216,7 +215,7 @@ class SharedEvaluation(Precheck):
             yield from self._gathered(step if inputs is not None else None)
 
     def _eval_stand_in(self, inputs: Any, holders: list[int]) -> Any:
-        """A batch of another process, where a forward pass waits for all of them or the loss is still unknown."""
+        """A batch of another rank, if the forward is collective or the scaling of the loss is still unknown."""
         is_open = self.run.accounting.undecided_shift or self.internals.loss.accounting_of_evaluation().is_open
         unknown = is_open and not self._eval_learned
         lacking = self.strategy.forward_is_collective and len(holders) < self.strategy.data_world
@@ -248,27 +247,27 @@ def signal_number(signals: SignalWatch) -> int:
 
 
 def adopt_signal(signals: SignalWatch, numbers: list[float]) -> None:
-    """Adopt the signal any rank received; one that saves wins over one that does not."""
+    """Adopt the signal any rank received; one that saves takes precedence."""
     signals.received = SIGNALS[int(min(number for number in numbers if number))]
 
 
 def _taken_from(waiting: list[Any]) -> Iterator[Any]:
-    """Whatever was put into the list last, each time it is asked for."""
+    """The last element of the list, removed, at each iteration."""
     while True:
         yield waiting.pop()
 
 
 class AgreeingHandler(CallbackHandler):
-    """Dispatches events; where callbacks of one process may wish for something, all processes then wish for it."""
+    """Dispatches events; flags that callbacks set on one rank are then set on all ranks."""
 
     MOMENTS = ("on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save")
     ALONE = ("save_minutes", "save_trigger_file", "max_runtime")
-    """Arguments whose outcome depends on the clock or the disk of a process."""
+    """Arguments whose effect depends on the clock or the disk of a rank."""
 
     all_gather_numbers: Callable[[list[float]], list[list[float]]]
 
     _differs: bool | None = None
-    """Whether callbacks of any process may set control on their own; None before the first all-gather."""
+    """Whether callbacks of any rank may set control independently; None before the first all-gather."""
 
     def fire(self, event: str, **extra: Any) -> Any:
         control = super().fire(event, **extra)
@@ -283,12 +282,12 @@ class AgreeingHandler(CallbackHandler):
         return control
 
     def _may_differ(self) -> bool:
-        """Whether anything but the state of the run, which is the same everywhere, can decide about a wish."""
+        """Whether a flag can depend on anything but the state of the run, which is the same on all ranks."""
         if any(getattr(self.args, name) is not None for name in self.ALONE):
             return True
         return any(not type(each).__module__.startswith(("loopwright.", "transformers.")) for each in self.callbacks)
 
 
 def agreeing(all_gather_numbers: Callable[[list[float]], list[list[float]]]) -> type[CallbackHandler]:
-    """A handler that makes every rank follow what the callbacks of any rank ask for."""
+    """A handler class with which all ranks adopt the flags that callbacks of any rank set."""
     return type("AgreeingHandler", (AgreeingHandler,), {"all_gather_numbers": staticmethod(all_gather_numbers)})

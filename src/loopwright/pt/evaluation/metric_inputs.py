@@ -14,7 +14,7 @@ from ..loss.targets import IGNORED
 
 
 def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
-    """The user's function as it is; a dict of metric objects as a function that feeds them."""
+    """The user's function unchanged, or a function that updates a dict of metric objects."""
     if not isinstance(compute_metrics, Mapping):
         return compute_metrics
     for metric in compute_metrics.values():
@@ -22,12 +22,12 @@ def metrics_function(compute_metrics: Any, device: torch.device) -> Any:
             metric.to(device)
         for part in metric.modules() if hasattr(metric, "modules") else [metric]:
             if hasattr(part, "sync_on_compute"):
-                part.sync_on_compute = False  # every process is fed the batches of all of them
+                part.sync_on_compute = False  # every rank receives the batches of all ranks
     return MetricObjects(compute_metrics, scores=scores, choices=choices)
 
 
 def scores(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Tensor, Tensor]:
-    """Predictions and labels of the targets that count, flat where labels are per token."""
+    """Predictions and labels without ignored targets, flattened if labels are per token."""
     predictions, labels = _first(predictions), _first(labels)
     if labels.is_floating_point():
         one_each = predictions.dim() == labels.dim() + 1 and predictions.shape[-1] == 1
@@ -46,7 +46,7 @@ def scores(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Tensor
 
 
 def choices(predictions: Any, labels: Any, shifted: bool = False) -> tuple[Any, Any]:
-    """The chosen classes and the labels, as numpy arrays."""
+    """The predicted classes and the labels, as numpy arrays."""
     predictions, labels = scores(predictions, labels, shifted)
     if predictions.dim() > labels.dim() and not labels.is_floating_point():
         predictions = predictions.argmax(-1)

@@ -1,4 +1,4 @@
-"""Before step 1: one evaluation batch, to see that the metric the run depends on exists."""
+"""A check before the first step, on one evaluation batch, that the metric for the best model exists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Precheck(TorchEvaluation):
     """Checks that would otherwise fail hours into a run."""
 
     def check_metric_name(self) -> None:
-        """Raise now if the metric for the best model is not one that evaluation gives."""
+        """Raise if the metric for the best model is not one of the evaluation's metrics."""
         args = self.args
         if args.metric_for_best_model is None or args.eval_strategy == "no" or self.trainer.eval_dataset is None:
             return
         if is_overridden(self.trainer, "evaluate") or is_overridden(self.trainer, "evaluation_loop"):
-            return  # only the override knows its names
+            return  # the names of an override are not known
         names = self._metric_names()
         wanted = args.metric_for_best_model
         full = full_name(wanted)
@@ -40,14 +40,14 @@ class Precheck(TorchEvaluation):
         logger.warning(f"{problem}. Continuing, since an overridden log() or a callback's on_evaluate may add it")
 
     def _names_may_be_added(self) -> bool:
-        """Whether code of the user's is handed the metrics of an evaluation before the best model is chosen."""
+        """Whether user code receives the metrics of an evaluation before the best model is chosen."""
         listeners = [getattr(callback, "on_evaluate", None) for callback in self.callback_handler.callbacks]
         homes = [getattr(listener, "__module__", None) or "loopwright." for listener in listeners]
         custom = [home for home in homes if not home.startswith(("loopwright.", "transformers."))]
         return is_overridden(self.trainer, "log") or bool(custom)
 
     def _metric_names(self) -> set[str] | None:
-        """The names of one batch's metrics, of every named set; None when one batch cannot tell."""
+        """The names of the metrics of one batch of every evaluation set; None if one batch is not enough."""
         named = isinstance(self.trainer.eval_dataset, Mapping)
         sets = {f"eval_{name}": name for name in self.trainer.eval_dataset} if named else {"eval": None}
         names: set[str] = set()
@@ -56,7 +56,7 @@ class Precheck(TorchEvaluation):
                 names |= self._names_of_one_batch(key, prefix)
             except LoopwrightError:
                 raise
-            except Exception as error:  # a metric that needs more than one batch is no reason to stop
+            except Exception as error:  # a metric that needs more than one batch must not stop the run
                 logger.info(f"one batch is not enough to determine the metrics of {prefix}: {error}")
                 return None
         return names

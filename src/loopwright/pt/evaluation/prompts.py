@@ -13,10 +13,10 @@ from ..loss.targets import IGNORED
 
 
 def prompts_of(inputs: Mapping[str, Any], *, pad: int, width: int | None = None) -> tuple[Tensor, Tensor]:
-    """The prompts, padded on the left to this width or that of the longest one, and their mask.
+    """The prompts, left-padded to this width or that of the longest one, and their mask.
 
-    In a training sample the prompt is what stands before the first label that counts. Without labels, or with labels of
-    another length, the inputs are the prompts.
+    In a training sample the prompt is the part before the first label that is not ignored. Without labels, or with
+    labels of another length, the inputs are the prompts.
     """
     ids = inputs["input_ids"]
     mask = inputs.get("attention_mask")
@@ -35,7 +35,7 @@ def prompts_of(inputs: Mapping[str, Any], *, pad: int, width: int | None = None)
 
 
 def answers_of(labels: Tensor) -> Tensor:
-    """The labels that count, moved to the left and padded with -100."""
+    """The labels that are not ignored, moved to the left and padded with -100."""
     keep = labels != IGNORED
     width = int(keep.sum(1).max()) if labels.numel() else 0
     answers = labels.new_full((len(labels), width), IGNORED)
@@ -45,7 +45,7 @@ def answers_of(labels: Tensor) -> Tensor:
 
 
 def _before_answer(labels: Tensor) -> Tensor:
-    """Positions before the first label that counts; all of them where none does."""
+    """Positions before the first label that is not ignored; all positions if there is none."""
     return (labels != IGNORED).cumsum(1) == 0
 
 

@@ -30,10 +30,10 @@ from .metric_inputs import metrics_function
 
 
 class TorchEvaluation(TorchPart, Evaluation):
-    """evaluate, predict and what they are made of."""
+    """`evaluate` and `predict`."""
 
     _summed_over: Any = None
-    """The count of a batch whose loss was given as (sum, count): what its mean is weighted with."""
+    """The count of a batch whose loss was returned as (sum, count): the weight of its mean."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
         return self.trainer.get_eval_dataloader(eval_dataset)
@@ -63,11 +63,11 @@ class TorchEvaluation(TorchPart, Evaluation):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Go through a loader with `prediction_step`; gathers losses, metrics and, if needed, predictions."""
+        """Run `prediction_step` over a loader; collects losses, metrics and, if needed, predictions."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         self.trainer.compute_metrics = metrics_function(
             self.trainer.compute_metrics, self.device
-        )  # perhaps assigned since the last
+        )  # may have been assigned since the last evaluation
         if isinstance(self.trainer.compute_metrics, MetricObjects):
             self.trainer.compute_metrics.restart()
         if "gather_function" in vars(self.trainer) and not self.is_alone:
@@ -79,7 +79,7 @@ class TorchEvaluation(TorchPart, Evaluation):
         strategy, was_training = self.strategy, self.strategy.model.training
         if (
             not self.trainer.is_in_train
-        ):  # a run has bound them, and may have put graphs in the place of its training step
+        ):  # a run has bound them, and may have replaced its training step by graphs
             if self.model is not strategy.model:
                 self.internals.adopt_model(self.model)
             self.internals.loss.bind_overrides()
@@ -131,7 +131,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             yield EvalStep(loss, logits, labels, kept, weight, samples)
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
-        """The batches of a loader; the first two show how batches have to be weighed."""
+        """The batches of a loader; the first two are used to determine the weights of batches."""
         if (
             not self.is_alone
             or self.args.eval_loss_reduction != "item_mean"
@@ -155,21 +155,21 @@ class TorchEvaluation(TorchPart, Evaluation):
         return bool(self.labels_in(inputs)) or asked
 
     def _evaluated_model(self) -> nn.Module:
-        """The model in training, or one that was put in its place for an evaluation, such as averaged weights."""
+        """The model in training, or one that replaced it for an evaluation, such as averaged weights."""
         if self.model is not self.strategy.model:
             return self.model
         return self.strategy.unwrap(self.trainer.model_wrapped)  # type: ignore[no-any-return]
 
     def _predicts_next_token(self) -> bool:
-        """Whether a prediction belongs to the label after it."""
+        """Whether a prediction corresponds to the next label."""
         return self.run.accounting.shifts
 
     def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
-        """The targets of an evaluation batch; with a step to learn from, the first shows which ones the loss counts."""
+        """The targets of an evaluation batch; with `learn`, the first batch shows which targets the loss counts."""
         return self.internals.loss.eval_items(inputs, learn)
 
     def _metric_inputs(self, inputs: Any) -> Any:
-        """The model's main input; all inputs of a model that does not say which one is the main one."""
+        """The model's main input; all inputs except labels if the batch lacks it."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if not isinstance(inputs, Mapping) or name in inputs:
             return inputs[name] if isinstance(inputs, Mapping) else inputs
@@ -195,7 +195,7 @@ class TorchEvaluation(TorchPart, Evaluation):
         return loss, _single(_detached(logits)), _single(labels)
 
     def labels_in(self, inputs: Any) -> list[str]:
-        """The labels a batch carries: all that the model names, or what labels are usually called."""
+        """The labels in a batch: all of the model's label names, or the usual names of labels."""
         if not isinstance(inputs, Mapping):
             return []
         wanted = self.trainer.label_names or [name for name in LABEL_COLUMNS if name in inputs]
@@ -212,7 +212,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
         items = self._eval_items(inputs)
         seen: list[Any] = []
-        # An override may return the loss alone: the outputs are then taken as they leave the model.
+        # An override may return only the loss: the outputs are then captured when they leave the model.
         handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
         try:
             with self.trainer.compute_loss_context_manager():
@@ -225,11 +225,11 @@ class TorchEvaluation(TorchPart, Evaluation):
         return check_loss(loss).detach(), outputs
 
     def _split_result(self, result: Any, seen: list[Any]) -> tuple[Any, Any]:
-        """(loss, outputs), whatever the loss computation returned."""
+        """(loss, outputs), from any result of the loss computation."""
         last = seen[-1] if seen else None
         loss, outputs = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, last)
         if isinstance(outputs, (int, float)) or (isinstance(outputs, Tensor) and not outputs.dim()):
-            loss, outputs = (loss, outputs), last  # a number is no output: this is (sum, count)
+            loss, outputs = (loss, outputs), last  # a number is not an output: this is (sum, count)
         if isinstance(loss, (tuple, list)):
             total, self._summed_over = loss
             loss = total / self._summed_over
@@ -243,7 +243,7 @@ class TorchEvaluation(TorchPart, Evaluation):
 
 
 def _logits_of(outputs: Any, ignored: list[str]) -> Any:
-    """The outputs without the loss and without what is to be ignored."""
+    """The outputs without the loss and the ignored ones."""
     if isinstance(outputs, Mapping):
         return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
     if hasattr(outputs, "__dataclass_fields__"):
@@ -263,7 +263,7 @@ def _detached(value: Any) -> Any:
 
 
 def to_numpy(value: Any) -> Any:
-    """Nested tensors as nested numpy arrays; number formats numpy does not know become float32."""
+    """Nested tensors as nested numpy arrays; dtypes that numpy lacks become float32."""
 
     def convert(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

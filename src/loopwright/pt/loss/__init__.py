@@ -1,1 +1,1 @@
-"""The loss: targets, what it is the mean of, one micro-batch forward and backward, out of memory, incidents."""
+"""The loss: targets, its denominator, forward and backward of a micro-batch, out of memory, incidents."""

@@ -14,11 +14,11 @@ from .inference import LossFindings
 from .targets import LossKind, check_loss, count_samples
 
 WEIGHED = (LossKind.MEAN, LossKind.SAMPLES, LossKind.TOTAL, LossKind.MIXED, LossKind.OTHER, None)
-"""Losses that a micro-batch's share of the update is multiplied with."""
+"""Kinds of losses that are multiplied by the micro-batch's share of the update."""
 
 
 class LossAccounting(LossFindings):
-    """Weighs micro-batches by what their loss is the mean of."""
+    """Weights micro-batches according to the denominator of their loss."""
 
     # ---- counting ---------------------------------------------------------------------------------------------------
 
@@ -28,14 +28,14 @@ class LossAccounting(LossFindings):
         return None if not counts or any(count is None for count in counts) else sum(counts[1:], counts[0])
 
     def empty_in(self, batches: list[Any]) -> list[Any]:
-        """Micro-batches without a single item, where items are what the loss is believed to be the mean of."""
+        """Micro-batches without any item, if items are the assumed denominator of the loss."""
         if self.kind not in (LossKind.MEAN, LossKind.OTHER, None) or self.denominator.what != ITEMS:
             return []
         counts = [self.denominator.count(batch, self.label_names) for batch in batches]
         return [batch for batch, count in zip(batches, counts, strict=True) if isinstance(count, int) and count == 0]
 
     def count(self, update: Update) -> None:
-        """Count the targets of an update; where there are no labels, samples are counted instead."""
+        """Count the targets of an update; without labels, count samples instead."""
         counts = [self.items_in(batch) for batch in update.batches]
         update.counted = all(count is not None for count in counts)
         update.items = counts if update.counted else [count_samples(batch) for batch in update.batches]
@@ -50,10 +50,10 @@ class LossAccounting(LossFindings):
         if self.kind is LossKind.TOTAL:
             update.total_weight = 1
 
-    # ---- weighing ---------------------------------------------------------------------------------------------------
+    # ---- weighting ---------------------------------------------------------------------------------------------------
 
     def micro_batch(self, update: Update, index: int) -> MicroBatch:
-        """A micro-batch with the weight of its loss and the num_items_in_batch it is given."""
+        """A micro-batch with the weight of its loss and its num_items_in_batch."""
         if index == 0:
             update.summed = None
         if update.items and self.kind in WEIGHED:
@@ -65,14 +65,14 @@ class LossAccounting(LossFindings):
     def _items_for(self, update: Update, index: int) -> Any:
         if not update.items or not update.counted:
             return None
-        # Told its own items and then weighed, a loss is right whatever its kind: so also while that is unknown.
+        # A loss that gets its own item count and is then weighted is right for any kind, so also while it is unknown.
         if self.kind is LossKind.MIXED and update.weights is not None:
-            # The part that divides by this is weighted afterwards, so the number passed is as much smaller.
+            # The part of the loss that divides by this number is weighted afterwards, so the number is scaled down.
             return update.total_items * (update.weights[index] / update.total_weight)
         return _at_least_one(update.items[index]) if self.kind in (LossKind.MIXED, None) else update.total_items
 
     def weigh(self, loss: Any, micro: MicroBatch) -> Tensor:
-        """The loss times the weight of its micro-batch; the count of a (sum, count) pair is added to the update's."""
+        """The loss times the weight of its micro-batch; for a (sum, count) pair, the count is added to the update's."""
         if type(loss) in (tuple, list):
             loss, count = loss
             count = 0 * count if micro.is_dummy else count
@@ -85,7 +85,7 @@ class LossAccounting(LossFindings):
 
 
 def settle(update: Update, loss: Any, strategy: StepwiseStrategy) -> Any:
-    """The update's loss; gradients of summed losses are divided by all their counts, once."""
+    """The update's loss; gradients of summed losses are divided once by the total count."""
     if update.summed is None:
         return loss
     update.summed = strategy.mean_count(update.summed)
@@ -94,24 +94,24 @@ def settle(update: Update, loss: Any, strategy: StepwiseStrategy) -> Any:
 
 
 def divided(update: Update, loss: Any) -> Any:
-    """The update's loss from the weighed losses of its micro-batches."""
+    """The update's loss from the weighted losses of its micro-batches."""
     return loss if update.summed is None else loss / _all_counts(update, loss)
 
 
 def _all_counts(update: Update, loss: Any) -> Any:
     count = _at_least_one(update.summed)
-    if isinstance(count, Tensor):  # a whole number would be divided in single precision
+    if isinstance(count, Tensor):  # an integer would be divided in single precision
         count = count.to(torch.promote_types(loss.dtype, torch.float32))
     return count
 
 
 def _at_least_one(count: Any) -> Any:
-    """The count, or 1 in place of 0: an update without targets has nothing to divide, and teaches nothing."""
+    """The count, or 1 in place of 0, to avoid a division by zero in an update without targets."""
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1
 
 
 def _drop_empty(update: Update) -> None:
-    """Leave out micro-batches without any target: their mean does not exist."""
+    """Remove micro-batches without targets: their mean does not exist."""
     counts = update.items if update.weights is None else update.weights
     full = [i for i, count in enumerate(counts) if not (isinstance(count, int) and count == 0)]
     if full and len(full) < len(counts):

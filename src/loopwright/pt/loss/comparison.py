@@ -18,25 +18,25 @@ from .splitter import BatchSplitter, CannotSplit, split_all
 from .targets import count_samples, count_targets, find_targets
 
 MANY = 64
-"""Samples that are looked at one by one to find where to cut."""
+"""Most samples that are counted one at a time to find the best split."""
 ENOUGH_TOKENS = 16_384
-"""Tokens that tell what a loss is; the logits of a very long row would take more memory than training it."""
+"""Tokens sufficient to identify a loss; the logits of a very long row would need more memory than training it."""
 JOINED = 3
-"""Batches of one sample that are joined to have something to cut."""
+"""Batches of one sample that are joined to have something to split."""
 
 Pieces = list[tuple[Any, list[Any]]]
 """Batches, each with its parts."""
 
 
 SINGLE = 1e-6
-"""How far a loss in single precision may be off by rounding, relatively."""
+"""Relative rounding error of a loss in single precision."""
 FEW_PLACES = 8192
-"""Places of a batch up to which all of it is looked at; of a larger one some samples are."""
+"""Positions of a batch up to which all of it is used; of a larger one, some samples are used."""
 
 
 @dataclass
 class Equation:
-    """A loss and the losses of the parts."""
+    """The loss of a batch and the losses of its parts."""
 
     whole: Measured
     parts: list[Measured]
@@ -44,13 +44,13 @@ class Equation:
 
     @property
     def tells(self) -> bool:
-        """Whether there is anything to compare: a loss of zero without a gradient fits everything."""
+        """Whether it is informative: a loss of zero without a gradient fits every denominator."""
         gradient = self.whole.gradient
         moves = gradient is not None and bool(gradient.any())
         return self.whole.is_defined and (self.whole.value != 0 or moves)
 
     def fits(self, by: Denominator, label_names: list[str], probe: LossProbe) -> bool:
-        """Whether the loss, its count and its gradient are what the parts make them."""
+        """Whether loss, count and gradient of the batch follow from those of the parts."""
         predicted = self._predicted(by, label_names)
         if predicted is None:
             return not self.whole.is_defined
@@ -62,7 +62,7 @@ class Equation:
         return probe.alike(predicted.gradient, self.whole.gradient, *(part.gradient for part in defined))
 
     def has_loss_without_items(self, label_names: list[str]) -> bool:
-        """Whether a part without a single label that counts has a loss all the same."""
+        """Whether a part without any counted label has a loss anyway."""
         for batch, part in zip(self.batches, self.parts, strict=True):
             count = count_targets(batch, label_names, shifted=False)
             if count is not None and int(count) == 0 and part.is_defined and part.value:
@@ -70,7 +70,7 @@ class Equation:
         return False
 
     def _predicted(self, by: Denominator, label_names: list[str]) -> Measured | None:
-        """The loss of the whole from those of the parts; None if it would not exist."""
+        """The loss of the batch computed from those of the parts; None if it would be undefined."""
         counts = [by.count(batch, label_names) for batch in self.batches]
         if any(count is None for count in counts):
             return None
@@ -89,10 +89,10 @@ class Equation:
 
 @dataclass
 class Finding:
-    """What a look at a loss has shown."""
+    """The result of a comparison."""
 
     rivals: tuple[Denominator, ...] = ()
-    """Denominators that fit; several where the batch does not tell them apart."""
+    """Denominators that fit; several if the batch does not distinguish them."""
     tells: bool = True
     draws: bool = False
     """Whether the loss changes with the seed."""
@@ -109,7 +109,7 @@ def look(
     items_of: Callable[[Any], Any],
     check_seed: bool = True,
 ) -> Finding:
-    """Which of the denominators make the losses of the parts that of the whole."""
+    """Find the denominators for which the losses of the parts give the loss of the batch."""
     whole = probe.measure(pieces[0][0], items_of(pieces[0][0]))
     if check_seed:
         again = probe.measure(pieces[0][0], items_of(pieces[0][0]), seed=ANOTHER_SEED)
@@ -138,10 +138,10 @@ def pieces_of(
     may_ignore: bool,
     pad_token: int,
 ) -> Pieces:
-    """A batch in two parts, cut at two places; batches of one sample are joined first. Raises `CannotSplit`."""
+    """A batch split in two, at two positions; batches of one sample are joined first. Raises `CannotSplit`."""
     first, size = batches[0], count_samples(batches[0])
     cuts = _cuts(first, size, splitter, label_names, rivals) if size > 1 else []
-    if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # alone it tells nothing, or nothing new
+    if size == 1 or (cuts[0][0] == 0 and len(batches) > 1):  # not informative without another batch
         alike = [batch for batch in batches[1:] if count_samples(batch) == 1] if size == 1 else batches[1:2]
         joined = splitter.join([first, *alike[: JOINED - 1]], may_ignore=may_ignore, pad_token=pad_token)
         if joined is not None and count_samples(joined) > size:
@@ -152,13 +152,13 @@ def pieces_of(
     pieces = [(first, splitter.split(first, [cut, size - cut])) for _, cut in cuts]
     if first is batches[0] and len(batches) > 1 and _places_in(first) + _places_in(batches[1]) <= FEW_PLACES:
         both = splitter.join(batches[:2], may_ignore=may_ignore, pad_token=pad_token)
-        if both is not None and count_samples(both) > size:  # the very cut that is in question
+        if both is not None and count_samples(both) > size:  # the split in question
             pieces.append((both, splitter.split(both, [size, count_samples(both) - size])))
     return pieces
 
 
 def part_of(inputs: Any, label_names: list[str]) -> Any:
-    """Not many more tokens of a batch than are enough: a few of its rows, or of its only row the end of its targets."""
+    """About ENOUGH_TOKENS tokens of a batch: a few of its rows, or the end of the targets of its only row."""
     targets = find_targets(inputs, label_names)
     if targets is None or targets.dim() != 2 or targets.numel() <= ENOUGH_TOKENS:
         return inputs
@@ -173,7 +173,7 @@ def part_of(inputs: Any, label_names: list[str]) -> Any:
     width, counted = targets.shape[1], (targets[0] != IGNORED).nonzero()
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
     if any(width in value.shape[2:] or len(value) != 1 for value in tensors):
-        return inputs  # a mask of every token with every other, say, or where the documents of a row begin
+        return inputs  # for example a token-by-token mask, or the starts of documents in a row
     end = max(int(counted.max()) + 1, ENOUGH_TOKENS) if len(counted) else width
 
     def cut(value: Any) -> Any:
@@ -184,7 +184,7 @@ def part_of(inputs: Any, label_names: list[str]) -> Any:
 
 
 def rows_of(inputs: Any, label_names: list[str]) -> Any:
-    """A few whole rows of a batch: two at least, which is what a comparison takes."""
+    """A few complete rows of a batch, at least two, for a comparison."""
     if _places_in(inputs) <= FEW_PLACES or count_samples(inputs) < 8:
         return inputs
     try:
@@ -195,7 +195,7 @@ def rows_of(inputs: Any, label_names: list[str]) -> Any:
 
 
 def _places_in(inputs: Any) -> int:
-    """Rows times columns of the largest tensor: what a forward takes time for."""
+    """Rows times columns of the largest tensor, which the time of a forward depends on."""
     values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (list, tuple)) else ()
     sizes = [value.shape[0] * value.shape[1] for value in values if isinstance(value, Tensor) and value.dim() > 1]
     return max(sizes, default=0)
@@ -204,7 +204,7 @@ def _places_in(inputs: Any) -> int:
 def padding_is_neutral(
     batches: list[Any], joined: Any, probe: LossProbe, *, items_of: Callable[[Any], Any], pad_token: int
 ) -> bool:
-    """Whether the loss of a batch is the same once it is padded as it was to be joined with others."""
+    """Whether padding a batch to the width of the joined one leaves its loss unchanged."""
     wide = _widths(joined)
     narrower = [batch for batch in batches if _widths(batch) != wide and _is_narrower(_widths(batch), wide)]
     short = narrower[0] if narrower else None
@@ -213,16 +213,16 @@ def padding_is_neutral(
     padded = BatchSplitter.widened(short, joined, pad_token=pad_token)
     try:
         found = [probe.measure(each, items_of(each)).value for each in (dict(short), padded)]
-    except Exception as error:  # a model that cannot take the padded batch shows that padding counts
+    except Exception as error:  # a model that fails on the padded batch shows that padding matters
         if is_out_of_memory(error):
             raise
         return False
-    # Models of double precision may compute attention in single precision, whose rounding changes with the padding.
+    # Models in double precision may compute attention in single precision, whose rounding depends on the padding.
     return probe.close(*found) or math.isclose(*found, rel_tol=SINGLE)
 
 
 def _is_narrower(widths: list[int], wide: list[int]) -> bool:
-    """Whether no tensor is wider: sources and targets of pairs have lengths of their own."""
+    """Whether no tensor is wider: sources and targets of pairs have different lengths."""
     return len(widths) == len(wide) and all(a <= b for a, b in zip(widths, wide, strict=True))
 
 
@@ -237,7 +237,7 @@ def _widths(batch: Any) -> list[int]:
 
 
 def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
-    """Whether labels are known to take -100: on a GPU a class that does not exist ends the process."""
+    """Whether labels are known to accept -100: on a GPU a class index out of range ends the process."""
     found = [find_targets(batch, label_names) for batch in batches]
     targets = [each for each in found if each is not None]
     return any(each.device.type == "cpu" and bool((each == IGNORED).any()) for each in targets if each.dim() > 1)
@@ -246,7 +246,7 @@ def may_be_ignored(batches: list[Any], label_names: list[str]) -> bool:
 def _cuts(
     batch: Any, size: int, splitter: BatchSplitter, label_names: list[str], rivals: tuple[Denominator, ...]
 ) -> list[tuple[float, int]]:
-    """Where to cut, and how much that tells: where the rivals share out the batch most differently, unequally."""
+    """Split positions with their information: where the denominators' shares differ most, preferring unequal parts."""
     places = list(range(1, size)) if size <= MANY else [size // 3, size - size // 4]
     rows = splitter.split(batch, [1] * size) if size <= MANY else []
     shares = [_shares(rows, by, label_names) for by in rivals]
@@ -262,7 +262,7 @@ def _cuts(
 
 
 def _shares(rows: list[Any], by: Denominator, label_names: list[str]) -> list[float] | None:
-    """The part of a batch that each of its rows is; None if that cannot be counted here."""
+    """Each row's fraction of the batch; None if it cannot be counted on the host."""
     counts = [by.count(row, label_names) for row in rows]
     if not counts or not all(isinstance(count, int) for count in counts) or not sum(counts):
         return None

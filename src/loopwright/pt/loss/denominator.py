@@ -1,4 +1,4 @@
-"""Possible denominators of a mean: label tokens, tokens of a mask, samples; and which of them a batch allows."""
+"""Possible denominators of a mean (label tokens, tokens of a mask, samples), and candidates for a batch."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .targets import count_samples, find_targets
 
 ITEMS, MASK, SAMPLES, NOTHING = "items", "mask", "samples", "nothing"
 OF_PIXELS = 255
-"""The usual ignore_index of segmentation, which may first occur in a late batch."""
+"""The usual ignore_index of segmentation, which may occur first in a late batch."""
 FREQUENT = 0.1
-"""The part of all labels that a value has to have to be taken for padding."""
+"""Fraction of all labels from which a value may be padding."""
 MOST = 24
-"""Denominators considered at most."""
+"""Most denominators considered."""
 LARGE = 1 << 22
-"""Labels that are looked at one by one; more are believed to ignore what is usual."""
+"""Most labels that are inspected; larger tensors are assumed to use only the usual ignored values."""
 
 
 @dataclass(frozen=True)
 class Denominator:
-    """One way to count what a loss is the mean of."""
+    """One way to count the denominator of a loss."""
 
     what: str = ITEMS
     column: str | None = None
-    """The entry of the batch that is counted; None: the first that holds labels."""
+    """The counted entry of the batch; None: the first that holds labels."""
     ignored: int = IGNORED
     shifted: bool = False
 
@@ -39,7 +39,7 @@ class Denominator:
         return self.what == ITEMS and self.column is None and self.ignored == IGNORED
 
     def count(self, batch: Any, label_names: list[str]) -> Any:
-        """What a batch has of it: a whole number, or a device scalar; None if the batch lacks the column."""
+        """The count of a batch: an integer or a device scalar; None if the batch lacks the column."""
         if self.what == SAMPLES:
             return count_samples(batch)
         if self.what == NOTHING:
@@ -52,7 +52,7 @@ class Denominator:
         return _masked(values) if self.what == MASK else count_values(values, self.ignored)
 
     def described(self) -> str:
-        """What is counted, for messages."""
+        """A description for messages."""
         if self.what == SAMPLES:
             return "samples"
         if self.what == NOTHING:
@@ -67,12 +67,12 @@ class Denominator:
 
 
 def count_values(values: Tensor, ignored: int) -> Any:
-    """How many values are not the ignored one; a device scalar for values that are not in host memory."""
+    """Number of values that are not ignored; a device scalar for values outside host memory."""
     if values.is_floating_point() or values.dtype is torch.bool or (values.dtype is torch.uint8 and ignored < 0):
         return values.numel()
     counted = values != ignored
     if ignored != IGNORED and values.dtype is not torch.uint8:
-        counted &= values != IGNORED  # -100 stands for the loss's own value until the loss puts that in its place
+        counted &= values != IGNORED  # -100 may be a placeholder that the loss replaces by its own ignored value
     count = counted.sum()
     return int(count) if values.device.type == "cpu" else count
 
@@ -80,7 +80,7 @@ def count_values(values: Tensor, ignored: int) -> Any:
 def candidates(
     batch: Any, label_names: list[str], *, shifts: tuple[bool, ...], padding: int | None
 ) -> list[Denominator]:
-    """Everything the loss of such a batch may be the mean of, the likeliest first."""
+    """All candidates for the denominator of such a batch's loss, the most likely first."""
     found = [Denominator(shifted=shift) for shift in shifts] if find_targets(batch, label_names) is not None else []
     found += [Denominator(SAMPLES), Denominator(NOTHING)]
     if not isinstance(batch, Mapping):
@@ -109,7 +109,7 @@ def _label_columns(batch: Mapping[str, Any], label_names: list[str]) -> dict[str
 
 
 def _ignorable(values: Tensor, padding: int | None) -> list[int]:
-    """Values of a label column that a loss may ignore: the usual ones, those below zero, those it is padded with."""
+    """Values of a label column that a loss may ignore: the usual ones, negative ones, and padding values."""
     if values.dtype is torch.bool:
         return [IGNORED]
     found = [IGNORED, *([OF_PIXELS] if values.dim() > 2 else [])]

@@ -1,4 +1,4 @@
-"""Finding the loss in whatever a model returns."""
+"""Finding the loss in the outputs of a model."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def _described(outputs: Any) -> str:
 
 
 def decodes_from_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the model must see the labels to build the decoder's inputs from them."""
+    """Whether the model needs the labels to build the decoder's inputs."""
     config = getattr(innermost(model), "config", None)
     return bool(getattr(config, "is_encoder_decoder", False)) and "decoder_input_ids" not in inputs

@@ -1,4 +1,4 @@
-"""The identity of a loss: what was inferred about it holds for the same loss only."""
+"""The identity of a loss: inferences about a loss apply only to the same loss."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def stamp_of(trainer: Any) -> str:
 
 
 def _configuration(config: Any) -> str:
-    """The plain values of a configuration; where it was read from says nothing about the loss."""
+    """The plain values of a configuration, without its source path."""
     if config is None or not hasattr(config, "to_dict"):
         return ""
     values = {key: value for key, value in config.to_dict().items() if not key.startswith("_")}
     for name in ("transformers_version", "problem_type", "architectures", "dtype", "torch_dtype"):
-        values.pop(name, None)  # written by a save, or by the first forward
+        values.pop(name, None)  # written by a save or by the first forward
     return json.dumps(values, sort_keys=True, default=lambda value: type(value).__name__)

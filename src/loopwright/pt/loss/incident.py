@@ -1,4 +1,4 @@
-"""A report on an update whose loss or gradients were not finite, made by running it again."""
+"""A report on an update with a non-finite loss or gradients, made by running it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..checkpoint.tensors import write_tensors
 
 
 def examine(folder: Path, model: nn.Module, batches: list[Any], run: Callable[[Any], Any]) -> dict[str, Any]:
-    """Run the micro-batches again, which are written down: losses, gradient norms, the first module that went bad."""
+    """Write the micro-batches and run them again: losses, gradient norms, the first module with a bad output."""
     write_tensors(folder / "batch.safetensors", _named_tensors(batches))
     losses: list[Any] = []
     with first_bad_output(model) as found:
@@ -35,7 +35,7 @@ def examine(folder: Path, model: nn.Module, batches: list[Any], run: Callable[[A
 
 @contextmanager
 def first_bad_output(model: nn.Module) -> Iterator[list[str]]:
-    """Notes, in the order they ran, the modules whose output was not finite."""
+    """Collects, in execution order, the modules whose output was not finite."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -67,7 +67,7 @@ def _finite(value: Any) -> bool:
 
 
 def bad_weights(model: nn.Module) -> list[str]:
-    """Weights that hold something that is not finite."""
+    """Names of weights with non-finite values."""
     return [name for name, value in model.state_dict().items() if not _finite(whole_of(value))]
 
 

@@ -1,4 +1,4 @@
-"""Inferring what a loss is: which targets it counts, its denominator, and whether it is divided already."""
+"""Inferring properties of a loss: which targets it counts, its denominator, and whether it is divided already."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .probe import LossProbe
 from .splitter import BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets
 
-LOOKS = 16  # how often a loss is examined; what is not known then stays as it was first believed to be
+LOOKS = 16  # most tests of a loss; after that, the first assumptions are kept
 
 
 class LossFindings:
-    """Knows what a loss is, or finds out; what is not known is believed, and said."""
+    """Holds or infers the properties of a loss; unknown ones are assumed, with a warning."""
 
     def __init__(
         self,
@@ -36,27 +36,27 @@ class LossFindings:
         self.label_names = label_names
         self.kind = kind
         self.wants_items = wants_items
-        """Whether num_items_in_batch is passed even when an update is one micro-batch."""
+        """Whether num_items_in_batch is passed even if an update is one micro-batch."""
         self.tells_items = tells_items
         """Whether the loss accepts num_items_in_batch at all."""
         self.is_trusted = is_trusted
-        """Whether a loss that is scaled by the items needs no further look: it is that of a library."""
+        """Whether a loss scaled by the items is a library's and needs no further test."""
         self.is_additive: bool | None = True if kind is LossKind.SCALED and is_trusted else None
-        """Whether the loss of a batch is made of those of its parts in training; None while unknown."""
+        """Whether, in training, the loss of a batch is composed of those of its parts; None while unknown."""
         self.reason = "the loss has not been tested yet"
         """Why the loss is not known to be additive."""
         self.trouble: str | None = None
-        """The warning for the user, not yet logged."""
+        """A warning that has not been logged yet."""
         self.divides: str | None = None
-        """Whether the loss is already divided by the accumulation."""
+        """What the loss is already divided by, if it is: the accumulation of the arguments or of the update."""
         self.rivals: tuple[Denominator, ...] = ()
-        """What the loss may be the mean of; the first is believed."""
+        """Possible denominators of the loss; the first is assumed."""
         self.may_pad_labels = False
-        """Whether a label of -100 does no harm where none was seen: on a GPU it may end the run."""
+        """Whether a label of -100 is safe where none was seen: on a GPU it may end the run."""
         self.may_compare = True
         """Whether parts of batches may be computed: not on a device that compiles for each shape."""
         self.is_claimed = kind is not None
-        """Whether the kind was said, not found."""
+        """Whether the kind was given, not inferred."""
         self._padding = padding
         self._guessed_shift = guessed_shift
         self._shift = shift
@@ -64,36 +64,36 @@ class LossFindings:
         self._knows_division = False
         self._ratios: tuple[float, ...] | None = None
 
-    # ---- what is known ----------------------------------------------------------------------------------------------
+    # ---- known properties --------------------------------------------------------------------------------------------
 
     @property
     def shifts(self) -> bool:
-        """Whether the loss leaves out the first target of each row."""
+        """Whether the loss ignores the first target of each row."""
         return self._guessed_shift if self._shift is None else self._shift
 
     @property
     def undecided_shift(self) -> bool:
-        """Whether it is still a guess which targets the loss counts."""
+        """Whether the targets that the loss counts are still a guess."""
         return self._shift is None
 
     @property
     def is_open(self) -> bool:
-        """Whether any batch may still tell something about the loss."""
+        """Whether another batch may still reveal something about the loss."""
         if self._looks >= LOOKS or self.is_claimed:
             return False
         return self.kind is None or self._shift is None or self.is_additive is None
 
     @property
     def denominator(self) -> Denominator:
-        """What the loss is believed to be the mean of."""
+        """The assumed denominator of the loss."""
         return self.rivals[0] if self.rivals else Denominator(shifted=self.shifts)
 
     def wants_look(self, batches: list[Any]) -> bool:
-        """Whether these micro-batches should be looked at: something is unknown, or they are shared out differently."""
+        """Whether to test these micro-batches: a property is unknown, or possible denominators disagree on them."""
         return self.is_open or self.disagrees(batches)
 
     def disagrees(self, batches: list[Any]) -> bool:
-        """Whether denominators that fitted so far would weigh these micro-batches differently; asks the host only."""
+        """Whether the possible denominators would weight these micro-batches differently; computed on the host only."""
         if len(self.rivals) < 2:
             return False
         if self._looks >= LOOKS:
@@ -112,7 +112,7 @@ class LossFindings:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What was found out about the loss, as JSON values."""
+        """The inferred properties of the loss, as JSON values."""
         return {
             "kind": None if self.kind is None else self.kind.name,
             "shift": self._shift,
@@ -136,27 +136,27 @@ class LossFindings:
         return count_targets(batch, self.label_names, shifted=self.shifts)
 
     def weight_in(self, batch: Any) -> Any:
-        """What the mean loss of a batch counts for."""
+        """The weight of a batch's mean loss."""
         count = self.denominator.count(batch, self.label_names)
         return count_samples(batch) if count is None else count
 
-    # ---- finding out ------------------------------------------------------------------------------------------------
+    # ---- inference ---------------------------------------------------------------------------------------------------
 
     def learn(self, batches: Any, probe: LossProbe, splitter: BatchSplitter | None = None) -> None:
-        """Compute the loss of a batch and of its parts to see which targets it counts and what it is the mean of.
+        """Compute the loss of a batch and of its parts to infer which targets it counts and its denominator.
 
-        A batch may be unable to tell; then the next one is asked. Of a very long one a part is. Whatever goes wrong
-        leaves the question open.
+        If a batch is not informative, the next one is used; of a very long one, a part is used. After an error the
+        question stays open.
         """
         batches = batches if _is_several(batches) else [batches]
         splitter = BatchSplitter(self.label_names) if splitter is None else splitter
         if self._shift is None and self._knows_all_but_shift() and self._shift_is_no_matter(batches[0]):
-            return  # nothing to see here, and nothing was computed
+            return  # not informative; nothing was computed
         self._looks += 1
         part = [part_of(batch, self.label_names) for batch in batches[:4]]
         is_part = any(mine is not theirs for mine, theirs in zip(part, batches, strict=False))
         error = self._tried(part, probe, splitter, batches)
-        if error is not None and is_part:  # a model may want its samples whole
+        if error is not None and is_part:  # a model may need complete samples
             error = self._tried(batches, probe, splitter)
         if error is not None:
             text = (str(error).splitlines() or [""])[0][:200]
@@ -176,11 +176,11 @@ class LossFindings:
                     if self._wants_comparison():
                         self._look([rows_of(batch, self.label_names) for batch in whole], probe, splitter)
                 return None
-            except Exception as error:  # the loss is the user's: what it raises is the finding
+            except Exception as error:  # a user's loss may raise anything: the error is the result
                 if not is_out_of_memory(error) or count_samples(batches[0]) == 1:
                     return error
             try:
-                batches = whole = splitter.split_all(batches[:1], 2)[:1]  # half a batch tells as much
+                batches = whole = splitter.split_all(batches[:1], 2)[:1]  # half a batch is just as informative
             except CannotSplit as reason:
                 return reason
 
@@ -191,7 +191,7 @@ class LossFindings:
         inputs = batches[0]
         failed = self.learn_shift(inputs, probe)
         knows_targets = self._shift is not None or not isinstance(inputs, Mapping) or self._shift_is_no_matter(inputs)
-        knows_targets |= failed  # a guess has to do
+        knows_targets |= failed  # continue with the guess
         if self.kind is None and knows_targets:
             self.kind = self._form(inputs, probe)
         if self.kind is LossKind.SCALED and self.is_trusted:
@@ -213,24 +213,24 @@ class LossFindings:
         return LossKind.MEAN if found.is_defined and (found.value or found.gradient is not None) else None
 
     def _shift_is_no_matter(self, inputs: Any) -> bool:
-        """Whether the first targets of this batch are ignored anyway, as those of prompts are."""
+        """Whether the first targets of this batch are ignored anyway, like those of prompts."""
         counts = [count_targets(inputs, self.label_names, shifted=shifted) for shifted in (False, True)]
         return counts[0] is not None and bool(counts[0] == counts[1])
 
     def learn_shift(self, inputs: Any, probe: LossProbe) -> bool:
-        """See which targets the loss counts, unless that is known; returns whether an error came in between."""
+        """Infer which targets the loss counts, unless known; returns whether an error occurred."""
         if self._shift is not None or not isinstance(inputs, Mapping):
             return False
         try:
             self._shift = probe.shifted(dict(inputs), self.label_names)
-        except Exception as error:  # a loss may not take labels of another sample
+        except Exception as error:  # a loss may not accept the labels of another sample
             if is_out_of_memory(error):
                 raise
             return True
         return False
 
     def _look(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> None:
-        """Compare the loss of a batch with those of its parts: in training mode, and where that fails without it."""
+        """Compare the loss of a batch with those of its parts, in training mode or, after a failure, in eval mode."""
         try:
             pieces = self._pieces(batches, probe, splitter)
         except CannotSplit as reason:
@@ -249,7 +249,7 @@ class LossFindings:
         self._take_without_training(quiet, found, error)
 
     def _pieces(self, batches: list[Any], probe: LossProbe, splitter: BatchSplitter) -> Pieces:
-        """Something to compare; what is joined is padded where that changes nothing, and cut to one length else."""
+        """Batches with their parts; joined batches are padded if that changes nothing, otherwise truncated."""
         rivals = self.rivals if len(self.rivals) > 1 else (Denominator(shifted=self.shifts), Denominator(SAMPLES))
         make = partial(pieces_of, self._telling_first(batches), splitter, self.label_names, rivals=rivals)
         if self.may_pad_labels or may_be_ignored(batches, self.label_names):
@@ -259,18 +259,18 @@ class LossFindings:
         return make(may_ignore=False, pad_token=0)
 
     def _telling_first(self, batches: list[Any]) -> list[Any]:
-        """Micro-batches with one first that rivals weigh differently from those before, if there is one."""
+        """The micro-batches, starting with one that the possible denominators weight differently, if there is one."""
         telling = next((batch for batch in batches if self.disagrees([batch])), None)
         return batches if telling is None else [telling, *(batch for batch in batches if batch is not telling)]
 
     def _compared(
         self, pieces: Pieces, probe: LossProbe, training: bool | None
     ) -> tuple[Finding | None, Exception | None]:
-        """What a look showed, or the error it ended with: a part of a batch may be no batch to the model."""
+        """The result of a comparison, or its error: a model may not accept a part of a batch."""
         try:
             with probe.trying(training=training):
                 return self._looked(pieces, probe), None
-        except Exception as error:  # the caller decides what an error of the user's loss means
+        except Exception as error:  # the caller interprets an error of the user's loss
             if is_out_of_memory(error):
                 raise
             return None, error
@@ -294,7 +294,7 @@ class LossFindings:
         return candidates(batch, self.label_names, shifts=shifts, padding=self._padding)
 
     def _look_at_padding(self, batches: list[Any], probe: LossProbe) -> None:
-        """See whether a loss that fits counts padding, which other micro-batches have more or less of."""
+        """Check whether an additive loss counts padding, which differs between micro-batches."""
         if not (self.may_pad_labels or may_be_ignored(batches, self.label_names)):
             return
         like = max(batches, key=width_of)
@@ -304,7 +304,7 @@ class LossFindings:
         self.trouble = notices.COUNTS_PADDING
 
     def _take(self, found: Finding) -> None:
-        """The loss is what fitted, the likeliest first."""
+        """Adopt the denominators that fit, the most likely first."""
         self.is_additive, self.reason = True, ""
         if self.kind in (LossKind.SCALED, LossKind.SUM):
             return
@@ -322,7 +322,7 @@ class LossFindings:
             self.trouble = notices.IS_A_SUM
 
     def _take_without_training(self, quiet: Finding | None, found: Finding | None, error: Exception | None) -> None:
-        """In training the loss fits nothing, or cannot be compared: weights follow what fits without training mode."""
+        """Adopt the result of evaluation mode, because in training nothing fits or the comparison failed."""
         weighed = self.kind not in (LossKind.SCALED, LossKind.SUM, LossKind.MIXED) and not self.is_claimed
         fits = quiet is not None and quiet.tells and bool(quiet.rivals)
         compared = [each for each in (quiet, found) if each is not None and each.tells and not each.draws]
@@ -338,7 +338,7 @@ class LossFindings:
             self.rivals, self.kind = quiet.rivals, _kind_of(quiet.rivals[0])
         elif self.kind is LossKind.MIXED and not self.is_claimed:
             self.rivals = (Denominator(SAMPLES),)
-        elif weighed:  # as in a loop written by hand: the mean of what the micro-batches give
+        elif weighed:  # like a hand-written loop: the mean over micro-batches
             self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.OTHER
         if (found is None and fits) or (found is not None and not found.draws):
             self.trouble = notices.COUPLED.format(self.denominator.described())
@@ -346,7 +346,7 @@ class LossFindings:
             self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def _say_what_is_believed(self, batches: list[Any]) -> None:
-        """A guess is worth a word where the other guess would weigh these micro-batches differently."""
+        """Warn about an assumption if the alternative would weight these micro-batches differently."""
         if self.kind not in (LossKind.MEAN, None) or self.rivals:
             return
         counts = [self.items_in(batch) for batch in batches]
@@ -354,10 +354,10 @@ class LossFindings:
             self.trouble = f"{self.reason}. It is weighted by {self.denominator.described()}"
 
     def learn_division(self, batch: Any, probe: LossProbe, said: Callable[..., AbstractContextManager[Any]]) -> None:
-        """See whether the loss halves when the accumulation is said to be twice as long.
+        """Infer whether the loss halves when the accumulation is reported as twice as long.
 
-        `said(arguments=2)` is entered around a loss that finds twice the accumulation in the arguments, and
-        `said(update=2)` around one that finds twice as many micro-batches in the current update.
+        Inside `said(arguments=2)` the loss finds twice the accumulation in the arguments, and inside `said(update=2)`
+        twice as many micro-batches in the current update.
         """
         if self._knows_division:
             return
@@ -365,7 +365,7 @@ class LossFindings:
         batch, items = part_of(batch, self.label_names), self.items_in(batch)
         try:
             self.divides = probe.divided_by(batch, items, said)
-        except Exception as error:  # a loss that cannot be asked divides by nothing we know of
+        except Exception as error:  # a loss that cannot be tested is assumed not to divide
             if is_out_of_memory(error):
                 raise
             return
@@ -373,19 +373,19 @@ class LossFindings:
             self.trouble = notices.IS_DIVIDED
 
     def give_up(self, reason: str) -> None:
-        """Nothing more will be found out."""
+        """End the inference, keeping the assumptions."""
         if self._looks < LOOKS:
             self._looks, self.reason = LOOKS, reason
             self.trouble = f"the loss is not tested: {reason}. It is weighted by {self.denominator.described()}"
 
     def keep_weights_of(self, before: LossFindings) -> None:
-        """Where nothing fits any more, micro-batches keep the weights that fitted before the model was changed."""
+        """If no denominator fits after a change of the model, keep the weights that fitted before."""
         if self.kind is LossKind.OTHER and before.kind not in (None, LossKind.OTHER):
-            self.kind, self.rivals = before.kind, before.rivals[:1]  # what couples samples tells no rivals apart
+            self.kind, self.rivals = before.kind, before.rivals[:1]  # a coupled loss does not distinguish denominators
             self.trouble = notices.COUPLED.format(self.denominator.described())
 
     def sees_loss_without_items(self) -> None:
-        """A micro-batch without items has a loss: it is no mean over items, and samples are what is left."""
+        """Record that a micro-batch without items has a loss: it is not a mean over items, so samples are used."""
         self.rivals, self.kind = (Denominator(SAMPLES),), LossKind.SAMPLES
         self.is_additive, self.reason = False, "a batch without label tokens has a nonzero loss"
         self.trouble = notices.WITHOUT_ITEMS
@@ -396,5 +396,5 @@ def _kind_of(by: Denominator) -> LossKind:
 
 
 def _is_several(batches: Any) -> bool:
-    """Whether this is a list of micro-batches, not one that is a list of tensors."""
+    """Whether this is a list of micro-batches, not one micro-batch that is a list of tensors."""
     return type(batches) is list and bool(batches) and isinstance(batches[0], (Mapping, list, tuple))

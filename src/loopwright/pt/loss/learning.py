@@ -1,4 +1,4 @@
-"""The trainer's methods that infer what its loss is, in training and in evaluation."""
+"""The trainer's methods that infer the properties of its loss, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .targets import USES_ITEMS, LossKind, predicts_next_token
 
 
 class LossLearning(TorchPart, LossPart):
-    """Looks at the loss where an update or an evaluation has parts."""
+    """Tests the loss if an update or an evaluation has several parts."""
 
     splitter: BatchSplitter
     called_compute_loss: Callable[..., Any]
@@ -35,27 +35,27 @@ class LossLearning(TorchPart, LossPart):
     forward_takes: list[str] | None
 
     def has_custom_loss(self) -> bool:
-        """Whether the loss is the user's: `compute_loss` is overridden, or `compute_loss_func` was given."""
+        """Whether the loss is user-defined: `compute_loss` is overridden, or `compute_loss_func` was given."""
         return is_overridden(self.trainer, "compute_loss") or self.trainer.compute_loss_func is not None
 
     # ---- accounting -------------------------------------------------------------------------------------------------
 
     def make_accounting(self) -> LossAccounting:
-        """Who gets num_items_in_batch, and what is known about the loss before it is computed."""
+        """The accounting of the loss, with the properties known before it is computed."""
         has_custom_step = is_overridden(self.trainer, "training_step")
         has_custom_loss = self.has_custom_loss()
         kind = None
         if self.trainer.loss_is_scaled_for_ga is not None:
             kind = LossKind.SCALED if self.trainer.loss_is_scaled_for_ga else LossKind.MEAN
         elif has_custom_step and not reaches_ours(self.trainer, "training_step"):
-            kind = LossKind.SCALED  # a step that never calls ours divides its loss itself
+            kind = LossKind.SCALED  # a step that does not call loopwright's divides its loss itself
         elif self.trainer.label_smoother is not None and not has_custom_loss:
             kind = LossKind.SCALED
         loss_function = (
             self.trainer.compute_loss if is_overridden(self.trainer, "compute_loss") else self.trainer.compute_loss_func
         )
         is_of_transformers = not has_custom_loss and _has_loss_of_transformers(innermost(self.model))
-        # On a lazy device finding out is a graph more; the losses of transformers' own models are known.
+        # On a lazy device a test would add a graph; the losses of transformers' models are known.
         known = is_lazy(self.device) and not has_custom_loss and hasattr(innermost(self.model), "loss_function")
         self._eval_accounting = None
         accounting = LossAccounting(
@@ -79,14 +79,15 @@ class LossLearning(TorchPart, LossPart):
         return BatchSplitter(
             self.trainer.label_names,
             image_token=token,
-            # Two towers, as CLIP has, encode text and image apart; other models may look for images in the text.
+            # Models with two towers, such as CLIP, encode text and image separately; others may have images in the
+            # text.
             has_images_in_text=token is not None
             or not (hasattr(config, "text_config") and hasattr(config, "vision_config")),
             two_samples=self._batches_of_two,
         )
 
     def _batches_of_two(self) -> tuple[Any, Any, Any] | None:
-        """Batches of a training sample, of another and of both, to see what goes by samples; None if that fails."""
+        """Batches of one training sample, of another and of both, to find per-sample entries; None if that fails."""
         data = self.trainer.train_dataset if self.trainer.train_dataset is not None else self.trainer.eval_dataset
         if data is None or not hasattr(data, "__getitem__"):
             return None
@@ -97,7 +98,7 @@ class LossLearning(TorchPart, LossPart):
                     [data[0], data[1]],
                 )
                 return collate(pair[:1]), collate(pair[1:]), collate(pair)
-        except Exception:  # a dataset may have no sample of that name, a collator may want more than one
+        except Exception:  # a dataset may lack these indices, a collator may need more samples
             return None
 
     def _must_know_shift(self) -> bool:
@@ -106,19 +107,19 @@ class LossLearning(TorchPart, LossPart):
         return wanted and accounting.undecided_shift and not accounting.is_claimed and self._why_not_tried() is None
 
     def _why_not_tried(self) -> str | None:
-        """Why the loss may not be computed just to see what it is."""
+        """Why the loss must not be computed as a test; None if it may be."""
         drawn = first_iterator(self.trainer) if self.has_custom_loss() else None
         if drawn is None:
             return None
         return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
 
     def _look_at_empty(self, batches: list[Any]) -> bool:
-        """Whether a micro-batch without items has a loss all the same: then items are not what it is the mean of."""
+        """Whether a micro-batch without items has a loss, so that items are not its denominator."""
         empty = self.run.accounting.empty_in(batches)
         for batch in empty if empty and self._why_not_tried() is None else []:
             try:
                 found = self.probe(with_gradients=False).measure(batch, 1)
-            except Exception as error:  # the user's loss may refuse a batch without targets
+            except Exception as error:  # a user's loss may refuse a batch without targets
                 if is_out_of_memory(error):
                     raise
                 continue  # it has no loss
@@ -129,7 +130,7 @@ class LossLearning(TorchPart, LossPart):
         return False
 
     def learn_loss(self, batches: Any, *, reports: bool = True) -> bool:
-        """Find out what the loss is and whether it shifts; returns whether that is known, and the loss additive."""
+        """Infer the properties of the loss; returns whether they are known and the loss is additive."""
         accounting = self.run.accounting
         reason = self._why_not_tried()
         if reason is not None:
@@ -139,7 +140,7 @@ class LossLearning(TorchPart, LossPart):
             if self.args.gradient_accumulation_steps > 1 and self.has_custom_loss():
                 first = batches[0] if type(batches) is list else batches
                 accounting.learn_division(first, self.probe(), self._said_to_accumulate)
-            # Only a model whose loss really changes with num_items_in_batch gets it from now on.
+            # From now on num_items_in_batch is passed only to a model whose loss depends on it.
             self.trainer.model_accepts_loss_kwargs &= accounting.kind in USES_ITEMS or self.has_custom_loss()
         elif accounting.kind is LossKind.SCALED:
             accounting.learn_shift(batches[0] if type(batches) is list else batches, self.shift_probe())
@@ -151,9 +152,10 @@ class LossLearning(TorchPart, LossPart):
         return self.is_additive()
 
     def _is_recheck_due(self) -> bool:
-        """Whether a custom loss is checked again in this update, at the updates that are audited for speed too.
+        """Whether a custom loss is tested again in this update; uses the updates that are audited for speed.
 
-        A part of it may have been zero so far: a penalty on the distance to the initial model, or one that is annealed.
+        A part of it may have been zero so far, such as a penalty on the distance to the initial model, or an annealed
+        term.
         """
         accounting = self.run.accounting
         if not is_turn(self.state.global_step + 1, is_small=True) or accounting.is_additive is not True:
@@ -162,7 +164,7 @@ class LossLearning(TorchPart, LossPart):
         return is_custom and accounting.may_compare and not accounting.is_claimed
 
     def _check_loss_again(self, batches: list[Any], *, after_change: bool) -> None:
-        """Infer again what the loss is the mean of; unless the model was changed, only a contradiction counts."""
+        """Infer the denominator again; unless the model was changed, only a contradiction changes the result."""
         before, known = self.run.accounting, (self.trainer.model_accepts_loss_kwargs, self._eval_accounting)
         self.run.accounting = now = self.make_accounting()
         self.learn_loss(batches, reports=False)
@@ -183,7 +185,7 @@ class LossLearning(TorchPart, LossPart):
 
     @contextmanager
     def _said_to_accumulate(self, *, arguments: int = 1, update: int = 1) -> Iterator[None]:
-        """Around a loss that may divide by the accumulation itself: so many times what it is, where it may look."""
+        """Report a multiple of the accumulation in the arguments or the update, for a loss that may divide by it."""
         args, steps, current = self.args, self.args.gradient_accumulation_steps, self.run.micro_batches
         object.__setattr__(args, "gradient_accumulation_steps", arguments * steps)
         self.run.micro_batches = update * steps
@@ -204,7 +206,7 @@ class LossLearning(TorchPart, LossPart):
         return self.run.accounting.items_in(inputs)
 
     def accounting_of_evaluation(self) -> LossAccounting:
-        """What is known about the loss of training, where that is enough; otherwise evaluation finds out for itself."""
+        """The accounting of training if it is sufficient; otherwise a separate one for evaluation."""
         known = self.run.accounting
         if not known.may_compare or (known.is_additive and known.kind is not None):
             return known
@@ -223,7 +225,7 @@ class LossLearning(TorchPart, LossPart):
         return self._eval_accounting
 
     def learn_eval_loss(self, batches: list[Any]) -> None:
-        """Find out what the loss of evaluation is, where its batches have to be weighed."""
+        """Infer the properties of the evaluation loss, if its batches have to be weighted."""
         accounting = self.accounting_of_evaluation()
         if not accounting.may_compare or not accounting.wants_look(batches):
             return
@@ -243,7 +245,7 @@ class LossLearning(TorchPart, LossPart):
             )
 
     def weighed(self, loss: Any, inputs: Any, samples: int) -> tuple[Any, Any]:
-        """A batch's mean loss, and what it counts for."""
+        """A batch's mean loss, and its weight."""
         accounting = self.accounting_of_evaluation()
         if accounting.kind is LossKind.TOTAL:
             return (None if loss is None else loss / samples), samples
@@ -253,13 +255,13 @@ class LossLearning(TorchPart, LossPart):
         return loss, accounting.weight_in(inputs)
 
     def probe(self, step: Callable[[Any], Any] | None = None, *, with_gradients: bool = True) -> LossProbe:
-        """Computes the loss as training does; given a step of evaluation, in that, whose graph is needed anyway."""
+        """A probe of the loss as in training or, with `step`, of an evaluation step, whose graph is needed anyway."""
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:
-            self.internals.is_probing = True  # what an override logs here belongs to no update
+            self.internals.is_probing = True  # logs of overrides here belong to no update
             try:
                 if step is not None:
-                    outputs = step(inputs)  # all of them are kept until the graph is made, as in an evaluation
+                    outputs = step(inputs)  # all outputs are kept until the graph is built, as in an evaluation
                     self.strategy.boundary()
                     return outputs[0].cpu()
                 inputs = self.trainer._prepare_inputs(inputs)
@@ -270,18 +272,18 @@ class LossLearning(TorchPart, LossPart):
             finally:
                 self.internals.is_probing = False
 
-        # Gradients of shards are exchanged while they are computed, which only training does right.
+        # Gradients of shards are reduced during the backward, which is only valid in training.
         with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
         probe = LossProbe(compute, self.model, trainer=self.trainer, with_gradients=with_gradients)
         probe.may_leave_half = isinstance(self.strategy.precision, Autocast)
         return probe
 
     def _in_full(self, probe: LossProbe) -> AbstractContextManager[Any]:
-        """Around what is compared: half precision would hide small differences. Weights in half stay as they are."""
+        """A context without autocast for comparisons: half precision would hide small differences."""
         return torch.autocast(self.device.type, enabled=False) if probe.may_leave_half else nullcontext()
 
     def shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
-        """Smoothing shifts as the model's own loss does, so that one is asked; every other loss is asked itself."""
+        """A probe for the shift; with label smoothing, which shifts like the model's own loss, of the model's loss."""
         if (
             self.trainer.label_smoother is None
             or self.has_custom_loss()
@@ -293,21 +295,21 @@ class LossLearning(TorchPart, LossPart):
             inputs = self.trainer._prepare_inputs(inputs)
             with self.trainer.compute_loss_context_manager(), self.internals.acceleration.as_written():
                 loss = find_loss(self.strategy.unwrap(self.trainer.model_wrapped)(**self.for_model(inputs)))
-            return torch.zeros(()) if loss is None else loss  # a model without a loss cannot tell
+            return torch.zeros(()) if loss is None else loss  # without a loss it is not informative
 
         return LossProbe(compute, self.model, trainer=self.trainer)
 
 
 def _contradicts(now: LossAccounting, before: LossAccounting) -> bool:
-    """Whether the second inference shows that the loss is not what the first one took it for."""
+    """Whether the second inference contradicts the first one."""
     if now.is_additive is not True or not now.rivals:
         return now.is_additive is False
     return bool(before.rivals) and not set(now.rivals) & set(before.rivals)
 
 
 def _has_loss_of_transformers(model: nn.Module) -> bool:
-    """Whether a model's loss is computed by a function of transformers that was not replaced."""
+    """Whether the model's loss is a function of transformers that was not replaced."""
     is_of_transformers = type(model).__module__.startswith("transformers.")
     return (
         is_of_transformers and getattr(model, "_loss_function", None) is None
-    )  # the property would warn of some models
+    )  # the property would warn for some models

@@ -1,4 +1,4 @@
-"""Warnings about losses: what was found, what follows, what to do."""
+"""Warnings about losses: the finding, its consequence, and a remedy."""
 
 from __future__ import annotations
 

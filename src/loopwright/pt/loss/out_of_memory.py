@@ -1,4 +1,4 @@
-"""Recognising that memory has run out."""
+"""Detecting out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device (or the host) has no memory left."""
+    """Whether an error reports that a device (or the host) is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -1,4 +1,4 @@
-"""Computing a loss to infer what it is: with gradients, without dropout, and without side effects."""
+"""Computing a loss to infer its properties: with gradients, without dropout, and without side effects."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from ..sandbox import Sandbox, sandbox
 from .targets import LossKind, check_loss, count_targets, find_targets
 
 ComputeLoss = Callable[[dict[str, Any], Any], Any]
-"""The trainer's whole loss computation: inputs and num_items_in_batch to a loss."""
+"""The trainer's complete loss computation: from inputs and num_items_in_batch to a loss."""
 
 ARGUMENTS, UPDATE = "arguments", "update"
-"""Where a loss that divides by the accumulation may find it."""
+"""Where a loss that divides by the accumulation may read it."""
 ANOTHER_SEED = 20_231
 MOST_ENTRIES = 1 << 20
-"""Numbers of a gradient that are compared: some of every parameter, from all over it."""
+"""Number of gradient entries compared: a strided sample of every parameter."""
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""How far two ways to compute one loss may be apart, relatively; half precision is rounded at each step."""
+"""Largest relative difference between two computations of a loss; half precision rounds at each step."""
 IN_HALF = 2e-2
 GRADIENT_TOLERANCE = 200
-"""Gradients are sums of many rounded numbers: they may be so many times further apart."""
+"""Factor on the tolerance for gradients, which are sums of many rounded numbers."""
 OF_ONE, SMALL = 10, 1e-3
-"""So many times further apart those of one parameter, and what counts as its size if it hardly has any."""
+"""Further factor for the gradient of one parameter, and the smallest relative size it is compared with."""
 
 
 @dataclass
 class Measured:
-    """A loss, the count it came with if it is a pair, and some of the gradient of every parameter."""
+    """A loss, its count if it is a (sum, count) pair, and a sample of the gradient of every parameter."""
 
     value: float
     count: float | None = None
@@ -61,19 +61,19 @@ class LossProbe:
         self._compute, self._model, self._trainer = compute, model, trainer
         self._with_gradients = with_gradients
         self.may_leave_half = False
-        """Whether autocast is left out, until something turns out to need it."""
+        """Whether autocast is disabled, until an operation turns out to need it."""
         self._in_half = False
         self._box: Sandbox | None = None
         self._sizes: list[int] = []
         self.tolerance = TOLERANCE[torch.float32]
         self.is_exact = True
-        """Whether losses are computed closely enough to tell small differences."""
+        """Whether losses are computed precisely enough to detect small differences."""
 
-    # ---- trying -----------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def trying(self, *, training: bool | None = None) -> Iterator[None]:
-        """Around several losses: the state they all start from is noted once; the mode may be another one."""
+        """A context for several losses, which all start from one recorded state; `training` overrides the mode."""
         if self._box is not None and training is None:
             yield
             return
@@ -89,7 +89,7 @@ class LossProbe:
     _mode: bool | None = None
 
     def loss(self, inputs: dict[str, Any], items: Any, *, seed: int | None = None) -> Any:
-        """The loss of a batch, from the same state each time; another seed shows whether it draws numbers."""
+        """The loss of a batch, from the same state each time; another seed shows whether it uses random numbers."""
         with self.trying():
             assert self._box is not None
             self._prepare(seed)
@@ -102,7 +102,7 @@ class LossProbe:
     def _computed(self, inputs: dict[str, Any], items: Any) -> Any:
         try:
             return self._compute(dict(inputs), items)
-        except RuntimeError:  # a kernel may take half precision only
+        except RuntimeError:  # a kernel may support only half precision
             if not self.may_leave_half:
                 raise
         self.may_leave_half, self._in_half = False, True
@@ -113,7 +113,7 @@ class LossProbe:
     def measure(
         self, inputs: dict[str, Any], items: Any, *, seed: int | None = None, with_gradient: bool = True
     ) -> Measured:
-        """The loss as a number, with a part of its gradient where there is one."""
+        """The loss as a number, with a sample of its gradient if it has one."""
         with self.trying():
             assert self._box is not None
             self._prepare(seed)
@@ -147,13 +147,13 @@ class LossProbe:
         self.is_exact = precise
 
     def _gradient(self, loss: Tensor) -> Tensor | None:
-        """A part of the gradient; None where there is none, or where it cannot be had this way."""
+        """A sample of the gradient; None if there is none, or it cannot be computed this way."""
         if not self._with_gradients or not loss.requires_grad:
             return None
         chosen = [p for p in self._model.parameters() if p.requires_grad]
         try:
             found = torch.autograd.grad(loss, chosen, allow_unused=True)
-        except RuntimeError:  # checkpoints of the old kind want .backward()
+        except RuntimeError:  # reentrant checkpoints require .backward()
             self._with_gradients = False
             return None
         each = max(1, MOST_ENTRIES // max(len(chosen), 1))
@@ -161,10 +161,10 @@ class LossProbe:
         self._sizes = [len(part) for part in parts]
         return torch.cat([part.to(parts[0].device) for part in parts]).to("cpu", torch.float64) if parts else None
 
-    # ---- asking -----------------------------------------------------------------------------------------------------
+    # ---- inferring ---------------------------------------------------------------------------------------------------
 
     def kind(self, inputs: dict[str, Any], items: int) -> LossKind | None:
-        """How the loss uses num_items_in_batch: computed with k and with 2k. None if this batch cannot tell."""
+        """How the loss uses num_items_in_batch, computed with k and with 2k; None if this batch is not informative."""
         once = self.measure(inputs, items, with_gradient=False)
         if once.count is not None:
             return LossKind.SUM
@@ -178,7 +178,7 @@ class LossProbe:
     def divided_by(
         self, inputs: dict[str, Any], items: Any, said: Callable[..., AbstractContextManager[Any]]
     ) -> str | None:
-        """Where the loss finds the accumulation that it is divided by; None if it is not divided."""
+        """Where the loss reads the accumulation that it divides by; None if it does not divide."""
         with self.trying():
             with said():
                 once = self.measure(inputs, items, with_gradient=False)
@@ -190,9 +190,9 @@ class LossProbe:
         return None
 
     def shifted(self, inputs: dict[str, Any], label_names: list[str]) -> bool | None:
-        """Whether the loss ignores the first target of each row: computed with other ones there.
+        """Whether the loss ignores the first target of each row, computed with other targets there.
 
-        None if this batch cannot tell.
+        None if this batch is not informative.
         """
         targets = find_targets(inputs, label_names)
         if targets is None or "shift_labels" in inputs or targets.dim() < 2 or targets.shape[-1] < 2:
@@ -205,7 +205,7 @@ class LossProbe:
         if others is None or bool((targets[first] == IGNORED).all()):
             return None
         name = next(name for name, value in inputs.items() if value is targets)
-        # The count is the batch's own, and the same each time, for losses that cannot do without one.
+        # The same count, that of the batch, each time, for losses that require one.
         items = count_targets(inputs, label_names, shifted=False)
 
         def value(labels: Tensor) -> float:
@@ -222,11 +222,11 @@ class LossProbe:
             return plain == without and plain != value(torch.where(first, targets, others))
 
     def close(self, a: float, b: float, scale: float = 0.0) -> bool:
-        """Whether two numbers are one but for rounding; `scale` is the size of what they were computed from."""
+        """Whether two numbers are equal up to rounding; `scale` is the magnitude of their terms."""
         return abs(a - b) <= self.tolerance * max(abs(a), abs(b), scale)
 
     def alike(self, a: Tensor | None, b: Tensor | None, *of: Tensor | None) -> bool:
-        """Whether two gradients are one but for rounding: all in all, and each parameter's; `of` is what made them."""
+        """Whether two gradients are equal up to rounding, in total and per parameter; `of` are their terms."""
         if a is None or b is None:
             return True
         size = max(float(each.norm()) for each in (a, b, *of) if each is not None)
@@ -244,21 +244,21 @@ class LossProbe:
 
 
 def _some_of(values: Tensor, count: int) -> Tensor:
-    """So many numbers of a tensor, from all over it."""
+    """About `count` entries of a tensor, evenly spaced."""
     flat = values.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
 
 
 def _number(loss: Any) -> float:
-    """A loss, or the sum of a (sum, count) pair, as a host number."""
+    """A loss, or the sum of a (sum, count) pair, as a Python float."""
     return check_loss(loss[0] if isinstance(loss, (tuple, list)) else loss).detach().double().item()
 
 
 def _other_classes(targets: Tensor) -> Tensor | None:
-    """Another class for every target that counts; None if no target counts.
+    """Another class for every counted target; None if no target is counted.
 
-    Not every loss can take a class that does not exist, or an ignored target: the classes are those of the batch or,
-    where it has only one, 0 and 1, which exist wherever the loss is not 0.
+    Not every loss accepts class indices out of range or ignored targets: the classes are those of the batch or, if it
+    has only one, 0 and 1, which exist in every loss that is not 0.
     """
     counted = targets[targets != IGNORED]
     if counted.numel() == 0:

@@ -19,27 +19,27 @@ BY_SAMPLE = frozenset(
         "label", "label_ids", "shift_labels", "input_values", "input_features",
     }
 )  # fmt: skip
-"""Inputs of models that have one row per sample."""
+"""Model inputs that have one row per sample."""
 IMAGE_LIKE = ("pixel", "image", "video", "patch", "crop", "audio", "vision")
-"""Beside text these have as many rows as there are images or patches, which may happen to be the number of samples."""
+"""Next to text, these have a row per image or patch; that number may equal the number of samples by coincidence."""
 OF_ROWS = ("cu_seq", "cu_", "_thw", "seq_idx", "spatial_shapes")
-"""What describes the rows of a batch as a whole."""
+"""Names of entries that describe the rows of the batch as a whole."""
 ODD_NAMES = ("weight", "class", "prior", "table", "matrix", "vocab", "graph", "edge", "anchor", "codebook")
-"""Names of things that belong to no sample, or not to one only."""
+"""Names of entries that belong to no single sample."""
 CUT, WHOLE, UNSAFE = "cut", "whole", "unsafe"
 
 Path = tuple[Any, ...]
 
 
 class CannotSplit(Exception):
-    """A batch holds something that may or may not go by samples."""
+    """A batch has an entry that may or may not have one row per sample."""
 
 
 class BatchSplitter:
-    """Knows which entries of batches have one row per sample: by name, from batches of several sizes, from two samples.
+    """Infers which entries of batches have one row per sample: by name, from several batch sizes, or from two samples.
 
-    `two_samples` makes batches of a sample, of another, and of both, where names and sizes leave a doubt: rows that are
-    those of a sample are the same in its own batch.
+    `two_samples` returns batches of one sample, of another, and of both, for entries that names and sizes leave open: a
+    per-sample row is the same in the batch of its sample.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class BatchSplitter:
         self._has_images_in_text = has_images_in_text
         self._seen: dict[Path, dict[int, int]] = {}
         self._proved: dict[Path, bool] = {}
-        """Whether an entry's rows are those of its samples, where that was tried."""
+        """Whether an entry has one row per sample, where that was tested."""
         self._asked = False
 
     def see(self, batch: Any) -> None:
-        """Note how long every entry of a batch of this size is."""
+        """Record the length of every entry of a batch of this size."""
         size = count_samples(batch)
         for path, value in _entries(batch):
             length = _length(value)
@@ -67,7 +67,7 @@ class BatchSplitter:
                 self._seen.setdefault(path, {}).setdefault(size, length)
 
     def why_whole(self, batch: Any) -> str | None:
-        """Why a batch cannot be cut, or None if it can."""
+        """Why a batch cannot be split, or None if it can."""
         try:
             self._plan(batch)
         except CannotSplit as reason:
@@ -75,7 +75,7 @@ class BatchSplitter:
         return None
 
     def split(self, batch: Any, sizes: list[int]) -> list[Any]:
-        """The batch in pieces of so many samples; raises `CannotSplit`."""
+        """The batch in parts of these sizes; raises `CannotSplit`."""
         how, size, start, pieces = self._plan(batch), count_samples(batch), 0, []
         for each in sizes:
             pieces.append(_piece(batch, how, start, min(start + each, size)))
@@ -83,7 +83,7 @@ class BatchSplitter:
         return pieces
 
     def split_all(self, batches: list[Any], parts: int) -> list[Any]:
-        """Every batch in up to so many pieces; raises `CannotSplit`."""
+        """Every batch in up to `parts` parts; raises `CannotSplit`."""
         pieces = []
         for batch in batches:
             size = count_samples(batch)
@@ -145,13 +145,13 @@ class BatchSplitter:
         return CUT if self._proved.get(path, True) else UNSAFE
 
     def _is_about_rows(self, path: Path, batch: Any) -> bool:
-        """Whether an entry may have rows of its own: images beside text, where documents begin."""
+        """Whether an entry may have rows that are not samples: images next to text, starts of documents."""
         name = str(path[-1])
         beside_text = isinstance(batch, Mapping) and "input_ids" in batch
         return _has(name, OF_ROWS) or (beside_text and name not in self._names and _has(name, IMAGE_LIKE))
 
     def _has_an_image_each(self, batch: Any, path: Path) -> bool:
-        """Whether images go by samples: by their places in the text, or because the text has none."""
+        """Whether images can be split by sample: equal image tokens per text, or text without images."""
         ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if self._image_token is None or not isinstance(ids, Tensor) or ids.dim() != 2:
             return not self._has_images_in_text and self._proved.get(path, False)
@@ -161,9 +161,9 @@ class BatchSplitter:
     # ---- joining ----------------------------------------------------------------------------------------------------
 
     def join(self, batches: list[Any], *, may_ignore: bool, pad_token: int = 0) -> Any:
-        """Batches as one, padded to the longest; None if that is not possible.
+        """Batches joined to one, padded to the longest; None if that is not possible.
 
-        With `may_ignore`, labels are padded with -100; otherwise all rows are cut to the shortest.
+        With `may_ignore`, labels are padded with -100; otherwise all rows are truncated to the shortest.
         """
         if not all(isinstance(batch, Mapping) and batch.keys() == batches[0].keys() for batch in batches):
             return None
@@ -197,7 +197,7 @@ class BatchSplitter:
 
 
 def split_all(batches: list[Any], parts: int) -> list[Any]:
-    """Every batch cut into up to `parts` pieces along its samples."""
+    """Every batch split into up to `parts` parts along its samples."""
     return BatchSplitter().split_all(batches, parts)
 
 
@@ -223,7 +223,7 @@ def _as_wide(value: Tensor, new: int, filler: Any) -> Tensor:
 
 
 def _is_row(alone: Any, row: Any) -> bool:
-    """Whether the only row of one batch is a row of another, but for padding."""
+    """Whether the only row of one batch equals a row of another, except for padding."""
     if not isinstance(alone, Tensor):
         return isinstance(alone, (list, tuple)) and type(alone[0]) is type(row) and not isinstance(row, Tensor)
     alone = alone[0]
@@ -234,8 +234,8 @@ def _is_row(alone: Any, row: Any) -> bool:
 
 
 def _is_odd(name: str, value: Any, size: int) -> bool:
-    """Whether the number of samples may be a coincidence."""
-    if isinstance(value, (list, tuple)):  # of samples, or a pair of tensors that each have all of them?
+    """Whether a length equal to the number of samples may be a coincidence."""
+    if isinstance(value, (list, tuple)):  # one per sample, or several tensors that each hold all samples?
         return all(isinstance(each, Tensor) and each.dim() and len(each) == size for each in value)
     square = value.dim() >= 2 and value.shape[1] == size and size > 1 and value.is_floating_point()
     return _has(name, ODD_NAMES) or square or (name == "position_ids" and value.dim() > 2)
@@ -252,8 +252,8 @@ def _length(value: Any) -> int | None:
 
 
 def _entries(batch: Any) -> list[tuple[Path, Any]]:
-    """Every value of a batch with the way to it; lists as long as the batch, and of no tensors, are one value."""
-    if type(batch) in (list, tuple):  # of tensors, however many: its length has nothing to do with the batch's size
+    """Every value of a batch with its path; lists of the batch's length are one value."""
+    if type(batch) in (list, tuple):  # a list of tensors: its length is unrelated to the batch size
         return [found for i, each in enumerate(batch) for found in _walk((i,), each, count_samples(batch))]
     return _walk((), batch, count_samples(batch))
 

@@ -29,11 +29,11 @@ from .splitter import BatchSplitter, CannotSplit
 from .targets import USES_ITEMS, LossKind, check_has_gradient, count_samples
 
 HARMLESS = ("requires_grad", "hooks", "training", AROUND)
-"""Changes of a model that do not change what its loss is the mean of."""
+"""Changes of a model that do not affect the denominator of its loss."""
 
 
 class TorchLoss(LossLearning):
-    """Forward and backward of micro-batches; every public method may be overridden."""
+    """Forward and backward of micro-batches; users may override every public method on the trainer."""
 
     forward_takes: list[str] | None
     forward_takes_any: bool
@@ -42,13 +42,13 @@ class TorchLoss(LossLearning):
     # ---- loss -------------------------------------------------------------------------------------------------------
 
     def enter_training(self, model: nn.Module) -> None:
-        """Put the model, and what it is wrapped in, into training mode: callbacks and evaluations may have left it."""
+        """Set the model and its wrapper to training mode: callbacks and evaluations may have changed it."""
         self.strategy.training()
         if not model.training:
             model.train()
 
     def backward(self, loss: Any) -> Tensor:
-        """Weigh the loss of a micro-batch by its part of the update's targets, and compute its gradients."""
+        """Weight the loss of a micro-batch by its share of the update's targets, and compute its gradients."""
         run = self.run
         loss = run.accounting.weigh(loss, run.micro_batch)
         try:
@@ -61,7 +61,7 @@ class TorchLoss(LossLearning):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a batch: the model's own, or that of `compute_loss_func` or label smoothing.
+        """The loss of a batch: the model's, or that of `compute_loss_func` or label smoothing.
 
         An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
         """
@@ -87,7 +87,7 @@ class TorchLoss(LossLearning):
         )
 
     def for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
-        """The inputs the forward takes: labels only if it names them, the item count only if it uses it."""
+        """The inputs for the forward: labels only if it has a parameter for them, the item count only if it uses it."""
         takes = self.forward_takes
         if takes is not None and not self.forward_takes_any:
             for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
@@ -98,7 +98,7 @@ class TorchLoss(LossLearning):
         return inputs
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Around forward and loss: autocast, and whatever a subclass adds."""
+        """The context of forward and loss: autocast, and additions of a subclass."""
         return (
             self.trainer.autocast_smart_context_manager()
             if self._autocast_overridden
@@ -109,14 +109,14 @@ class TorchLoss(LossLearning):
         return self.strategy.forward_context()
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on the device, in a container of its own."""
+        """The batch on the device, in a new container."""
         return self.trainer._prepare_input(inputs) if self._input_overridden else self.strategy.put(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
         return self.strategy.put(data)
 
     def bind_overrides(self) -> None:
-        """Look at the user's methods once, so that calling them costs nothing per step."""
+        """Inspect the user's methods once, so that calls have no overhead per step."""
         self.run.step = adapt(self.trainer.training_step, "num_items_in_batch")
         self.called_compute_loss = self._bound_compute_loss()
         self._input_overridden = is_overridden(self.trainer, "_prepare_input")
@@ -124,7 +124,7 @@ class TorchLoss(LossLearning):
         self._items_overridden = is_overridden(self.trainer, "_get_num_items_in_batch")
 
     def follow_loss(self) -> None:
-        """Go over to methods or a loss that were assigned: what is known about the loss is found out again."""
+        """Switch to newly assigned methods or losses, and infer the properties of the loss again."""
         self.run.accounting = self.make_accounting()
         self.bind_overrides()
         if self.run.speed is not None:
@@ -133,11 +133,11 @@ class TorchLoss(LossLearning):
                 f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
                 "accelerations are chosen again"
             )
-            # Several processes would have to decide together, and only those where it was replaced come here.
+            # Several ranks would have to decide together, but only those with the replacement reach this.
             self.run.speed = self.internals.acceleration.start() if self.is_alone else None
 
     def _bound_compute_loss(self) -> Callable[..., Any]:
-        """compute_loss with the arguments it takes; an override runs with the device as torch's default."""
+        """compute_loss with the arguments it accepts; an override runs with the device as torch's default."""
         if not is_overridden(self.trainer, "compute_loss"):
             return self.compute_loss
         function = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs")
@@ -145,7 +145,7 @@ class TorchLoss(LossLearning):
             return function
 
         def on_device(*args: Any, **kwargs: Any) -> Any:
-            with self.device:  # torch.tensor([...]) of class weights lands where the logits are
+            with self.device:  # torch.tensor([...]) of class weights is created on the device of the logits
                 return function(*args, **kwargs)
 
         return on_device
@@ -153,14 +153,14 @@ class TorchLoss(LossLearning):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def make_update(self, batches: list[Any]) -> Update:
-        """Count targets and samples on the host, before the batches travel."""
+        """Count targets and samples on the host, before the batches are copied to the device."""
         update = Update(batches, samples=self.internals.data.samples_in(batches), micro_batches=len(batches))
         if self.run.work.counts:
             self.run.work.measure(update)
         if self.trainer.label_smoother is not None and self.is_alone:
             self.run.accounting.learn_shift(batches[0], self.shift_probe())
         if len(self.run.accounting.rivals) > 1 and self.is_alone and self.run.accounting.disagrees(batches):
-            self.learn_loss(batches)  # as they were made: laid out anew they tell less
+            self.learn_loss(batches)  # the collator's batches: rearranged ones are less informative
         if self.is_alone and len(batches) > 1 and self._is_recheck_due():
             self._check_loss_again(batches, after_change=False)
         speed = None if self.run.speed is None or self.run.speed.is_idle else self.run.speed
@@ -169,7 +169,7 @@ class TorchLoss(LossLearning):
             speed = None
         if speed is not None:
             speed.arrange(update)
-        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rows are made shorter, not cut
+        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rearranged rows are not split
             update.batches = self._cut(update.batches, self.run.micro_split)
         needs_items = self.run.accounting.wants_items or self._items_overridden
         needs_items = needs_items or (speed is not None and speed.is_active)
@@ -179,7 +179,7 @@ class TorchLoss(LossLearning):
         return update
 
     def _leave_layouts(self) -> None:
-        """The loss turned out to be one whose batches may not be laid out anew."""
+        """Stop rearranging batches, because the loss turned out not to allow it."""
         reason = self.run.accounting.reason
         self.notices.warn_once(f"speed: from now on the collator's micro-batches are kept: {reason}")
         assert self.run.speed is not None
@@ -187,7 +187,7 @@ class TorchLoss(LossLearning):
         self.run.speed = None
 
     def _cut(self, batches: list[Any], parts: int) -> list[Any]:
-        """Micro-batches in so many parts each; those that cannot be cut without a doubt stay whole."""
+        """Split each micro-batch into `parts`; those that cannot be split safely are kept."""
         pieces = []
         for batch in batches:
             try:
@@ -198,14 +198,14 @@ class TorchLoss(LossLearning):
         return pieces
 
     def count_update(self, update: Update) -> None:
-        # Batches that are laid out anew tell less than those they were made of: the one who lays them out asks those.
+        # Rearranged batches are less informative; the speed engine tests the loss on the original ones.
         as_made = self.run.speed is None or not self.run.speed.is_active
         has_parts = len(update.batches) > 1
-        has_parts_or_items = has_parts or self._items_overridden  # these count only for a loss that divides by them
+        has_parts_or_items = has_parts or self._items_overridden  # only a loss that divides by items needs them
         if self.is_alone and as_made and has_parts_or_items and self.run.accounting.is_open:
             self.learn_loss(update.batches)
         elif self.is_alone and as_made and self._must_know_shift():
-            self.run.accounting.learn_shift(update.batches[0], self.probe())  # num_items_in_batch needs it
+            self.run.accounting.learn_shift(update.batches[0], self.probe())  # num_items_in_batch depends on it
         batches = update.batches
         self.count_items(update)
         if self.is_alone and has_parts and _has_empty(update, batches) and self._look_at_empty(batches):
@@ -216,14 +216,14 @@ class TorchLoss(LossLearning):
             update.total_items = self.trainer._get_num_items_in_batch(update.batches, self.device)
 
     def count_items(self, update: Update) -> None:
-        """Count what the loss is divided by, and note what it has been divided by already."""
+        """Count the denominator of the loss, and set a factor that undoes a division by the accumulation."""
         self.run.accounting.count(update)
         if self.run.accounting.divides is not None:
             from_arguments = self.run.accounting.divides == ARGUMENTS
             update.factor = float(self.args.gradient_accumulation_steps if from_arguments else len(update.batches))
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """The targets of an update's micro-batches; None when they have no labels."""
+        """The targets of an update's micro-batches; None if they have no labels."""
         return self.run.accounting.total(batch_samples)
 
     def micro_batch(self, update: Update, index: int) -> MicroBatch:
@@ -240,7 +240,7 @@ class TorchLoss(LossLearning):
         return modules is None or not modules.state_dict(lambda text: None)["values"]
 
     def _stamp_model(self, update: Update) -> None:
-        """Note what the model is now, if anything depends on it: how micro-batches are weighed, or a speed plan."""
+        """Record the state of the model if weights of micro-batches or a speed plan depend on it."""
         if len(update.batches) == 1 and (self.run.speed is None or not self.run.speed.is_active):
             self.run.stamp = None
         elif self.run.stamp is None:
@@ -248,7 +248,7 @@ class TorchLoss(LossLearning):
             self.run.stamp = ModelStamp(self.model, self.internals.acceleration.training_objects)
 
     def _follow_model(self, update: Update) -> None:
-        """Look at the loss and at the speed plan again, if the model was changed since the last update."""
+        """Check the loss and the speed plan again if the model was changed since the last update."""
         speed = self.run.speed if self.run.speed is not None and self.run.speed.is_active else None
         made = update.batches if speed is None else speed.as_made(update)
         changes = self.run.stamp.changes() if self.run.stamp is not None else []
@@ -282,23 +282,23 @@ class TorchLoss(LossLearning):
         return loss if update.summed is None else settle(update, loss, self.strategy)
 
     def recover(self, error: Exception, update: Update) -> bool:
-        """Out of memory: put random states and buffers back, and halve the micro-batches."""
+        """Out of memory: restore random states and buffers, and halve the micro-batches."""
         if not self.args.auto_find_batch_size or not is_out_of_memory(error):
             return False
-        traceback.clear_frames(error.__traceback__)  # they hold the failed run's tensors
+        traceback.clear_frames(error.__traceback__)  # the frames hold tensors of the failed forward
         if not self._halve(update):
             return False
         self.strategy.restore(self.run.before_update)
         return True
 
     def _make_again(self, update: Update) -> None:
-        """Count, and lay out, an update for methods or a loss that were assigned after it was made."""
+        """Count and rearrange an update again, because methods or losses were assigned after it was made."""
         made = self.run.speed.as_made(update) if self.run.speed is not None else update.batches
         self.internals.changes.follow_overrides()
         vars(update).update(vars(self.make_update(made)))
 
     def _halve(self, update: Update) -> bool:
-        """Cut the update's micro-batches in two; returns whether there was anything to cut."""
+        """Split the update's micro-batches in two; returns whether that was possible."""
         rearranged = self.run.speed is not None and self.run.speed.rearrange(update)
         if not rearranged and self.run.speed is not None and self.run.speed.is_laid:
             return False
@@ -334,7 +334,7 @@ class TorchLoss(LossLearning):
         self.strategy.zero_grad()
         own = working_folder(self.args.output_dir)
         folder = write_incident(
-            # All processes look into it, since a forward pass may need all of them; one writes it down.
+            # All ranks examine it, since a forward pass may be collective; rank 0 writes the report.
             own if self.strategy.rank == 0 else tempfile.mkdtemp(),
             step=step,
             sample_ids=ids,
@@ -366,9 +366,9 @@ class TorchLoss(LossLearning):
         if self.run.speed is not None and states.get("speed"):
             self.run.speed.load_state_dict(states["speed"])
             if self.run.speed.is_decided:
-                self.internals.acceleration.announce(self.run.speed.plan)  # the run may go on in another folder
+                self.internals.acceleration.announce(self.run.speed.plan)  # the run may resume in another folder
 
 
 def _has_empty(update: Update, batches: list[Any]) -> bool:
-    """Whether some micro-batches were left out, or none of them holds an item."""
+    """Whether some micro-batches were left out, or none of them has an item."""
     return len(update.batches) < len(batches) or not any(not isinstance(items, int) or items for items in update.items)

@@ -15,7 +15,7 @@ from ..data.static_shapes import IGNORED, Static
 
 
 class LossKind(Enum):
-    """What a loss function returns for a micro-batch."""
+    """The reduction of the loss of a micro-batch."""
 
     MEAN = "the mean over the micro-batch's own targets"
     SAMPLES = "the mean over the micro-batch's own samples"
@@ -27,11 +27,11 @@ class LossKind(Enum):
 
 
 USES_ITEMS = (LossKind.SCALED, LossKind.MIXED, None)
-"""Kinds of losses that num_items_in_batch is passed to; also while the kind is unknown."""
+"""Kinds of losses that receive num_items_in_batch; None: the kind is unknown."""
 
 
 def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
-    """The tensor of targets the loss will use, if the batch names one."""
+    """The tensor of targets for the loss, if the batch has one."""
     if not isinstance(batch, Mapping):
         return None
     for name in ("shift_labels", "labels", *label_names, "label", "label_ids"):
@@ -42,15 +42,15 @@ def find_targets(batch: Any, label_names: list[str]) -> Tensor | None:
 
 
 def count_targets(batch: Any, label_names: list[str], *, shifted: bool) -> Any:
-    """How many targets the loss of this batch counts; None when the batch has no labels.
+    """Number of targets that the loss of this batch counts; None if the batch has no labels.
 
-    A whole number when the labels are in host memory; a device scalar otherwise, since reading it would wait.
+    An integer if the labels are in host memory; otherwise a device scalar, because reading it would synchronize.
     """
     targets = find_targets(batch, label_names)
     if targets is None:
         return None
     if targets.is_floating_point() or targets.dtype in (torch.bool, torch.uint8):
-        return targets.numel()  # no byte is below zero
+        return targets.numel()  # unsigned values cannot be -100
     if shifted and targets.dim() > 1 and batch.get("shift_labels") is None:
         targets = targets[..., 1:]
     count = (targets != IGNORED).sum()
@@ -58,10 +58,10 @@ def count_targets(batch: Any, label_names: list[str], *, shifted: bool) -> Any:
 
 
 def count_samples(batch: Any) -> int:
-    """The size of a batch, without rows that were added: that of its token ids, or of its first tensor."""
+    """The size of a batch without added rows: that of its token ids, or of its first tensor."""
     if isinstance(batch, Static):
         return batch.rows
-    if isinstance(batch, Mapping) and "input_ids" in batch:  # images may come first, and have rows of their own
+    if isinstance(batch, Mapping) and "input_ids" in batch:  # images may come first, with a different number of rows
         ids = batch["input_ids"]
         if isinstance(ids, Tensor) and ids.dim() > 1:
             return ids.shape[0]
@@ -73,7 +73,7 @@ def count_samples(batch: Any) -> int:
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Whether the model's own loss leaves out the first target: causal language models of transformers do."""
+    """Whether the model's loss ignores the first target, like causal language models of transformers."""
     model = innermost(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
@@ -84,7 +84,7 @@ def predicts_next_token(model: nn.Module) -> bool:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """The loss as a scalar, or an error that says what it is instead."""
+    """The loss as a scalar; raises an error that describes any other value."""
     if not isinstance(loss, Tensor):
         raise ModelError(f"the loss must be a scalar tensor, but it is a {type(loss).__name__}: {str(loss)[:80]}")
     if loss.dim() == 0:
@@ -98,7 +98,7 @@ def check_loss(loss: Any) -> Tensor:
 
 
 def check_has_gradient(loss: Tensor) -> None:
-    """Raise if nothing trainable took part in the loss."""
+    """Raise if the loss depends on no trainable parameter."""
     if not loss.requires_grad:
         raise ModelError(
             "the loss has no gradient: it uses no trainable parameter, or it was detached (.detach(), .item(), "
@@ -107,7 +107,7 @@ def check_has_gradient(loss: Tensor) -> None:
 
 
 class LabelSmoother:
-    """Cross entropy with smoothed labels over the targets that count.
+    """Cross entropy with smoothed labels over the targets that are not ignored.
 
     `(1 - epsilon) * nll + epsilon * mean over classes`; divided by `num_items_in_batch` if given, else by the targets.
     """

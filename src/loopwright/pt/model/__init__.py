@@ -1,1 +1,1 @@
-"""What is switched on in a model before training, and what callbacks change in it while it trains."""
+"""Model options switched on before training, and changes of a model during training."""

@@ -1,4 +1,4 @@
-"""What callbacks and overrides change while a model trains."""
+"""Changes that callbacks and overrides make during training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ METHODS = attrgetter(
     "training_step", "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager",
     "_prepare_inputs", "_prepare_input", "_get_num_items_in_batch", "get_batch_samples",
 )  # fmt: skip
-"""Methods that are looked at once, so that calling them costs nothing: assigned anew, they are looked at again."""
+"""Methods that are inspected once, so that calls have no overhead; inspected again when assigned."""
 TAKEN_ONCE = (
     "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "weight_decay", "optim",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor", "bf16", "fp16",
     "gradient_checkpointing", "neftune_noise_alpha", "torch_compile", "packing", "per_device_train_batch_tokens",
     "dataloader_num_workers", "dataloader_drop_last", "train_sampling_strategy", "speed",
 )  # fmt: skip
-"""Arguments that training reads when it begins, and never again."""
+"""Arguments that are read only when training begins."""
 IN_STATE = ("logging_steps", "eval_steps", "save_steps")
-"""Arguments that the state has taken over, where callbacks may change them."""
+"""Arguments that are copied to the state, where callbacks may change them."""
 
 
 class TorchChanges(TorchPart, Changes):
-    """Nothing is taken once: what users assign during training counts from the next update on, or is refused."""
+    """Applies assignments during training from the next update on, or refuses them."""
 
     def begin_following(self) -> None:
         super().begin_following()
@@ -38,7 +38,7 @@ class TorchChanges(TorchPart, Changes):
         known.arguments = {name: getattr(self.args, name, None) for name in (*TAKEN_ONCE, *IN_STATE)}
 
     def adopt_assigned_model(self) -> None:
-        """Take a model that was assigned between two runs; an optimizer of the model before it is let go."""
+        """Adopt a model assigned between two runs; drops an optimizer of the previous model."""
         held = {id(p) for group in getattr(self.trainer.optimizer, "param_groups", ()) for p in group["params"]}
         if held and held.isdisjoint(map(id, self.model.parameters())):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
@@ -48,7 +48,7 @@ class TorchChanges(TorchPart, Changes):
     # ---- before each update -----------------------------------------------------------------------------------------
 
     def follow_overrides(self) -> None:
-        """Before the batches of an update are looked at: go over to a method or a loss that was assigned."""
+        """Switch to methods or losses that were assigned; called before the batches of an update are read."""
         if self.run.known is not None and self.has_new_overrides(self.run.known):
             self.run.known.methods = METHODS(self.trainer)
             self.run.known.losses = (self.trainer.compute_loss_func, self.trainer.label_smoother)
@@ -56,16 +56,16 @@ class TorchChanges(TorchPart, Changes):
             self.strategy.note_change()
 
     def has_new_overrides(self, known: Known) -> bool:
-        """Whether a method or a loss was assigned since the last look."""
+        """Whether a method or a loss was assigned since the last check."""
         function, smoother = known.losses
         is_same = self.trainer.compute_loss_func is function and self.trainer.label_smoother is smoother
         return not is_same or METHODS(self.trainer) != known.methods
 
     def follow_changes(self) -> None:
-        """Before the micro-batches of an update: the model, its parameters and the optimizer as they are now."""
+        """Apply changes to the model, parameters and optimizer; called before the micro-batches of an update."""
         known = self.run.known
         if known is None:
-            return  # an update outside of training, as one that compiles ahead
+            return  # an update outside training, such as one for ahead-of-time compilation
         if self.model is not known.model:
             raise ModelError(
                 f"trainer.model was assigned after step {self.state.global_step}, but the optimizer still holds the "
@@ -85,7 +85,7 @@ class TorchChanges(TorchPart, Changes):
             self.run.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)
             self.callback_handler.context["lr_scheduler"] = self.trainer.lr_scheduler
             self.strategy.note_change()
-        # Loss scaling has divided by its scale for the optimizer that was there, so that one steps.
+        # Loss scaling has unscaled the gradients of the previous optimizer, so that one steps.
         is_too_late = is_clipped and self.strategy.precision.scales
         if self.trainer.optimizer is not self.run.optimizer and not is_too_late:
             self._take_optimizer()
@@ -102,10 +102,10 @@ class TorchChanges(TorchPart, Changes):
                 "updates the previous one; the new one keeps its own learning rates. Assign trainer.lr_scheduler too"
             )
 
-    # ---- what cannot be followed ------------------------------------------------------------------------------------
+    # ---- changes without effect --------------------------------------------------------------------------------------
 
     def tell_unfollowed(self) -> None:
-        """Say once what was assigned during training and has no effect on it."""
+        """Warn once about assignments during training that have no effect."""
         known, args = self.run.known, self.args
         if known is None:
             return

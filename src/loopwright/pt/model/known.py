@@ -1,4 +1,4 @@
-"""What training goes by, to notice what callbacks assign while it runs."""
+"""The objects that training uses, to detect assignments by callbacks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Known:
-    """What training goes by; everything is compared with it by identity."""
+    """Objects in use; compared by identity with the current ones."""
 
     model: Any = None
     methods: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the input embeddings while training."""
+"""NEFTune: uniform noise on the input embeddings during training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Switching on what the arguments ask of a model before training: checkpointed activations, compiled blocks."""
+"""Model options of the arguments, applied before training: checkpointed activations, compiled blocks, fp8."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..arguments import TrainingArguments
 from ..device_traits import kind_of
 
 TOKENS_PER_SAMPLE = 512
-"""What a sample is taken to hold when layers are measured and no token budget says it."""
+"""Tokens per sample assumed for measuring layers if there is no token budget."""
 
 POLICIES = ("full", "selective")
 """What gradient checkpointing recomputes: everything inside a block, or all but matmuls and attention."""
 
 
 def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> Callable[[], Any]:
-    """Recompute activations in the backward pass instead of keeping them: all, or what is cheap to compute.
+    """Recompute activations in the backward pass instead of keeping them: all of them, or the cheap ones.
 
-    Returns what undoes it.
+    Returns a function that undoes it.
     """
     options = dict(options or {})
     policy = options.pop("policy", "full")
@@ -53,7 +53,7 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
 
 
 def recomputing_policies(model: nn.Module) -> tuple[str, ...]:
-    """What can be recomputed of a model's activations without being asked for: nothing, and what it is made for."""
+    """Policies of recomputation that can be applied to a model automatically, including none."""
     knows_how = all(hasattr(model, f"gradient_checkpointing_{word}") for word in ("enable", "disable"))
     full = ("full",) if knows_how and getattr(model, "supports_gradient_checkpointing", False) else ()
     selective = ("selective",) if repeated_blocks(model) else ()
@@ -82,7 +82,7 @@ def compile_as_asked(
     dynamic: bool | None = None,
     short_rows: bool = False,
 ) -> Compiled:
-    """Compile what the arguments ask for, with what an earlier start of this run compiled at hand."""
+    """Compile as the arguments specify, with the compile cache of an earlier start of this run."""
     load_compile_cache(args.output_dir, args.device)
     return compile_blocks(
         model,
@@ -97,13 +97,13 @@ def compile_as_asked(
 
 
 def _compile_backend(args: TrainingArguments) -> str | None:
-    """The backend asked for; on a device with one of its own, that one unless another was asked for."""
+    """The requested backend; on a device with its own, that one unless another was requested."""
     own = kind_of(args.device).compile_backend
     return own if own is not None and args.torch_compile_backend in (None, "inductor") else args.torch_compile_backend
 
 
 def convert_to_fp8(model: nn.Module, args: TrainingArguments, notices: Notices) -> Fp8Layers:
-    """Let the linear layers compute in fp8 that are faster in it at about the tokens of a micro-batch."""
+    """Convert the linear layers that are faster in fp8 at about the tokens of a micro-batch."""
     tokens = args.per_device_train_batch_tokens or args.train_batch_size * TOKENS_PER_SAMPLE
     weights = Counter(p.dtype for module in model.modules() if isinstance(module, nn.Linear) for p in [module.weight])
     weight = weights.most_common(1)[0][0] if weights else torch.float32
@@ -116,7 +116,7 @@ def convert_to_fp8(model: nn.Module, args: TrainingArguments, notices: Notices) 
 
 
 def set_use_cache(model: nn.Module, wanted: bool) -> None:
-    """Tell each part of a model with a config of its own (a decoder has one) whether to return its key-value cache."""
+    """Set `use_cache` in every config of the model (a decoder may have a separate one)."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
@@ -124,7 +124,7 @@ def set_use_cache(model: nn.Module, wanted: bool) -> None:
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:
-    """Move the model; where a device makes torch replace parameters, those that were one stay one."""
+    """Move the model; if the device makes torch replace parameters, tied weights stay tied."""
     before = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     model.to(device)
     first: dict[int, str] = {}
@@ -136,5 +136,5 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def buffers_and_parameters_on(model: nn.Module) -> set[torch.device]:
-    """Every device the model has tensors on."""
+    """All devices on which the model has tensors."""
     return {tensor.device for tensor in [*model.parameters(), *model.buffers()]}

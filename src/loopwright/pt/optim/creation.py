@@ -1,4 +1,4 @@
-"""Making the optimizer and the schedule."""
+"""Creating the optimizer and the schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TorchOptim(TorchPart):
     """Optimizer, schedule and learning rates."""
 
     _own_scheduler: bool = False
-    """Whether the scheduler was made by a run, and not given."""
+    """Whether the scheduler was created by a run, not given."""
 
     def prepare(self) -> None:
         if self.trainer.lr_scheduler is not None and self._own_scheduler:
@@ -51,7 +51,7 @@ class TorchOptim(TorchPart):
         self.trainer.lr_scheduler = scheduler if scheduler is not None else self.trainer.lr_scheduler
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer the arguments name, over the trainable parameters."""
+        """The optimizer set in the arguments, over the trainable parameters."""
         if self.trainer.optimizer is None:
             own = (
                 is_overridden(self.trainer, "get_optimizer_cls_and_kwargs")
@@ -73,7 +73,7 @@ class TorchOptim(TorchPart):
         return self.trainer.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule the arguments name."""
+        """The schedule set in the arguments."""
         if self.trainer.lr_scheduler is None:
             self.trainer.lr_scheduler = build_scheduler(
                 self.args.lr_scheduler_type,
@@ -87,11 +87,11 @@ class TorchOptim(TorchPart):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: OptimizerArgs, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
-        """The class and keyword arguments of the optimizer the arguments name."""
+        """The class and keyword arguments of the optimizer set in the arguments."""
         return optimizer_class_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """The parameters that weight decay applies to: no biases, no norms."""
+        """The parameters that weight decay applies to: neither biases nor norms."""
         return decay_parameter_names(model)
 
     def get_learning_rates(self) -> list[float]:
@@ -101,7 +101,7 @@ class TorchOptim(TorchPart):
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The options of the group a parameter belongs to, or of all groups."""
+        """The group of a parameter, or the parameters of all groups."""
         groups = self._needs_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]

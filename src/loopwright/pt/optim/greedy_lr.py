@@ -1,4 +1,4 @@
-"""GreedyLR: a scheduler that raises and lowers the learning rate with a metric."""
+"""GreedyLR: a scheduler that raises and lowers the learning rate according to a metric."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ...errors import ArgumentsError
 from ...notices import logger
 from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore_lrs, set_lr
 
-GREEDY_FLOOR = 0.01  # the default lower bound, as a share of each group's own learning rate
+GREEDY_FLOOR = 0.01  # the default lower bound, as a fraction of each group's learning rate
 COUNTERS = ("last_epoch", "best", "good", "bad", "rest", "attempts_left")
 
 
 class GreedyLR(LRScheduler):
     """Raises the learning rate while a metric keeps improving and lowers it while it does not.
 
-    After more than `patience` improvements in a row the rate is divided by `factor`, and the next `warmup` values are
-    not judged; after more than `patience` values without one it is multiplied by `factor`, and `cooldown` are not.
-    Rates stay between `min_lr` (by default 1 % of each group's own rate) and `max_lr`. After `reset_start` attempts to
-    lower rates that are already at the bottom, everything starts again from the initial rates. With `smooth`, the mean
-    of the last `window_size` values is judged instead of each value.
+    After more than `patience` consecutive improvements the rate is divided by `factor`, and the next `warmup` values
+    are not evaluated; after more than `patience` values without one it is multiplied by `factor`, and the next
+    `cooldown` are not. Rates stay between `min_lr` (by default 1 % of each group's rate) and `max_lr`. After
+    `reset_start` attempts to lower rates that are already minimal, it restarts from the initial rates. With `smooth`,
+    the mean of the last `window_size` values is evaluated instead of each value.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GreedyLR(LRScheduler):
         self.window: deque[float] = deque(maxlen=window_size)
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
-        """Judge the metric's new value and adapt the learning rates."""
+        """Evaluate the new value of the metric and adjust the learning rates."""
         self._adopt_groups()
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         value = self._smoothed(float(metrics))
@@ -78,11 +78,11 @@ class GreedyLR(LRScheduler):
             self._lower()
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates now, one for each group."""
+        """The current learning rates, one per group."""
         return current_lrs(self.optimizer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: plain numbers only."""
+        """The state for resuming, as plain numbers."""
         return {name: getattr(self, name) for name in COUNTERS} | {
             "window": list(self.window),
             "base_lrs": list(self.base_lrs),
@@ -90,7 +90,7 @@ class GreedyLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.base_lrs = list(one_for_each_group(self.optimizer, "base_lrs", state_dict["base_lrs"]))
         restore_lrs(self.optimizer, state_dict["_last_lr"])
         self.window = deque(state_dict["window"], maxlen=self.window_size)
@@ -117,7 +117,7 @@ class GreedyLR(LRScheduler):
         moved = self._scale(lambda index, lr: min(lr, max(lr * self.factor, self.min_lrs[index])))
         self.bad = 0
         is_above = any(lr > low for lr, low in zip(current_lrs(self.optimizer), self.min_lrs, strict=True))
-        # Too small a step to take counts as the bottom too: otherwise the reset would never come.
+        # A step too small to apply counts as minimal too; otherwise the reset would never happen.
         if not (moved and is_above):
             self.attempts_left -= 1
         if self.attempts_left <= 0:
@@ -126,7 +126,7 @@ class GreedyLR(LRScheduler):
         self.rest = self.cooldown
 
     def _scale(self, scaled: Callable[[int, float], float]) -> bool:
-        """Give each group its scaled learning rate unless that changes next to nothing; tell whether any changed."""
+        """Set each group's scaled learning rate if it changes by more than `eps`; returns whether any did."""
         moved = False
         for index, group in enumerate(self.optimizer.param_groups):
             before = float(group["lr"])
@@ -144,7 +144,7 @@ class GreedyLR(LRScheduler):
         self.window.clear()
 
     def _adopt_groups(self) -> None:
-        """Note the initial rate and the bounds of groups not seen before."""
+        """Record the initial rate and the bounds of new groups."""
         for index, group in enumerate(self.optimizer.param_groups):
             if index < len(self.base_lrs):
                 continue
@@ -154,7 +154,7 @@ class GreedyLR(LRScheduler):
             self.max_lrs.append(self._bound("max_lr", self.max_lr, index, default=base))
 
     def _bound(self, name: str, given: float | Sequence[float] | None, index: int, *, default: float) -> float:
-        """The bound of one group: the common one, its own of a list, or the default."""
+        """The bound of one group: the common one, its entry of a list, or the default."""
         if given is None:
             return default
         if not isinstance(given, Sequence):

@@ -12,7 +12,7 @@ from ...errors import CheckpointError
 
 
 def initial_lr(group: dict[str, Any]) -> float:
-    """The group's learning rate before the schedule, remembered on first sight."""
+    """The group's learning rate before the schedule, stored at the first call."""
     initial = group.get("initial_lr")
     if type(initial) is not float:
         initial = group["initial_lr"] = float(group["lr"] if initial is None else initial)
@@ -20,7 +20,7 @@ def initial_lr(group: dict[str, Any]) -> float:
 
 
 def set_lr(group: dict[str, Any], lr: float) -> float:
-    """Set a group's learning rate; in place when it is a tensor, because a compiled step holds that tensor."""
+    """Set a group's learning rate; in place if it is a tensor, because a compiled step holds that tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:
@@ -29,7 +29,7 @@ def set_lr(group: dict[str, Any], lr: float) -> float:
 
 
 def current_lrs(optimizer: Optimizer) -> list[float]:
-    """Each group's learning rate now."""
+    """The current learning rate of each group."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
@@ -40,7 +40,7 @@ def restore_lrs(optimizer: Optimizer, lrs: Sequence[float]) -> list[float]:
 
 
 def one_for_each_group(optimizer: Optimizer, what: str, values: Sequence[float]) -> Sequence[float]:
-    """The saved values, if there are as many as the optimizer has groups."""
+    """The saved values; raises unless there is one per group of the optimizer."""
     if len(values) != len(optimizer.param_groups):
         raise CheckpointError(
             f"The saved scheduler has {len(values)} {what}, but the optimizer has {len(optimizer.param_groups)} "

@@ -1,8 +1,8 @@
-"""Scheduler objects: they set an optimizer's learning rates from a schedule, or from a metric.
+"""Schedulers: objects that set an optimizer's learning rates from a schedule or a metric.
 
 `ScheduledLR` follows a function of `core/schedules.py`; `GreedyLR` and torch's `ReduceLROnPlateau` react to a metric
-after an evaluation (`steps_on_metric` distinguishes them). The `get_*` functions carry the names and parameters
-that users of transformers know.
+after an evaluation (`steps_on_metric` distinguishes them). The `get_*` functions have the names and parameters of
+transformers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .learning_rates import current_lrs, initial_lr, one_for_each_group, restore
 
 
 class ScheduledLR(LRScheduler):
-    """Sets the learning rate of every parameter group to its own initial one times the schedule's multiplier.
+    """Sets the learning rate of every parameter group to its initial one times the schedule's multiplier.
 
-    Groups that are added to the optimizer later follow the schedule from their own learning rate, from their first
-    update on.
+    Groups added to the optimizer later follow the schedule from their own initial learning rate, starting with their
+    first update.
     """
 
-    # torch's __init__ is left out on purpose: it replaces optimizer.step by a wrapper that only feeds a warning.
+    # torch's __init__ is omitted on purpose: it replaces optimizer.step by a wrapper that is only used for a warning.
     def __init__(self, optimizer: Optimizer, schedule: Schedule, last_epoch: int = -1) -> None:
         self.optimizer, self.schedule, self.last_epoch = optimizer, schedule, last_epoch
         if last_epoch != -1:
@@ -41,7 +41,7 @@ class ScheduledLR(LRScheduler):
         _watch_for_new_groups(self)
 
     def step(self, epoch: int | None = None) -> None:
-        """Go to the next update (or to the one given) and set the learning rates."""
+        """Advance to the next update (or the given one) and set the learning rates."""
         self.last_epoch = update = self.last_epoch + 1 if epoch is None else epoch
         multiplier = self.schedule(update)
         self._last_lr = lrs = []
@@ -59,29 +59,29 @@ class ScheduledLR(LRScheduler):
 
     @property
     def lr_lambdas(self) -> list[Schedule]:
-        """The schedule once for each group, as torch's LambdaLR has it."""
+        """The schedule once per group, like torch's LambdaLR."""
         return [self.schedule] * len(self.optimizer.param_groups)
 
     def get_lr(self) -> list[float]:
-        """The learning rates the schedule gives for the current update."""
+        """The schedule's learning rates for the current update."""
         multiplier = self.schedule(self.last_epoch)
         return [base * multiplier for base in self.base_lrs]
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates as last set, one for each group."""
+        """The learning rates last set, one per group."""
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on: plain numbers only."""
+        """The state for resuming, as plain numbers."""
         return {"last_epoch": self.last_epoch, "base_lrs": self.base_lrs, "_last_lr": current_lrs(self.optimizer)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a saved state; also takes the state of torch's LambdaLR."""
+        """Restore a saved state; also accepts the state of torch's LambdaLR."""
         self.last_epoch = int(state_dict["last_epoch"])
         base_lrs = one_for_each_group(self.optimizer, "base_lrs", state_dict["base_lrs"])
         for group, base in zip(self.optimizer.param_groups, base_lrs, strict=True):
             group["initial_lr"] = float(base)
-        # The rates are stored besides the bases: a callback may have changed them since the last step.
+        # The rates are stored in addition to the bases: a callback may have changed them since the last step.
         self._last_lr = restore_lrs(self.optimizer, state_dict.get("_last_lr") or self.get_lr())
 
 
@@ -95,8 +95,8 @@ def _check_initial_lrs(optimizer: Optimizer, last_epoch: int) -> None:
 
 
 def _watch_for_new_groups(scheduler: ScheduledLR) -> None:
-    """Before each optimizer step, set the learning rate of groups that have no schedule yet."""
-    watched = weakref.ref(scheduler)  # a scheduler the user has replaced must not speak for the optimizer
+    """Before each optimizer step, set the learning rate of groups added since the last one."""
+    watched = weakref.ref(scheduler)  # a replaced scheduler must not change the optimizer
 
     def schedule_new_groups(optimizer: Optimizer, *_: Any) -> None:
         live = watched()
@@ -132,7 +132,7 @@ def build_scheduler(
     kwargs: Mapping[str, Any] | None = None,
     args: SavingArgs | None = None,
 ) -> LRScheduler:
-    """The scheduler behind a name; `args.greater_is_better` gives plateau and greedy their mode unless kwargs do."""
+    """The scheduler of a name; `args.greater_is_better` sets the mode of plateau and greedy unless kwargs do."""
     name, options = str(getattr(name, "value", name)), dict(kwargs or {})
     if name in METRIC_SCHEDULERS:
         return _build_metric_scheduler(name, optimizer, options, args)
@@ -162,7 +162,7 @@ def _build_metric_scheduler(
 
 
 def _base_lr(optimizer: Optimizer) -> float | None:
-    """The learning rate that absolute rates such as lr_end are measured against."""
+    """The learning rate that absolute rates such as lr_end are relative to."""
     lr = optimizer.defaults.get("lr")
     if lr is None and optimizer.param_groups:
         lr = optimizer.param_groups[0].get("initial_lr", optimizer.param_groups[0].get("lr"))
@@ -176,24 +176,24 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: dict[str, Any] | None = None,
 ) -> LRScheduler:
-    """Any scheduler from its name."""
+    """A scheduler by name."""
     return build_scheduler(name, optimizer, num_warmup_steps, num_training_steps, scheduler_specific_kwargs)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LRScheduler:
-    """The learning rate as it is."""
+    """A constant learning rate."""
     return build_scheduler("constant", optimizer, kwargs={"last_epoch": last_epoch})
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LRScheduler:
-    """The learning rate as it is, after a warm-up."""
+    """A constant learning rate after a warm-up."""
     return build_scheduler("constant_with_warmup", optimizer, num_warmup_steps, kwargs={"last_epoch": last_epoch})
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LRScheduler:
-    """A straight line down to 0, after a warm-up."""
+    """Linear decay to 0 after a warm-up."""
     kwargs = {"last_epoch": last_epoch}
     return build_scheduler("linear", optimizer, num_warmup_steps, num_training_steps, kwargs)
 
@@ -201,7 +201,7 @@ def get_linear_schedule_with_warmup(
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LRScheduler:
-    """A cosine down to 0, after a warm-up."""
+    """Cosine decay to 0 after a warm-up."""
     kwargs = {"num_cycles": num_cycles, "last_epoch": last_epoch}
     return build_scheduler("cosine", optimizer, num_warmup_steps, num_training_steps, kwargs)
 
@@ -209,7 +209,7 @@ def get_cosine_schedule_with_warmup(
 def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LRScheduler:
-    """Several cosines down to 0, after a warm-up."""
+    """Repeated cosine decays to 0 after a warm-up."""
     kwargs = {"num_cycles": num_cycles, "last_epoch": last_epoch}
     return build_scheduler("cosine_with_restarts", optimizer, num_warmup_steps, num_training_steps, kwargs)
 
@@ -222,7 +222,7 @@ def get_polynomial_decay_schedule_with_warmup(
     power: float = 1.0,
     last_epoch: int = -1,
 ) -> LRScheduler:
-    """A polynomial down to `lr_end`, after a warm-up."""
+    """Polynomial decay to `lr_end` after a warm-up."""
     kwargs = {"lr_end": lr_end, "power": power, "last_epoch": last_epoch}
     return build_scheduler("polynomial", optimizer, num_warmup_steps, num_training_steps, kwargs)
 
@@ -244,7 +244,7 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
 ) -> LRScheduler:
-    """A cosine down to a smallest learning rate, after a warm-up."""
+    """Cosine decay to a minimum learning rate after a warm-up."""
     kwargs = {"num_cycles": num_cycles, "last_epoch": last_epoch, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
     return build_scheduler("cosine_with_min_lr", optimizer, num_warmup_steps, num_training_steps, kwargs)
 
@@ -259,7 +259,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> LRScheduler:
-    """A cosine down to a smallest learning rate, after a warm-up that starts above 0."""
+    """Cosine decay to a minimum learning rate after a warm-up that starts above 0."""
     kwargs = {"num_cycles": num_cycles, "last_epoch": last_epoch, "min_lr": min_lr, "min_lr_rate": min_lr_rate}
     kwargs["warmup_lr_rate"] = warmup_lr_rate
     return build_scheduler("cosine_warmup_with_min_lr", optimizer, num_warmup_steps, num_training_steps, kwargs)
@@ -277,7 +277,7 @@ def get_wsd_schedule(
     num_cycles: float = 0.5,
     last_epoch: int = -1,
 ) -> LRScheduler:
-    """A rise, a plateau and a fall."""
+    """Warm-up, plateau and decay."""
     kwargs: dict[str, Any] = {
         "num_decay_steps": num_decay_steps,
         "num_stable_steps": num_stable_steps,
@@ -289,10 +289,10 @@ def get_wsd_schedule(
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
-    """torch's ReduceLROnPlateau: the learning rate falls when a metric stops improving."""
+    """torch's ReduceLROnPlateau: lowers the learning rate when a metric stops improving."""
     return build_scheduler("reduce_lr_on_plateau", optimizer, kwargs=kwargs)
 
 
 def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> LRScheduler:
-    """GreedyLR: the learning rate rises and falls with a metric."""
+    """GreedyLR: raises and lowers the learning rate according to a metric."""
     return build_scheduler("greedy", optimizer, kwargs=kwargs)

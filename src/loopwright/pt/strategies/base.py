@@ -1,4 +1,4 @@
-"""What all multi-rank strategies share: any-rank decisions, gathering, and reduced numbers."""
+"""The base of all strategies with several ranks: any-rank decisions, gathering, and reduced numbers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .single import SingleDevice
 
 
 class ManyProcesses(SingleDevice):
-    """One of several processes, each with a device of its own and a part of the data.
+    """One of several ranks, each with its own device and a part of the data.
 
-    Gradients are averaged over the parts of the data, so every process weighs its losses against the mean number of
+    Gradients are averaged over the parts of the data, so every rank weights its losses relative to the mean number of
     targets per part (`Update.total_items`): the result is the mean over all targets of the update.
     """
 
@@ -44,7 +44,7 @@ class ManyProcesses(SingleDevice):
         return self.processes.store
 
     def share_out(self, *, copies: int) -> None:
-        """Neighbouring processes, so many at a time, take the same part of the data."""
+        """Let `copies` neighbouring ranks at a time use the same part of the data."""
         self.copies = copies
         self.data_rank, self.data_world = self.rank // copies, self.world_size // copies
 
@@ -57,7 +57,7 @@ class ManyProcesses(SingleDevice):
         return loss * 0 if micro.is_dummy else loss
 
     def mean_count(self, count: Any) -> Any:
-        """The mean over all parts of the data of a count."""
+        """The mean of a count over all parts of the data."""
         count = torch.as_tensor(count, dtype=torch.float64).to(self.device)
         dist.all_reduce(count)
         return count / self.world_size
@@ -71,10 +71,10 @@ class ManyProcesses(SingleDevice):
         self._broken = shared if self._broken is None else self._broken | shared
         return self._broken
 
-    # ---- numbers and agreement --------------------------------------------------------------------------------------
+    # ---- numbers and collectives -------------------------------------------------------------------------------------
 
     def all_gather_numbers(self, numbers: list[float]) -> list[list[float]]:
-        """Everybody's numbers, one row per part of the data."""
+        """The numbers of all ranks, one row per part of the data."""
         return self.host.all_gather_numbers(numbers)[:: self.copies]
 
     def reduce(self, values: list[float]) -> list[float]:
@@ -83,7 +83,7 @@ class ManyProcesses(SingleDevice):
         return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
     def gather(self, values: Any) -> Any:
-        """Tensors of all processes joined along their first dimension, however they are nested."""
+        """Nested tensors of all ranks, joined along their first dimension."""
         found = gather_nested(values, self.host, self.device)[:: self.copies]
         return joined(found)
 
@@ -96,7 +96,7 @@ class ManyProcesses(SingleDevice):
         return self.host.broadcast(value, source)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any process says so."""
+        """Whether the flag is set on any rank."""
         return any(row[0] for row in self.host.all_gather_numbers([float(flag)]))
 
     def barrier(self) -> None:
@@ -104,19 +104,19 @@ class ManyProcesses(SingleDevice):
 
 
 def on_host(value: Any) -> Any:
-    """Nested values with every tensor in host memory, ready to travel to another process."""
+    """Nested values with every tensor in host memory, to be sent to another rank."""
     return map_nested(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, plain_nest(value))
 
 
 def plain_nest(value: Any) -> Any:
-    """A batch as plain dicts: other mappings may not travel well."""
+    """A batch as plain dicts: other mappings may not be serializable."""
     if isinstance(value, dict):
         return value if type(value) is dict else dict(value)
     return dict(value) if hasattr(value, "keys") and hasattr(value, "__getitem__") else value
 
 
 def joined(found: list[Any]) -> Any:
-    """Everybody's nested tensors as one, along their first dimension."""
+    """The nested tensors of all ranks, joined along their first dimension."""
     first = found[0]
     if isinstance(first, Tensor):
         return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in found])

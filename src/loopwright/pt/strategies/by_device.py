@@ -1,4 +1,4 @@
-"""The strategy of one process on one device: the plain one, or that of the device's kind."""
+"""The strategy for one device: the default one, or that of the device type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .single import SingleDevice
 
 
 def strategy_on(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
-    """Carries out updates on this device."""
+    """The strategy of a single process on this device."""
     non_blocking = bool(getattr(args.accelerator_config, "non_blocking", False)) or args.dataloader_pin_memory
     special = kind_of(device).strategy
     if special is None:
@@ -21,7 +21,7 @@ def strategy_on(args: BaseArguments, device: torch.device, precision: Precision)
 
 
 def processes_on(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
-    """Carries out updates on several processes with a device of a kind that has its own way to do that."""
+    """The strategy of several ranks, for a device type that has its own."""
     special = kind_of(device).processes
     assert special is not None
     made: SingleDevice = special(args, device, precision)

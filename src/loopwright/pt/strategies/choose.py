@@ -1,6 +1,6 @@
-"""Choosing the strategy of a run: one table of supported combinations, and why the others are not.
+"""Choosing the strategy of a run: one table of supported combinations, and the reasons against the others.
 
-Everything here is decided from the arguments, before a model or data exist.
+The choice depends only on the arguments, before a model or data exist.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Build = Callable[[BaseArguments, torch.device, Precision], SingleDevice]
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A combination that is not legal, or not possible yet, and what to do instead."""
+    """A combination that is invalid or not available yet, with an alternative."""
 
     reason: str
 
@@ -58,7 +58,7 @@ def _fsdp(args: BaseArguments, device: torch.device, precision: Precision) -> Si
 
     options, sizes = read_fsdp(args.fsdp or True, args.fsdp_config), read_parallelism(args.parallelism_config)
     replicas = sizes.dp_replicate_size
-    if options.hybrid and replicas == 1:  # one whole model per machine
+    if options.hybrid and replicas == 1:  # one full model per machine
         replicas = max(args.world_size // _on_this_machine(args), 1)
     return FullySharded(
         device,
@@ -135,7 +135,7 @@ TABLE: dict[frozenset[str], Build | Unsupported] = {
         "parallelism_config: tp_size does not work with deepspeed; use it with fsdp=True, or deepspeed alone"
     ),
 }  # fmt: skip
-"""What was asked for -> who does it."""
+"""Requested combination -> its builder."""
 
 NOWHERE = {
     "context": (
@@ -146,11 +146,11 @@ NOWHERE = {
     "pipeline": "parallelism_config: pp_size (pipeline parallelism) is not available; remove it",
     "expert": "parallelism_config: ep_size (expert parallelism) is not available; remove it",
 }
-"""What is refused whatever it is combined with."""
+"""Options that are refused in any combination."""
 
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "schedule_free_adamw",
                "schedule_free_sgd", "schedule_free_radam", "lion_32bit")  # fmt: skip
-"""Optimizers that treat every number of a parameter on its own, so that a part of a parameter is enough."""
+"""Optimizers that treat every element of a parameter independently, so that they work on shards."""
 
 LIMITS: list[tuple[tuple[str, ...], Callable[[BaseArguments], bool], str]] = [
     (
@@ -209,11 +209,11 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[BaseArguments], bool], str]] = [
         "optim with deepspeed must be one of adamw_torch, adamw_torch_fused, sgd, since ZeRO flattens parameters",
     ),
 ]
-"""Arguments that some strategies cannot honour: for which, when, and why."""
+"""Arguments that some strategies do not support: options, condition and reason."""
 
 
 def asked_for(args: BaseArguments) -> frozenset[str]:
-    """What of the table these arguments ask for."""
+    """The options of the table that these arguments request."""
     sizes = read_parallelism(args.parallelism_config)
     sharded = wants_fsdp(args) or sizes.dp_shard_size > 1
     hybrid = wants_fsdp(args) and read_fsdp(args.fsdp, args.fsdp_config).hybrid
@@ -232,21 +232,21 @@ def asked_for(args: BaseArguments) -> frozenset[str]:
 
 
 def choose_strategy(args: BaseArguments, device: torch.device, precision: Precision) -> SingleDevice:
-    """The strategy for these arguments, or an error that says why there is none."""
+    """The strategy for these arguments; raises an error with the reason if there is none."""
     if is_lazy(device) and asked_for(args):
-        chosen_row(args)  # what no strategy can honour is no less wrong here
+        chosen_row(args)  # unsupported combinations are refused on every device
         if asked_for(args) == {"processes"}:
             return processes_on(args, device, precision)
         wanted = " and ".join(sorted(asked_for(args)))
         raise ArgumentsError(
-            f"on lazy XLA each rank holds the whole model, but this run asks for {wanted}; start one process, and "
+            f"on lazy XLA each rank holds the whole model, but this run uses {wanted}; start one process, and "
             "shard with NeuronTrainingArguments(xla_spmd='fsdp', tensor_parallel_size=...)"
         )
     return chosen_row(args)(args, device, precision)
 
 
 def chosen_row(args: BaseArguments) -> Build:
-    """The builder in the table; raises with all reasons when the arguments cannot be honoured."""
+    """The builder in the table; raises with all reasons if the arguments cannot be honoured."""
     asked = asked_for(args)
     row = TABLE.get(
         asked - set(NOWHERE), Unsupported(f"{' with '.join(sorted(asked))}: this combination is not supported")
@@ -264,7 +264,7 @@ def chosen_row(args: BaseArguments) -> Build:
 
 
 def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> list[str]:
-    """Sizes that do not multiply to the number of processes."""
+    """Errors for sizes that do not multiply to the number of ranks."""
     given = sizes.dp_replicate_size * sizes.dp_shard_size * sizes.other_than_data()
     if world % sizes.tp_size or (given > 1 and world % given):
         return [
@@ -287,6 +287,6 @@ def _wrong_sizes(sizes: ParallelSizes, asked: frozenset[str], world: int) -> lis
 
 
 def unused_options(args: DistributedArgs) -> list[str]:
-    """What the user should hear about keys that have no effect."""
+    """Warnings about keys that have no effect."""
     keys = unneeded_keys(args.fsdp_config) if wants_fsdp(args) else {}
     return [f"fsdp_config[{key!r}] has no effect: {reason}" for key, reason in keys.items()]

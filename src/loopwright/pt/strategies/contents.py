@@ -1,4 +1,4 @@
-"""What a model and its optimizer hold at the moment, without walking the model each time."""
+"""The current modules and parameters of a model and its optimizer, without walking the model each time."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 from torch import nn
 
 END = object()
-"""Comes after the last member: a list that has become longer differs there."""
+"""Follows the last member: a list that has grown differs at this position."""
 LIBRARIES = ("torch.", "transformers.", "peft.", "loopwright.")
-"""Where an own `train()` only follows a change of mode, so that it need not be called while the mode stays."""
+"""Packages whose `train()` only sets the mode, so that it need not be called while the mode is unchanged."""
 IS_TRAINED, IS_TRAINING, PARAMETERS = attrgetter("requires_grad"), attrgetter("training"), itemgetter("params")
 
 
 class Contents:
-    """Modules and parameters of a model, and the parameters its optimizer steps, as they are now.
+    """The current modules and parameters of a model, and the parameters its optimizer steps.
 
-    A walk over a model of 300 modules takes 300 microseconds, and `model.train()` 700. `look` compares what modules
-    and parameter groups hold with what they held at the last walk, object by object, in 40; only a difference is a
-    reason to walk again. So parameters, modules and parameter groups may be added, replaced or deleted at any time.
+    Walking a model of 300 modules takes 300 microseconds, and `model.train()` 700. `look` compares the members of
+    modules and parameter groups with those at the last walk, by identity, in 40; it walks again only after a
+    difference. So parameters, modules and parameter groups may be added, replaced or deleted at any time.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any = None) -> None:
         self.model, self.optimizer = model, optimizer
         self.changes = 0
-        """Rises whenever there is another module, parameter, optimizer or group, `requires_grad` or mode."""
+        """Increases with every change of a module, parameter, optimizer, group, `requires_grad` or mode."""
         self.modes: list[bool] = []
-        """The modes in which `model.train()` has left the modules."""
+        """The modes of the modules after the last `model.train()`."""
         self._flags: list[bool] = []
         self._walk()
 
     def take(self, model: nn.Module, optimizer: Any) -> None:
-        """Go over to another model or optimizer."""
+        """Switch to another model or optimizer."""
         self.model, self.optimizer = model, optimizer
         self._walk()
         self.changes += 1
 
     def look(self) -> bool:
-        """See whether everything is as it was at the last look; returns whether something is not."""
+        """Check for changes since the last call; returns whether there are any."""
         if self.is_same():
             if self._flags == list(map(IS_TRAINED, self.parameters)):
                 return False
@@ -50,28 +50,28 @@ class Contents:
         return True
 
     def is_same(self) -> bool:
-        """Whether modules and groups hold the objects they held; requires_grad is not looked at here."""
+        """Whether modules and groups hold the same objects; requires_grad is not checked."""
         groups = self.optimizer.param_groups if self._has_groups else ()
         stepped = chain.from_iterable(map(PARAMETERS, groups))
         now = chain(chain.from_iterable(self._held), stepped, (END,))
         return all(map(is_, now, self._members)) and not any(self._empty)
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that want a gradient."""
+        """The parameters that require a gradient."""
         return [p for p in self.parameters if p.requires_grad]
 
     def _walk(self) -> None:
         self.modules = tuple(self.model.modules())
         self.parameters = list(self.model.parameters())
-        """All parameters of the model, each once: a gradient may be on any of them."""
+        """All parameters of the model, each once; any of them may have a gradient."""
         self._has_groups = bool(getattr(self.optimizer, "param_groups", None))
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]] if self._has_groups else []
         inside = set(map(id, self.parameters))
         self.outside = [p for p in stepped if id(p) not in inside]
-        """What the optimizer steps and the model does not have, such as the parameters of a loss."""
+        """Parameters of the optimizer that are not in the model, such as those of a loss."""
         self.everything = [*self.parameters, *self.outside] if self.outside else self.parameters
         places = [place for module in self.modules for place in (module._modules, module._parameters)]
-        # Views of dicts show what is in them at any time.
+        # Views of dicts always show the current members.
         self._held = (*(place.values() for place in places if place), (END,))
         self._empty = tuple(place for place in places if not place)
         self._members = [*chain.from_iterable(self._held), *stepped, END]
@@ -81,10 +81,10 @@ class Contents:
     # ---- modes ------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Put all modules into training mode, and note in which modes they are then.
+        """Set all modules to training mode, and record their modes.
 
-        A `train()` of the user's own, which may keep a part in evaluation mode, decides for its module; it is called in
-        every step (`calls_train`), since what it decides may depend on anything.
+        A user's `train()`, which may keep a part in evaluation mode, determines the mode of its module; it is called in
+        every step (`calls_train`), because its decision may depend on anything.
         """
         self.model.train()
         modes = list(map(IS_TRAINING, self.modules))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged once per update."""
+"""DistributedDataParallel: every rank holds the full model, gradients are averaged once per update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 class DataParallel(ManyProcesses):
-    """Carries out an update on several processes that each hold the whole model."""
+    """Runs updates on several ranks that each hold the full model."""
 
     def __init__(
         self,
@@ -34,23 +34,24 @@ class DataParallel(ManyProcesses):
     ) -> None:
         super().__init__(device, precision, processes, non_blocking=non_blocking)
         self._options = dict(options or {})
-        # A static graph is recorded while gradients travel, so that all micro-batches of the first update reduce them.
+        # A static graph is recorded during gradient reduction, so all micro-batches of the first update reduce
+        # gradients.
         self.forward_is_collective = bool(self._options.get("static_graph"))
         self._recording = False
         self._wrapped: Any = None
         self._replaced: Any = None
-        """The wrapper before this one."""
+        """The previous wrapper."""
         self._has_changed_inside = False
-        """Whether something was changed in the middle of the last update."""
+        """Whether something changed within the last update."""
         self._is_users_wrapper = False
         """Whether the user has wrapped the model."""
         self._shared: list[nn.Parameter] = []
-        """The parameters whose gradients travel: those that were trained when the model was wrapped."""
+        """The parameters whose gradients are reduced: those trainable when the model was wrapped."""
         self._seen: set[nn.Parameter] | None = set()
-        """The parameters that got a gradient in the first update; None once that is known to be all of them."""
+        """The parameters that got a gradient in the first update; None once all are known to get one."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model as training calls it; an already wrapped one stays as it is."""
+        """The model as training calls it; one that is already wrapped is returned unchanged."""
         self._is_users_wrapper, self._replaced = isinstance(model, DistributedDataParallel), None
         self._shared = [p for p in model.parameters() if p.requires_grad]
         if self._is_users_wrapper or not self._shared:
@@ -65,7 +66,7 @@ class DataParallel(ManyProcesses):
         return self._wrapped
 
     def rewrap(self, model: nn.Module) -> nn.Module:
-        """The model as training calls it, wrapped anew where other parameters are trained by now."""
+        """The model as training calls it, wrapped again if other parameters have become trainable."""
         if self._replaced is None or model is self._wrapped:
             return model
         if model is not self._replaced:
@@ -76,7 +77,7 @@ class DataParallel(ManyProcesses):
         return self._wrapped
 
     def follow(self) -> None:
-        """Wrap anew when other parameters are trained: a wrapper shares the gradients it was made for, and waits."""
+        """Wrap again if other parameters are trainable: a wrapper reduces only the gradients it was created for."""
         super().follow()
         trained = self.contents.trained()
         if self._wrapped is None or list(map(id, trained)) == list(map(id, self._shared)):
@@ -87,7 +88,7 @@ class DataParallel(ManyProcesses):
                 "unwrapped model to the trainer, which wraps it again whenever they change"
             )
         if isinstance(self._wrapped, DistributedDataParallel):
-            self._wrapped._remove_autograd_hooks()  # else gradients travel twice
+            self._wrapped._remove_autograd_hooks()  # otherwise gradients are reduced twice
         former = self._wrapped
         self.wrap(self.model)
         self._replaced = former
@@ -99,7 +100,7 @@ class DataParallel(ManyProcesses):
         return super().look() or has_changed
 
     def look_inside(self) -> None:
-        """Refuse what an update has made trainable itself: its wrapper shares no gradient of that."""
+        """Raise if parameters became trainable within an update: the wrapper does not reduce their gradients."""
         if self._wrapped is None:
             super().look_inside()
         if self._wrapped is None or not self.contents.look():
@@ -117,7 +118,7 @@ class DataParallel(ManyProcesses):
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model without the wrapper, whose forward would talk to the other processes."""
+        """The model without the wrapper, whose forward communicates with other ranks."""
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     # ---- one update -------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class DataParallel(ManyProcesses):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        """See in the first update which parameters get a gradient: one without would leave the others unshared."""
+        """Check in the first update that all parameters get a gradient: otherwise DDP would not finish reducing."""
         seen: set[nn.Parameter] = set()
         handles = [p.register_post_accumulate_grad_hook(seen.add) for p in self.contents.trained()]
         try:
@@ -156,7 +157,7 @@ class DataParallel(ManyProcesses):
                 raise ModelError(unused_parameters(unused))
 
     def _named_in(self, text: str) -> list[str]:
-        """The parameters whose numbers torch gives in its error."""
+        """The parameters whose indices are in torch's error."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         numbers = [int(each) for each in found.group(1).split()] if found else []
@@ -164,12 +165,12 @@ class DataParallel(ManyProcesses):
 
 
 def listing(names: list[str]) -> str:
-    """The first of many names."""
+    """The first ten names, and how many more there are."""
     return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def unused_parameters(names: list[str]) -> str:
-    """What to do about parameters without a gradient."""
+    """The error for parameters without a gradient, with a remedy."""
     return (
         f"these parameters got no gradient; DDP would hang waiting for them: {listing(names)}. Set "
         "requires_grad=False on them, use them, or set ddp_find_unused_parameters=True"

@@ -25,7 +25,7 @@ TAG = "state"
 
 
 class DeepSpeed(ManyProcesses):
-    """Hands forward, backward and step to DeepSpeed's engine."""
+    """Delegates forward, backward and step to DeepSpeed's engine."""
 
     is_sharded = True
     saves_whole = True
@@ -41,7 +41,7 @@ class DeepSpeed(ManyProcesses):
         args: BaseArguments,
         non_blocking: bool = False,
     ) -> None:
-        # The engine turns the model to half precision and scales losses itself.
+        # The engine converts the model to half precision and scales losses itself.
         super().__init__(device, Precision(), processes, non_blocking=non_blocking)
         self._args = args
         self.engine: Any = None
@@ -56,7 +56,7 @@ class DeepSpeed(ManyProcesses):
         return super().setup_model(model, place=True)
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Make the engine; the optimizer's groups stay the ones a schedule has in its hands."""
+        """Create the engine; the optimizer's groups are still those that the schedule uses."""
         width = getattr(getattr(self.model, "config", None), "hidden_size", None)
         try:
             config = filled_config(read_dict(self._args.deepspeed), self._args, self.world_size, width)
@@ -66,7 +66,7 @@ class DeepSpeed(ManyProcesses):
             model=self.model, optimizer=optimizer, config=config, dist_init_required=False
         )
         self.optimizer, self._broken = optimizer, None
-        self.contents.take(self.model, None)  # the groups hold what the engine has made of the parameters
+        self.contents.take(self.model, None)  # the groups hold the engine's versions of the parameters
         self._groups = len(optimizer.param_groups)
         return optimizer
 
@@ -79,7 +79,7 @@ class DeepSpeed(ManyProcesses):
         return super().look()
 
     def follow(self) -> None:
-        """Refuse: the engine has taken parameters and optimizer when it was made, and knows no others."""
+        """Raise: the engine keeps the parameters and the optimizer it was created with."""
         raise NotAvailable(
             "parameters, requires_grad or parameter groups changed during training, but DeepSpeed's engine keeps the "
             "original ones; change them before train(), or train without deepspeed="
@@ -99,10 +99,10 @@ class DeepSpeed(ManyProcesses):
         with super().micro_batch(micro):
             yield
         if not micro.is_last:
-            self.engine.step()  # counts the micro-batch; the weights move at the boundary only
+            self.engine.step()  # counts the micro-batch; the weights change only at the boundary
 
     def _engine_backward(self, loss: Tensor) -> None:
-        self.engine.backward(loss, scale_wrt_gas=False)  # the trainer has divided already
+        self.engine.backward(loss, scale_wrt_gas=False)  # the trainer has already divided the loss
 
     def scale_gradients(self, factor: Any) -> None:
         raise NotAvailable(
@@ -111,23 +111,23 @@ class DeepSpeed(ManyProcesses):
         )
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        """Step, because the engine clips in its step and tells the norm only afterwards."""
+        """Step, because the engine clips in its step and reports the norm only afterwards."""
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return None if norm is None else torch.as_tensor(norm)
 
     def optimizer_step(self, veto: Tensor | None = None) -> bool:
-        """Whether the step that `clip_gradients` took was applied, or skipped by the engine's loss scaling."""
+        """Whether the step of `clip_gradients` was applied, not skipped by the engine's loss scaling."""
         return bool(self.engine.was_step_applied())
 
     def zero_grad(self) -> None:
         if self.engine is not None:
             self.engine.zero_grad()
 
-    # ---- whole tensors to save and load -----------------------------------------------------------------------------
+    # ---- full tensors to save and load -------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """Weights (in full precision) and buffers, gathered from all processes."""
+        """Weights (in full precision) and buffers, gathered from all ranks."""
         if self.engine is None:
             return dict(module.state_dict())
         from deepspeed.utils import safe_get_full_fp32_param
@@ -149,14 +149,14 @@ class DeepSpeed(ManyProcesses):
                 if parameter.requires_grad:
                     safe_set_full_fp32_param(parameter, reader.whole(name).to(parameter.device))
 
-    # ---- the optimizer's state, in DeepSpeed's own files ------------------------------------------------------------
+    # ---- optimizer state in DeepSpeed's files ------------------------------------------------------------------------
 
     def write_state(self, folder: Path) -> None:
-        """Write the engine's state; every process writes its own files."""
+        """Write the engine's state; every rank writes its own files."""
         self.engine.save_checkpoint(str(folder / FOLDER), tag=TAG, save_latest=False)
 
     def read_state(self, folder: Path) -> None:
-        """The counterpart of `write_state`, for as many processes as had written it."""
+        """The counterpart of `write_state`, for the same number of ranks."""
         if not (folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder.name} has no {FOLDER} folder: it was saved without DeepSpeed, which keeps optimizer state "
@@ -176,5 +176,5 @@ def _imported() -> Any:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """The shape of the whole parameter, also where a stage holds only a part of it."""
+    """The shape of the full parameter, also if a ZeRO stage holds only a shard."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in shards, gathered block by block (also HSDP, on a 2-d mesh)."""
+"""FSDP2: sharded parameters, gradients and optimizer state, gathered block by block (also HSDP, on a 2-d mesh)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .sharded import Sharded
 
 
 class FullySharded(Sharded):
-    """Carries out an update on several processes that each hold a shard of everything."""
+    """Runs updates on several ranks that each hold a shard of the model."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class FullySharded(Sharded):
 
 
 def synchronize(model: Any, *, is_last: bool) -> None:
-    """Reduce-scatter gradients with the last micro-batch of an update only."""
+    """Reduce-scatter gradients only with the last micro-batch of an update."""
     model.set_requires_gradient_sync(is_last)
     model.set_is_last_backward(is_last)
 
 
 def make_mesh(device: torch.device, world: int, replicas: int) -> DeviceMesh:
-    """All processes in a row, or rows of processes that each hold a whole model between them."""
+    """A 1-d mesh of all ranks or, with replicas, a 2-d mesh with a full model per row."""
     if replicas == 1:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     return init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
@@ -83,7 +83,7 @@ def shard_model(
     device: torch.device,
     strategy: ManyProcesses,
 ) -> None:
-    """Shard a model block by block and then the rest, in place."""
+    """Shard the blocks of a model and then the rest, in place."""
     blocks = blocks_to_wrap(model, options)
     if options.activation_checkpointing:
         recompute(model, blocks)
@@ -91,7 +91,7 @@ def shard_model(
     whole = _on_first(model, strategy.rank) if empty else {}
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(options.param_dtype) or compute_dtype,
-        # Sums over many processes lose too much in half precision.
+        # Reductions over many ranks lose too much precision in half precision.
         reduce_dtype=_dtype(options.reduce_dtype) or (torch.float32 if compute_dtype else None),
         output_dtype=_dtype(options.output_dtype),
     )
@@ -102,11 +102,11 @@ def shard_model(
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu") if options.cpu_offload else OffloadPolicy(),
     }
     if not empty and not options.cpu_offload and replaces_parameters(device):
-        move_model(model, device)  # sharding would put the device's memory under the host's parameters
+        move_model(model, device)  # otherwise sharding would use the device's memory for the host's parameters
     for block in blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)
-    if callable(getattr(model, "generate", None)):  # it calls parts of the model without the whole
+    if callable(getattr(model, "generate", None)):  # it calls parts of the model directly
         register_fsdp_forward_method(model, "generate")
     if empty:
         fill_from_first(model, whole, torch.device("cpu") if options.cpu_offload else device, strategy.rank)
@@ -116,11 +116,11 @@ def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-# ---- which modules ---------------------------------------------------------------------------------------------------
+# ---- selecting modules -----------------------------------------------------------------------------------------------
 
 
 def blocks_to_wrap(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:
-    """The modules that are gathered one at a time: inner ones first; none when the model is one piece."""
+    """The modules that are gathered one at a time, inner ones first; empty if the model is one unit."""
     if options.wrap == "NO_WRAP":
         return []
     if options.wrap == "SIZE_BASED_WRAP":
@@ -138,7 +138,7 @@ def blocks_to_wrap(model: nn.Module, options: FsdpOptions) -> list[nn.Module]:
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules with at least so many parameters that are not in one of them already, innermost first."""
+    """Modules with at least `least` parameters outside the ones already selected, innermost first."""
     if least < 1:
         raise ModelError("fsdp_config['auto_wrap_policy']='SIZE_BASED_WRAP' needs min_num_params above 0")
     taken: set[nn.Parameter] = set()
@@ -165,7 +165,7 @@ def recompute(model: nn.Module, blocks: list[nn.Module]) -> None:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
-# ---- weights that only the first process has -------------------------------------------------------------------------
+# ---- weights that only rank 0 has ------------------------------------------------------------------------------------
 
 
 def _on_first(model: nn.Module, rank: int) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def _all_tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def fill_from_first(model: nn.Module, whole: dict[str, Tensor], device: torch.device, rank: int) -> None:
-    """Give every process its part of the first one's weights and buffers, one tensor at a time."""
+    """Copy each rank's shards of the weights and buffers of rank 0, one tensor at a time."""
     if any(tensor.is_meta for tensor in _all_tensors(model).values()):
         model.to_empty(device=device)
     else:

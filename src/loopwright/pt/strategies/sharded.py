@@ -16,7 +16,7 @@ from .base import ManyProcesses
 
 
 class Sharded(ManyProcesses):
-    """Processes that hold parts of the parameters."""
+    """Ranks that hold shards of the parameters."""
 
     is_sharded = True
     forward_is_collective = True
@@ -24,12 +24,12 @@ class Sharded(ManyProcesses):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._spread: list[nn.Parameter] = []
-        """The parameters as they were spread."""
+        """The sharded parameters."""
         self._successors: dict[nn.Parameter, nn.Parameter] = {}
-        """What became of each parameter when it was spread."""
+        """The sharded parameter for each original one."""
 
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
-        """Spread the model over the processes, in place."""
+        """Shard the model across the ranks, in place."""
         before = dict(model.named_parameters(remove_duplicate=False))
         self._begin_alike(model)
         self.shard(model)
@@ -42,7 +42,7 @@ class Sharded(ManyProcesses):
         raise NotImplementedError
 
     def _begin_alike(self, model: nn.Module) -> None:
-        """Parts of models that were initialized differently would make no model: then the first one's weights count."""
+        """Broadcast the weights of rank 0 if ranks have initialized the model differently."""
         if any(tensor.is_meta or is_distributed(tensor) for tensor in model.state_dict().values()):
             sums = []
         else:
@@ -57,7 +57,7 @@ class Sharded(ManyProcesses):
                 tensor.copy_(sent)
 
     def look(self) -> bool:
-        """See what was changed since the last update; a forward pass without a backward leaves whole parameters."""
+        """Apply changes since the last update. Reshards first: a forward without a backward leaves full parameters."""
         if not self.contents.is_same():
             for module in self.contents.modules:
                 if isinstance(module, FSDPModule):
@@ -67,13 +67,13 @@ class Sharded(ManyProcesses):
     def follow(self) -> None:
         super().follow()
         self._refuse_strangers()
-        # Parameters on different meshes, or on none, cannot be handed to the optimizer's kernels in one list.
+        # Parameters on different meshes, or on none, cannot be passed to the optimizer's kernels in one list.
         meshes = {str(getattr(p, "device_mesh", None)) for p in self.contents.trained()}
         for group in getattr(self.optimizer, "param_groups", []) if len(meshes) > 1 else []:
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
     def _refuse_strangers(self) -> None:
-        """A parameter that came after the model was spread is in no shard, and its gradient would not be reduced."""
+        """Raise for parameters added after sharding: they have no shards, and their gradients would not be reduced."""
         known = set(map(id, self._spread))
         strangers = [n for n, p in self.model.named_parameters() if id(p) not in known and p.requires_grad]
         if strangers:
@@ -83,7 +83,7 @@ class Sharded(ManyProcesses):
             )
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Take the optimizer; one that was made for the whole parameters goes over to what became of them."""
+        """Set the optimizer; one created for the unsharded parameters is switched to the sharded ones."""
         self._move_to_successors(optimizer)
         return super().setup_optimizer(optimizer)
 
@@ -101,7 +101,7 @@ class Sharded(ManyProcesses):
             group["params"] = [self._successors.get(p, p) for p in group["params"]]
 
     def fold_clipping(self, allowed: Any) -> None:
-        """The optimizer's kernel knows only the norm of what this process holds, so it does not clip."""
+        """Does nothing: the optimizer's kernel has only the norm of this rank's shards, so it does not clip."""
 
     # ---- gradients --------------------------------------------------------------------------------------------------
 
@@ -126,12 +126,12 @@ class Sharded(ManyProcesses):
 
 
 def _part(gradient: Any) -> Tensor:
-    """What this process holds of a gradient."""
+    """This rank's shard of a gradient."""
     return gradient._local_tensor if is_distributed(gradient) else gradient
 
 
 def global_norm(gradients: Iterable[Any], device: torch.device) -> Tensor:
-    """The norm of whole gradients: squares of the parts are added up over the processes that hold different ones."""
+    """The norm of the full gradients: squares of the shards are summed over the ranks with different shards."""
     spread: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         spread.setdefault(_groups_of(gradient), []).append(_part(gradient))
@@ -148,7 +148,7 @@ def global_norm(gradients: Iterable[Any], device: torch.device) -> Tensor:
 
 
 def _groups_of(gradient: Any) -> tuple[Any, ...]:
-    """The groups of processes that each hold another part of a gradient."""
+    """The process groups across which a gradient is sharded."""
     if not is_distributed(gradient):
         return ()
     mesh = gradient.device_mesh

@@ -23,34 +23,34 @@ from ..precision import Precision
 from .contents import IS_TRAINING, Contents
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose fused form can leave out a step when a device flag says so."""
+"""Optimizers whose fused implementation can skip a step according to a device flag."""
 
 
 NOTHING = nullcontext()
 
 
 class SingleDevice(OneProcess):
-    """Carries out an update on one device."""
+    """Runs updates on one device."""
 
     alarm: AbstractContextManager[Any] = nullcontext()
-    """Entered while processes depend on each other: an error of one stops all."""
+    """A context while ranks depend on each other: an error on one rank stops all."""
     device: torch.device
     precision: Precision
     reads_are_free: bool
     forward_context: Callable[[], AbstractContextManager[Any]]
-    """Around forward and loss of a micro-batch."""
+    """The context of forward and loss of a micro-batch."""
     backward: Callable[[Tensor], None]
     """The backward pass of a micro-batch."""
     guard: RecompileGuard | None = None
-    """What watches compilations, on a device that compiles for each shape."""
+    """Counts compilations on a device that compiles for each shape."""
     saves_itself = False
-    """Whether the optimizer's state is written in files of another engine, by all processes."""
+    """Whether another engine writes the optimizer's state in its own files, on all ranks."""
     saves_whole = False
-    """Whether checkpoints hold whole tensors instead of one shard per process."""
+    """Whether checkpoints hold full tensors instead of one shard per rank."""
     makes_empty = False
-    """Whether models are made without weights here, because another process has them."""
+    """Whether models are created without weights on this rank, because another rank has them."""
     logs_later = False
-    """Whether logs are better written at the end of the next step (`defer`), when the device has work again."""
+    """Whether logs are deferred to the end of the next step (`defer`), when the device has work again."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SingleDevice(OneProcess):
         non_blocking: bool = False,
     ) -> None:
         self.device, self.precision = device, precision
-        # Copies run ahead from pinned memory, which not every device with streams knows.
+        # Prefetching copies from pinned memory, which not every device with streams supports.
         ahead = prefetch_for if device.type == "cpu" or can_pin_memory(device) else NoPrefetch
         self._ahead = ahead(device, non_blocking=non_blocking)
         self._may_fold: Callable[[], bool] | None = None
@@ -79,7 +79,7 @@ class SingleDevice(OneProcess):
     # ---- setting up -------------------------------------------------------------------------------------------------
 
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
-        """Move the model to the device, unless it is already spread over several."""
+        """Move the model to the device if `place` is set, and make it the current one."""
         if place and self.device.type != "meta":
             model.to(self.device)
         self.contents.take(model, None)
@@ -87,7 +87,7 @@ class SingleDevice(OneProcess):
 
     @property
     def model(self) -> nn.Module:
-        """The model, without what training wraps it in."""
+        """The model without training wrappers."""
         return self.contents.model
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -99,11 +99,11 @@ class SingleDevice(OneProcess):
         return model
 
     def rewrap(self, model: nn.Module) -> nn.Module:
-        """The model as training calls it, once the optimizer is known."""
+        """The model as training calls it, once the optimizer is set."""
         return model
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Take the optimizer."""
+        """Set the optimizer."""
         model, self.optimizer = self.precision.prepare(self.model, optimizer)
         self._broken = None
         self.contents.take(model, self.optimizer)
@@ -113,38 +113,37 @@ class SingleDevice(OneProcess):
         return self.optimizer
 
     def change_optimizer(self, optimizer: Any) -> Any:
-        """Take another optimizer in the middle of a run."""
+        """Replace the optimizer during a run."""
         return self.setup_optimizer(optimizer)
 
     @property
     def changes(self) -> int:
-        """A number that rises when something that updates depend on is no longer the same.
+        """A counter that increases when something that updates depend on has changed.
 
-        That is another module, parameter, optimizer or parameter group, another `requires_grad`, another training mode
-        of a submodule, and what the trainer tells by `note_change`: another loss, accumulation or override. What was
-        prepared for an update (a graph, a plan) and its number are valid as long as `changes` is. It is up to date
-        once an update has begun (`look`).
+        That is a module, parameter, optimizer or parameter group, `requires_grad`, the training mode of a submodule, or
+        a change reported by `note_change`: of the loss, the accumulation or an override. Objects prepared for an update
+        (a graph, a plan) are valid while `changes` is unchanged. It is up to date once an update has begun (`look`).
         """
         return self.contents.changes
 
     def note_change(self) -> None:
-        """Let `changes` rise for something that only the caller knows."""
+        """Increase `changes` for a change that only the caller can detect."""
         self.contents.changes += 1
 
     def look(self) -> bool:
-        """At the beginning of an update: follow what was changed since the last one; returns whether anything was."""
+        """Apply changes since the last update; called when an update begins. Returns whether there were any."""
         if not self.contents.look():
             return False
         self.follow()
         return True
 
     def follow(self) -> None:
-        """Go over to the parameters as they are now."""
+        """Switch to the current parameters."""
         self._clipped = self.precision.parameters(self.contents.parameters, self.optimizer)
         self._choose_clipping()
 
     def fold_clipping(self, allowed: Callable[[], bool]) -> None:
-        """Let the optimizer's kernel clip where it can, while `allowed` says that no callback runs in between."""
+        """Let the optimizer's kernel clip if possible, while `allowed()` is true: no callback runs in between."""
         self._may_fold = allowed
         self._choose_clipping()
 
@@ -160,8 +159,8 @@ class SingleDevice(OneProcess):
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def put(self, batch: Any) -> Any:
-        """The batch on the device, in containers of its own."""
-        if type(batch) is dict:  # the usual case: tensors that only need a look
+        """The batch on the device, in new containers."""
+        if type(batch) is dict:  # the usual case: tensors that are already on the device
             device = self.device
             moved = {}
             for name in batch:
@@ -179,7 +178,7 @@ class SingleDevice(OneProcess):
         return batch
 
     def begin_update(self, update: Update) -> None:
-        """Begin to copy the batches of an update to the device."""
+        """Start copying the batches of an update to the device."""
         if self._ahead.runs:
             self._ahead.begin(update.batches)
 
@@ -188,23 +187,23 @@ class SingleDevice(OneProcess):
         return NOTHING
 
     def boundary(self) -> None:
-        """The end of a step: a device that only notes what is to be computed computes it here."""
+        """The end of a step, where a lazy device executes the recorded operations."""
 
     def defer(self, function: Callable[[], None]) -> None:
-        """Call a function at the end of the step: here every step is at its end."""
+        """Call a function at the end of the step; here, immediately."""
         function()
 
     def scale_gradients(self, factor: Any) -> None:
-        """Multiply all gradients, those of a loss with parameters of its own too."""
+        """Multiply all gradients, including those of a loss with its own parameters."""
         self.look_inside()
         gradients = [p.grad for p in self.contents.everything if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
-        """Clip to the norm and return the norm before clipping; without a limit only when it is wanted.
+        """Clip to the norm and return the norm before clipping; without a limit, compute it only for `want_norm`.
 
-        The norm is that of all gradients in the model, as `clip_grad_norm_(model.parameters())` has it.
+        The norm is that of all gradients in the model, like `clip_grad_norm_(model.parameters())`.
         """
         self.look_inside()
         if self.precision.scales:
@@ -216,14 +215,14 @@ class SingleDevice(OneProcess):
         return None
 
     def look_inside(self) -> None:
-        """Inside an update: a forward pass may have made parameters that were not there before."""
+        """Apply changes within an update: a forward pass may have created parameters."""
         if not self.contents.is_same():
             self.look()
 
     def nonfinite(self, loss: Tensor, norm: Tensor | None, *, sticky: bool) -> Tensor:
-        """A device flag: loss or norm is NaN or infinite; a sticky one stays set for the updates that follow."""
+        """A device flag: loss or norm is NaN or infinite; with `sticky`, also set after an earlier such update."""
         if self.precision.scales:
-            norm = None  # gradients that overflow are the scaler's business
+            norm = None  # the scaler handles gradients that overflow
         flag = ~torch.isfinite(loss if norm is None else loss + norm)
         if not sticky:
             return flag
@@ -250,19 +249,19 @@ class SingleDevice(OneProcess):
         return all(group.get("fused") for group in self.optimizer.param_groups)
 
     def zero_grad(self) -> None:
-        """Drop all gradients: of trained and frozen parameters, and of what only the optimizer has."""
+        """Drop all gradients: of trainable and frozen parameters, and of parameters that only the optimizer has."""
         for parameter in self.contents.everything:
             parameter.grad = None
 
     def free_memory(self) -> None:
-        """Give cached device memory back."""
+        """Release cached device memory."""
         self._ahead.begin([])
         empty_cache(self.device)
 
     # ---- modes ------------------------------------------------------------------------------------------------------
 
     def training(self) -> None:
-        """Model (and an optimizer that has modes) ready to train; costs next to nothing when they are."""
+        """Set the model (and an optimizer with modes) to training mode; cheap if it already is."""
         contents = self.contents
         if contents.calls_train or contents.modes != list(map(IS_TRAINING, contents.modules)):
             contents.train()
@@ -270,51 +269,51 @@ class SingleDevice(OneProcess):
             self._put_into_training()
 
     def evaluating(self) -> None:
-        """Model (and an optimizer that has modes) ready to be evaluated or saved."""
+        """Set the model (and an optimizer with modes) to evaluation mode, also for saving."""
         self.model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
     def generating(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Around the generation of text."""
+        """The context of text generation."""
         return nullcontext()
 
     # ---- undoing ----------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Any:
-        """RNG states and buffers as they are now."""
+        """The current RNG states and buffers."""
         return Snapshot(self.contents.modules)
 
     def restore(self, snapshot: Any) -> None:
-        """Back to a snapshot; gradients of the unfinished update are dropped."""
+        """Restore a snapshot; drops gradients of the unfinished update."""
         snapshot.restore()
         self.zero_grad()
 
-    # ---- numbers and agreement --------------------------------------------------------------------------------------
+    # ---- numbers and collectives -------------------------------------------------------------------------------------
 
     def read(self, scalars: list[Any]) -> list[float]:
-        """Device scalars as host numbers, in one wait."""
+        """Device scalars as Python floats, in one synchronization."""
         if not scalars:
             return []
         try:
             return list(torch.stack(scalars).tolist())
-        except (TypeError, RuntimeError):  # plain numbers among them, or tensors of another device or shape
+        except (TypeError, RuntimeError):  # plain numbers, or tensors of different devices or shapes
             alike = [torch.as_tensor(each).detach().to(self.device, torch.float32).reshape(()) for each in scalars]
             return list(torch.stack(alike).tolist())
 
     # ---- state to save and load -------------------------------------------------------------------------------------
 
     def model_state(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Weights and buffers by name, or what this process holds of them."""
+        """Weights and buffers by name, or this rank's shards of them."""
         state: Mapping[str, Tensor] = module.state_dict()
         return state
 
     def load_weights(self, module: nn.Module, folder: str | Path) -> None:
-        """The weights of a checkpoint, into the model."""
+        """Load the weights of a checkpoint into the model."""
         load_weights(module, folder)
 
     def optimizer_state(self, optimizer: Any, module: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The optimizer's state by parameter name: a description, and the tensors it mentions."""
+        """The optimizer's state by parameter name: a description, and the tensors it refers to."""
         return encode_optimizer(optimizer, module)
 
     def load_optimizer(self, described: dict[str, Any], tensors: Any, optimizer: Any, module: nn.Module) -> None:
@@ -322,7 +321,7 @@ class SingleDevice(OneProcess):
         decode_optimizer(described, tensors, optimizer, module)
 
     def write_state(self, folder: Path) -> None:
-        """Write the optimizer's state in files of the engine, where the strategy `saves_itself`."""
+        """Write the optimizer's state in files of the engine, if the strategy `saves_itself`."""
         raise NotImplementedError
 
     def read_state(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: layers split across neighbouring ranks, by the model's own plan or one by name pattern."""
+"""Tensor parallelism: layers split across neighbouring ranks, by the model's plan or one by name pattern."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ STYLES: dict[str, tuple[Make, int]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: RowwiseParallel(input_layouts=Replicate()), 0),
 }
-"""Names of styles -> how torch does it, and which dimension of the weight is split."""
+"""Style -> its torch implementation, and the dimension of the weight that is split."""
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""Whole weights on parts of activations: each process sees a part of their gradient."""
+"""Full weights on parts of activations: each rank computes a part of their gradient."""
 AS_IT_IS = ("replicate",)
 
 
 class TensorParallel(Sharded):
-    """Carries out an update on processes that split layers between them, each such group with a part of the data."""
+    """Runs updates on groups of ranks that split layers, each group with a part of the data."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class TensorParallel(Sharded):
         self.share_out(copies=size)
         self._plan, self._sharding, self._compute_dtype = plan, sharding, compute_dtype
         self.saves_whole = sharding is not None and sharding.whole_checkpoints
-        # Neighbours split layers: they talk the most, and are most likely on one machine.
+        # Neighbours split layers: they communicate most, and are most likely on one machine.
         self.mesh = init_device_mesh(
             device.type, (processes.world_size // size, size), mesh_dim_names=("data", "tensor")
         )
@@ -95,7 +95,7 @@ class TensorParallel(Sharded):
 
 
 def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    """The user's plan, or the one the model carries."""
+    """The user's plan, or that of the model."""
     plan = dict(given or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
     if not plan:
         raise ModelError(
@@ -106,7 +106,7 @@ def plan_of(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
 
 
 def split_layers(model: nn.Module, mesh: Any, plan: dict[str, str], size: int) -> list[str]:
-    """Split the layers the plan names; returns parameters that stay whole but see only a part of their gradient."""
+    """Split the layers of the plan; returns unsplit parameters that get only a part of their gradient per rank."""
     modules = dict(model.named_modules())
     chosen = {pattern: [name for name in modules if fnmatch(name, pattern)] for pattern in plan}
     _check_plan(model, plan, chosen, size)
@@ -123,7 +123,7 @@ def split_layers(model: nn.Module, mesh: Any, plan: dict[str, str], size: int) -
 
 
 def _check_plan(model: nn.Module, plan: dict[str, str], chosen: dict[str, list[str]], size: int) -> None:
-    """Refuse what the plan asks for and cannot be done, all of it at once."""
+    """Raise one error with all problems of the plan."""
     problems = []
     for pattern, names in chosen.items():
         style = plan[pattern]
@@ -148,7 +148,7 @@ def _does_not_divide(module: nn.Module, name: str, style: str, size: int) -> str
 
 
 def _split_heads(model: nn.Module, chosen: dict[str, list[str]], size: int) -> list[str]:
-    """Attention of transformers' models splits by whole heads."""
+    """Errors for attention heads that are not divisible: attention of transformers' models is split by heads."""
     config = getattr(model, "config", None)
     if config is None or not any("attn" in name for names in chosen.values() for name in names):
         return []
@@ -161,7 +161,7 @@ def _split_heads(model: nn.Module, chosen: dict[str, list[str]], size: int) -> l
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
-    """Names of parameters that are one and the same."""
+    """Groups of names of tied weights."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -169,7 +169,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, tied: list[list[str]]) -> None:
-    """Parameters that were one before are one again."""
+    """Tie weights again that were tied before."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for first, *others in tied:
         for name in others:

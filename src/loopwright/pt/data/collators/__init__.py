@@ -1,6 +1,6 @@
-"""Data collators: lists of samples to batches, with transformers' names, parameters and results.
+"""Data collators: convert lists of samples to batches, with transformers' names, parameters and results.
 
-None needs transformers. Every collator gives torch tensors (`return_tensors="pt"`) or numpy arrays (`"np"`).
+None needs transformers. Every collator returns torch tensors (`return_tensors="pt"`) or numpy arrays (`"np"`).
 """
 
 from .flattening import DataCollatorWithFlattening

@@ -1,4 +1,4 @@
-"""The collator that lays a batch end to end instead of padding it."""
+"""The collator that concatenates the sequences of a batch instead of padding them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .stacking import IGNORED, DefaultDataCollator, as_list, to_array
 
 
 class DataCollatorWithFlattening(DefaultDataCollator):
-    """Lay a batch end to end as one sequence of shape (1, tokens), without padding; positions restart in each.
+    """Concatenate a batch into one sequence of shape (1, tokens), without padding; position ids restart in each.
 
     The first label of every sequence is `separator_id`, so that no sequence is predicted from the one before it.
     """
@@ -44,7 +44,7 @@ class DataCollatorWithFlattening(DefaultDataCollator):
         return {**batch, **self._places([len(row) for row in rows], kind)}
 
     def _places(self, lengths: list[int], kind: str) -> dict[str, Any]:
-        """Where each sequence begins and ends, in the forms that were asked for."""
+        """The sequence boundaries, in the requested forms."""
         places: dict[str, Any] = {}
         if self.return_position_ids:
             start = self.position_ids_start

@@ -1,4 +1,4 @@
-"""Collators that make the labels of a language model from its inputs."""
+"""Collators that derive the labels of a language model from its inputs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .stacking import IGNORED, DataCollatorMixin, as_list
 
 @dataclass
 class DataCollatorForLanguageModeling(DataCollatorMixin):
-    """Pad inputs and make labels of them: masked language modelling, or with `mlm=False` the inputs themselves.
+    """Pad inputs and derive labels: masked language modelling, or with `mlm=False` a copy of the inputs.
 
-    Masked tokens are replaced by the mask token, by a random one, or left, with the probabilities given; the label of
-    every other token is -100. `whole_word_mask` needs samples with `offset_mapping`. `seed` gives the collator a random
-    stream of its own, one per data loader worker.
+    Masked tokens are replaced by the mask token, by a random one, or kept, with the given probabilities; the label of
+    every other token is -100. `whole_word_mask` needs samples with `offset_mapping`. With `seed` the collator has a
+    separate random generator, one per data loader worker.
     """
 
     tokenizer: Any
@@ -38,7 +38,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         if problems:
             raise ArgumentsError(problems)
         self._streams: dict[int, torch.Generator] = {}
-        if self.whole_word_mask:  # a word is masked as one; replacing its parts by random ones would split it
+        if self.whole_word_mask:  # random replacement would split words
             self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
 
     def _problems(self) -> list[str]:
@@ -69,7 +69,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return batch
 
     def _masked(self, inputs: torch.Tensor, special: Any, offsets: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self.whole_word_mask:  # without the third argument: subclasses written for older versions take two
+        if not self.whole_word_mask:  # older subclasses accept only two arguments
             return self.torch_mask_tokens(inputs, special_tokens_mask=special)
         if offsets is None:
             raise DataError(
@@ -83,7 +83,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             return pad(self.tokenizer, features, pad_to_multiple_of=self.pad_to_multiple_of, return_tensors="pt")
         rows = [as_list(feature) for feature in features]
         if len({len(row) for row in rows}) == 1 and len(rows[0]) % (self.pad_to_multiple_of or 1) == 0:
-            return {"input_ids": torch.tensor(rows)}  # also for tokenizers that have no padding token
+            return {"input_ids": torch.tensor(rows)}  # also for tokenizers without a padding token
         return {"input_ids": self._padded([{"input_ids": row} for row in rows])["input_ids"]}
 
     def _copied(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -94,12 +94,12 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     def torch_mask_tokens(
         self, inputs: torch.Tensor, special_tokens_mask: Any = None, offset_mapping: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs with some tokens replaced, and labels that name what stood there."""
+        """The inputs with some tokens replaced, and labels with the original tokens."""
         special = self._special(inputs) if special_tokens_mask is None else special_tokens_mask.bool()
         draws = self._draw(inputs.shape)
         if offset_mapping is not None:
             words = _word_numbers(offset_mapping, special, self.tokenizer.padding_side)
-            draws = draws.gather(1, words)  # every part of a word looks at the same draw
+            draws = draws.gather(1, words)  # all tokens of a word use the same draw
         chosen = (draws < self.mlm_probability) & ~special
         fate = self._draw(inputs.shape)
         to_mask = chosen & (fate < self.mask_replace_prob)
@@ -118,7 +118,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     def _stream(self, seed: int) -> torch.Generator:
         worker = torch.utils.data.get_worker_info()
         number = worker.id if worker else 0
-        # By process too: a forked worker must not go on with the stream its parent has begun.
+        # Keyed by process: a forked worker must not continue its parent's generator.
         key = os.getpid()
         if key not in self._streams:
             self._streams[key] = torch.Generator().manual_seed(seed + number)
@@ -133,7 +133,7 @@ class DataCollatorForWholeWordMask(DataCollatorForLanguageModeling):
 
 
 def _split_offsets(features: list[Any]) -> tuple[list[Any], list[Any] | None]:
-    """Features without `offset_mapping`, which no tokenizer pads, and the offsets."""
+    """The features without `offset_mapping`, which tokenizers do not pad, and the offsets."""
     if not isinstance(features[0], Mapping) or "offset_mapping" not in features[0]:
         return features, None
     offsets = [as_list(feature["offset_mapping"]) for feature in features]
@@ -141,7 +141,7 @@ def _split_offsets(features: list[Any]) -> tuple[list[Any], list[Any] | None]:
 
 
 def _word_numbers(offsets: list[Any], special: torch.Tensor, side: str) -> torch.Tensor:
-    """For every token the number of its word in the row; a word goes on where a token begins at the end of the last."""
+    """The index of each token's word in its row; a token that starts where the last one ends is in the same word."""
     numbers = torch.zeros(special.shape, dtype=torch.int64)
     for row, (spans, flags) in enumerate(zip(offsets, special.tolist(), strict=True)):
         first = special.shape[1] - len(spans) if side == "left" else 0

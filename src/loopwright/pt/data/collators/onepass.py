@@ -1,7 +1,7 @@
-"""Padding a batch in one numpy pass: what transformers' `tokenizer.pad` gives, without its lists per sample.
+"""Padding a batch in one numpy pass: the result of transformers' `tokenizer.pad`, without lists per sample.
 
-Only what is surely the same is done here. Everything else (a tokenizer with a `pad` of its own, nested or ragged
-columns, text, rows of mixed kinds, rows longer than asked for) is left to the tokenizer, which also says what is wrong.
+Only cases with a certainly equal result are handled here. All others (a tokenizer with its own `pad`, nested or ragged
+columns, text, rows of mixed types, rows longer than the maximum) are left to the tokenizer, which also reports errors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 _HOME = "transformers.tokenization_utils_base"
-# The words in the `_pad` that is matched here: one that knows another column or side is of another version.
+# Strings in the supported `_pad`; one with other columns or sides is a different version.
 _WORDS = {"attention_mask", "token_type_ids", "special_tokens_mask", "left", "right"}
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 
 
 class _Unusual(Exception):
-    """What this pass leaves to the tokenizer."""
+    """Raised for input that is left to the tokenizer."""
 
 
 def pad_in_one_pass(
@@ -32,7 +32,7 @@ def pad_in_one_pass(
     pad_to_multiple_of: int | None = None,
     return_tensors: str | None = None,
 ) -> Any:
-    """The batch that `tokenizer.pad` makes of samples with integer rows and scalars; None where it has to be asked."""
+    """The result of `tokenizer.pad` for samples with integer rows and scalars; None if it has to be called."""
     if return_tensors not in ("pt", "np") or not _pads_as_known(tokenizer):
         return None
     try:
@@ -52,7 +52,7 @@ def pad_in_one_pass(
 
 
 def pad_rows_in_one_pass(rows: list[Any], length: int, fill: int, side: str) -> np.ndarray | None:
-    """Integer rows as one array of that length; None where they are not plain rows or do not fit."""
+    """Integer rows as one array of this length; None if they are not plain rows or do not fit."""
     if type(fill) is not int:
         return None
     try:
@@ -63,7 +63,7 @@ def pad_rows_in_one_pass(rows: list[Any], length: int, fill: int, side: str) -> 
 
 
 def _pads_as_known(tokenizer: Any) -> bool:
-    """Whether padding is transformers' own: replaced by no subclass, on no class and not on this object."""
+    """Whether padding is transformers' own, overridden neither by a class nor on this object."""
     codes = [_code(tokenizer, name) for name in ("pad", "_pad")]
     if None in codes:
         return False
@@ -71,9 +71,9 @@ def _pads_as_known(tokenizer: Any) -> bool:
 
 
 def _code(tokenizer: Any, name: str) -> Any:
-    """The code of transformers' method of that name, None where the tokenizer has another.
+    """The code of transformers' method of that name; None if the tokenizer has a different one.
 
-    Asks the code and not the function's name, which a wrapper may carry over.
+    Compares the code, not the function's name, which a wrapper may copy.
     """
     method = getattr(type(tokenizer), name, None)
     if name in getattr(tokenizer, "__dict__", {}) or getattr(method, "__globals__", {}).get("__name__") != _HOME:
@@ -83,7 +83,7 @@ def _code(tokenizer: Any, name: str) -> Any:
 
 
 def _columns(tokenizer: Any, features: Any) -> dict[str, list[Any]]:
-    """The columns that the first sample names."""
+    """The columns of the first sample."""
     if not isinstance(features, (list, tuple)) or not features or not isinstance(features[0], Mapping):
         raise _Unusual
     try:
@@ -93,13 +93,13 @@ def _columns(tokenizer: Any, features: Any) -> dict[str, list[Any]]:
     names = tokenizer.model_input_names
     if names[0] != "input_ids" or "input_ids" not in columns:
         raise _Unusual
-    if "attention_mask" in columns and "attention_mask" not in names:  # the tokenizer would leave it unpadded
+    if "attention_mask" in columns and "attention_mask" not in names:  # the tokenizer would not pad it
         raise _Unusual
     return columns
 
 
 def _fills(tokenizer: Any) -> dict[str, int]:
-    """What each column that is padded is padded with."""
+    """The padding value of each padded column."""
     fills = {"input_ids": tokenizer.pad_token_id, "attention_mask": 0}
     fills |= {"token_type_ids": tokenizer.pad_token_type_id, "special_tokens_mask": 1}
     if any(type(fill) is not int for fill in fills.values()):
@@ -108,7 +108,7 @@ def _fills(tokenizer: Any) -> dict[str, int]:
 
 
 def _flat_columns(columns: dict[str, list[Any]]) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Every padded column end to end, and the lengths of the rows, which are the same in all."""
+    """Every padded column, concatenated, and the row lengths, which are the same in all columns."""
     kind = type(columns["input_ids"][0])
     flat: dict[str, np.ndarray] = {}
     lengths: list[int] | None = None
@@ -129,10 +129,10 @@ def _flat(rows: list[Any]) -> tuple[np.ndarray, list[int]]:
 
 
 def _flat_lists(rows: list[list[Any]]) -> np.ndarray:
-    # True is no integer here: a column of nothing but True and False becomes a tensor of booleans.
+    # True is not an integer here: a column of booleans becomes a boolean tensor.
     if any(countOf(map(type, row), int) != len(row) for row in rows):
         raise _Unusual
-    try:  # packing takes a fifth of the time of numpy.array, which asks every element for its type
+    try:  # five times as fast as numpy.array, which inspects the type of every element
         packed = b"".join([pack(f"{len(row)}q", *row) for row in rows])
     except StructError as error:  # beyond 64 bits
         raise _Unusual from error
@@ -160,7 +160,7 @@ _FLATTEN: dict[type, Callable[[list[Any]], np.ndarray]] = {
 
 
 def _scalars(columns: dict[str, list[Any]], in_lists: bool) -> dict[str, list[Any]]:
-    """The columns that are not padded, as the tokenizer hands them on to be made tensors."""
+    """The unpadded columns, in the form that the tokenizer converts to tensors."""
     return {key: _scalar_column(values, in_lists) for key, values in columns.items()}
 
 
@@ -168,13 +168,13 @@ def _scalar_column(values: list[Any], in_lists: bool) -> list[Any]:
     if all(isinstance(value, (int, float, np.number)) for value in values):
         return values
     arrays = all(type(value) in (np.ndarray, torch.Tensor) and value.ndim == 0 for value in values)
-    if in_lists or not arrays:  # beside rows in lists the tokenizer keeps the precision of such values
+    if in_lists or not arrays:  # with rows in lists, the tokenizer keeps the precision of such values
         raise _Unusual
     return [value.tolist() for value in values]
 
 
 def _length(tokenizer: Any, longest: int, padding: Any, max_length: Any, multiple: Any) -> int:
-    """The length to pad to; the tokenizer's own words where its options make no sense."""
+    """The length to pad to; the tokenizer raises its own error for invalid options."""
     strategy, _, max_length, _ = tokenizer._get_padding_truncation_strategies(padding=padding, max_length=max_length)
     length = {"longest": longest, "max_length": max_length}.get(strategy.value)
     multiple = 1 if multiple is None else multiple
@@ -184,7 +184,7 @@ def _length(tokenizer: Any, longest: int, padding: Any, max_length: Any, multipl
 
 
 def _kept(lengths: list[int], length: int, side: str) -> np.ndarray:
-    """Where the rows stand in the padded array."""
+    """A mask of the positions in the padded array that hold row elements."""
     if side not in ("left", "right") or max(lengths) > length:
         raise _Unusual
     places, sizes = np.arange(length), np.array(lengths)[:, None]
@@ -198,10 +198,10 @@ def _laid(flat: np.ndarray, kept: np.ndarray, fill: int) -> np.ndarray:
 
 
 def _encoding(batch: dict[str, Any], kind: str) -> Any:
-    """The batch as transformers' own; scalars become tensors there, by its rules."""
+    """The batch as a transformers BatchEncoding, which also converts scalars to tensors."""
     from transformers.tokenization_utils_base import BatchEncoding
 
-    if kind == "pt":  # `as_tensor` and not `from_numpy`: it heeds the default device as transformers does
+    if kind == "pt":  # `as_tensor`, not `from_numpy`: it respects the default device, like transformers
         arrays = {key: torch.as_tensor(value) for key, value in batch.items() if isinstance(value, np.ndarray)}
         batch = {**batch, **arrays}
     return BatchEncoding(batch, tensor_type=kind)

@@ -1,4 +1,4 @@
-"""Collators that pad with a tokenizer: anything with `pad`, `pad_token_id` and `padding_side`."""
+"""Collators that pad with a tokenizer: any object with `pad`, `pad_token_id` and `padding_side`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from .onepass import pad_in_one_pass, pad_rows_in_one_pass
 from .stacking import IGNORED, LABEL_KEYS, DataCollatorMixin, as_list, to_array
 
-_PAD_ADVICE = "Asking-to-pad-a-fast-tokenizer"  # transformers' name for it
+_PAD_ADVICE = "Asking-to-pad-a-fast-tokenizer"  # transformers' key of that warning
 
 
 @contextmanager
 def _without_pad_advice(tokenizer: Any) -> Iterator[None]:
-    """Keep a fast tokenizer from advising `__call__` over `pad`: in a collator the samples are tokenized already."""
+    """Suppress the advice of fast tokenizers to use `__call__` instead of `pad`: the samples are already tokenized."""
     told = getattr(tokenizer, "deprecation_warnings", {})
     before = told.get(_PAD_ADVICE, False)
     told[_PAD_ADVICE] = True
@@ -26,7 +26,7 @@ def _without_pad_advice(tokenizer: Any) -> Iterator[None]:
 
 
 def pad(tokenizer: Any, features: Any, **options: Any) -> Any:
-    """What the tokenizer's own padding gives, without its advice and, for plain rows, without its lists."""
+    """The result of the tokenizer's padding, without its advice and, for plain rows, without its lists."""
     padded = pad_in_one_pass(tokenizer, features, **options)
     if padded is not None:
         return padded
@@ -63,7 +63,7 @@ class DataCollatorWithPadding(_PaddingCollator):
 
 
 def _split_labels(features: list[Any]) -> tuple[str, list[Any] | None, list[dict[str, Any]]]:
-    """The name of the label column, its values (None when there are none), and the features without it."""
+    """The name of the label column, its values (None if absent), and the features without it."""
     name = "label" if "label" in features[0] else "labels"
     labels = [feature[name] for feature in features] if name in features[0] else None
     if labels is not None and labels[0] is None:
@@ -100,7 +100,7 @@ class DataCollatorForTokenClassification(_PaddingCollator, DataCollatorMixin):
 
 @dataclass
 class DataCollatorForMultipleChoice(_PaddingCollator, DataCollatorMixin):
-    """Pad samples that hold several choices each; inputs come out as (samples, choices, length)."""
+    """Pad samples with several choices each; inputs have the shape (samples, choices, length)."""
 
     return_tensors: str = "pt"
 
@@ -115,7 +115,7 @@ class DataCollatorForMultipleChoice(_PaddingCollator, DataCollatorMixin):
 
 @dataclass
 class DataCollatorForSeq2Seq:
-    """Pad inputs, and labels on their own; asks the model for `decoder_input_ids` where it makes them from labels."""
+    """Pad inputs and, separately, labels; adds `decoder_input_ids` if the model derives them from labels."""
 
     tokenizer: Any
     model: Any = None

@@ -16,7 +16,7 @@ LABEL_KEYS = ("label", "label_ids")
 
 
 def default_data_collator(features: list[Any], return_tensors: str = "pt") -> dict[str, Any]:
-    """Stack samples that already have equal shapes.
+    """Stack samples of equal shapes.
 
     `label` and `label_ids` become `labels`; strings and None are left out.
     """
@@ -41,7 +41,7 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
 
 
 def all_tensors(sample: dict[str, Any]) -> bool:
-    """Whether a sample is nothing but tensors under names that stay as they are."""
+    """Whether all values of a sample are tensors, under names that are not changed."""
     for key in sample:
         if type(sample[key]) is not torch.Tensor or key in LABEL_KEYS:
             return False
@@ -71,7 +71,7 @@ def _as_mappings(features: list[Any]) -> list[Any]:
 
 
 def _why_not_stackable(samples: list[Any], key: str, error: Exception) -> str:
-    """What is wrong with column `key`; worked out only after stacking failed."""
+    """The problem with column `key`; determined only after stacking failed."""
     lacking = [index for index, sample in enumerate(samples) if sample.get(key) is None]
     if lacking:
         return f"Sample {lacking[0]} of the batch has no value for {key!r}, but the first sample has one."
@@ -98,7 +98,7 @@ def _stack_torch(values: list[Any]) -> torch.Tensor:
 
 
 def _stack_torch_label(values: list[Any]) -> torch.Tensor:
-    """One label per sample; several in a list are the zeros and ones of a multi-label task, which are floats."""
+    """One label per sample; lists of labels are multi-label targets, which become floats."""
     labels = _stack_torch(values)
     if isinstance(values[0], torch.Tensor) and labels.dim() > 1:
         return labels.reshape(-1) if values[0].numel() == 1 else labels
@@ -134,7 +134,7 @@ def _on_host(values: list[Any]) -> list[Any]:
     return [value.numpy() if isinstance(value, torch.Tensor) else value for value in values]
 
 
-# Per kind of batch: how a column is stacked, and how each of the label columns is.
+# Per tensor type: the function that stacks a column, and those of the label columns.
 _STACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "pt": (_stack_torch, {"label": _stack_torch_label, "label_ids": _stack_torch_label_ids}),
     "np": (_stack_numpy, {"label": _stack_numpy_label, "label_ids": _stack_numpy_label_ids}),
@@ -142,7 +142,7 @@ _STACKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def stackers(return_tensors: str) -> tuple[Any, dict[str, Any]]:
-    """How columns become torch tensors or numpy arrays."""
+    """The functions that convert columns to torch tensors or numpy arrays."""
     if return_tensors not in _STACKERS:
         raise ArgumentsError(f"return_tensors={return_tensors!r} must be 'pt' (torch) or 'np' (numpy).")
     return _STACKERS[return_tensors]
@@ -150,7 +150,7 @@ def stackers(return_tensors: str) -> tuple[Any, dict[str, Any]]:
 
 def to_array(values: Any, return_tensors: str, dtype: str = "int64") -> Any:
     """Nested lists of integers as one tensor or array."""
-    stackers(return_tensors)  # refuses an unknown kind
+    stackers(return_tensors)  # raises for an unknown type
     array = np.array(values, dtype=dtype)
     return torch.from_numpy(array) if return_tensors == "pt" else array
 
@@ -161,13 +161,13 @@ def as_list(values: Any) -> list[Any]:
 
 
 class DataCollatorMixin:
-    """A collator whose torch and numpy forms can be overridden one by one, as `torch_call` and `numpy_call`."""
+    """A collator with separate override points for torch and numpy: `torch_call` and `numpy_call`."""
 
     return_tensors: str
 
     def __call__(self, features: list[Any], return_tensors: str | None = None) -> Any:
         kind = return_tensors or self.return_tensors
-        stackers(kind)  # refuses an unknown kind
+        stackers(kind)  # raises for an unknown type
         return self.torch_call(features) if kind == "pt" else self.numpy_call(features)
 
     def torch_call(self, features: list[Any]) -> Any:

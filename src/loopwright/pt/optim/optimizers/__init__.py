@@ -1,4 +1,4 @@
-"""Optimizers by name (`table.py`), which parameters decay (`decay.py`), and the two that are loopwright's own."""
+"""Optimizers by name (`table.py`), parameters with weight decay (`decay.py`), and loopwright's own two."""
 
 from .adafactor import Adafactor
 from .decay import decay_parameter_names, parameter_groups

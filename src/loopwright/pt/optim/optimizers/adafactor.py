@@ -20,7 +20,7 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 class Adafactor(Optimizer):
-    """Adafactor with an outer learning rate (`relative_step=False`) or with its own (`lr=None`)."""
+    """Adafactor with an external learning rate (`relative_step=False`) or its own (`lr=None`)."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class Adafactor(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state with the precision it was saved in."""
+        """Load a saved state in the precision it was saved in."""
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameter's dtype; moments of half-precision weights are float32.
+        # torch casts loaded state to the parameter's dtype; moments of half-precision weights are float32.
         saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(saved_ids, parameters, strict=True):
@@ -118,7 +118,7 @@ def _fresh_state(grad: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learning_rate(weight: Tensor, group: Mapping[str, Any], step: int) -> Any:
-    """The outer learning rate, or Adafactor's own; a share of the weights' size with scale_parameter."""
+    """The external learning rate, or Adafactor's own; with scale_parameter, relative to the size of the weights."""
     lr = group["lr"]
     if group["relative_step"]:
         lr = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
@@ -126,7 +126,7 @@ def _learning_rate(weight: Tensor, group: Mapping[str, Any], step: int) -> Any:
 
 
 def _normalised(grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """The gradient divided by the root of its second moment, after taking the new gradient into the moment."""
+    """Add the gradient to the second moment; returns the gradient divided by the root of that moment."""
     keep = 1.0 - float(state["step"]) ** group["decay_rate"]
     square = grad.square().add_(group["eps"][0])
     if grad.ndim < 2:

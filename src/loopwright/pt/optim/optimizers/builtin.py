@@ -1,4 +1,4 @@
-"""Builders of the optimizers that need torch only: OptimizerSpec and the model -> (class, keyword arguments)."""
+"""Builders of the optimizers that need only torch: OptimizerSpec and the model -> (class, keyword arguments)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def adamw_torch(args: OptimizerSpec, model: nn.Module | None) -> Built:
 
 
 def adamw_torch_fused(args: OptimizerSpec, model: nn.Module | None) -> Built:
-    """torch's AdamW in one kernel where the model's devices have it, else the plain one."""
+    """torch's AdamW in one kernel if the model's devices support it, else the plain one."""
     options = args.adam | args.given(**ADAMW_OPTIONS)
     refusal = None if model is None else _fused_refusal(model)
     if refusal is None:
@@ -42,7 +42,7 @@ def adamw_torch_fused(args: OptimizerSpec, model: nn.Module | None) -> Built:
 
 
 def _fused_refusal(model: nn.Module) -> str | None:
-    """Why the fused kernel cannot be used for this model, or None; tries it on one number per device and dtype."""
+    """Why the fused kernel cannot be used for this model, or None; tests it with one number per device and dtype."""
     kinds = {(p.device.type, p.dtype): p.device for p in model.parameters() if p.requires_grad}
     for (_, dtype), device in kinds.items():
         probe = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
@@ -61,7 +61,7 @@ def adamw_hf(args: OptimizerSpec, model: nn.Module | None) -> Built:
 
 
 def sgd(args: OptimizerSpec, model: nn.Module | None) -> Built:
-    """torch's SGD; momentum is 0 unless optim_args gives it."""
+    """torch's SGD; momentum is 0 unless optim_args sets it."""
     options = args.given(
         momentum=to_float, dampening=to_float, weight_decay=to_float, nesterov=to_bool, foreach=optional(to_bool)
     )

@@ -1,4 +1,4 @@
-"""Which parameters weight decay applies to, and the two groups that follow from it."""
+"""The parameters that weight decay applies to, and the resulting two parameter groups."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ....args.optimizer import OptimizerArgs
 from ....errors import ModelError
 from .options import OptimizerSpec
 
-# What transformers leaves out by name, so that runs can be compared: a bias, or a path element that is a norm.
+# Names that transformers excludes, so that runs are comparable: a bias, or a path element that is a norm.
 UNDECAYED_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|[._])norm(?:\.|$)")
-# And norms that go by another name, such as `ln_f` or `bn1`, by what they are.
+# Norms with other names, such as `ln_f` or `bn1`, are recognised by their class.
 NORM_CLASS = re.compile(r"norm(?:\dd)?$", re.IGNORECASE)
 
 
 def decay_parameter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that weight decay applies to: no bias and nothing that belongs to a norm."""
+    """Names of the parameters that weight decay applies to: neither biases nor parameters of norms."""
     names: list[str] = []
     inside_layer_norms: tuple[str, ...] = ()
     for path, module in model.named_modules(remove_duplicate=False):
@@ -35,7 +35,7 @@ def decay_parameter_names(model: nn.Module) -> list[str]:
 def parameter_groups(
     model: nn.Module, args: OptimizerArgs | OptimizerSpec, decay_names: Collection[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters, in the model's order: with weight decay, and without."""
+    """Two groups of the trainable parameters, in the model's order: with and without weight decay."""
     decayed = set(decay_parameter_names(model) if decay_names is None else decay_names)
     with_decay: list[nn.Parameter] = []
     without: list[nn.Parameter] = []
@@ -49,7 +49,7 @@ def parameter_groups(
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Raise unless the model has something to train."""
+    """Raise unless the model has trainable parameters."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         return
     total = sum(1 for _ in model.parameters())

@@ -1,9 +1,9 @@
 """Muon for the hidden matrices of a model and AdamW for everything else, as one optimizer.
 
 Muon (Jordan and others, 2024) replaces the momentum of a matrix by the nearest matrix whose singular values are about
-equal, found by a few Newton-Schulz iterations. It is made for the matrices inside a network; embeddings, the output
-head, norms, biases and everything that is not a matrix are updated by AdamW. With `adjust_lr="match_rms_adamw"` (Liu
-and others, arXiv:2502.16982) an update has the size AdamW's would have, so that one learning rate serves both.
+equal, found by a few Newton-Schulz iterations. It applies to the matrices inside a network; embeddings, the output
+head, norms, biases and all parameters that are not matrices are updated by AdamW. With `adjust_lr="match_rms_adamw"`
+(Liu and others, arXiv:2502.16982) an update has the size AdamW's would have, so that one learning rate serves both.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .targets import is_all_linear, is_target
 
 Group = dict[str, Any]
 
-# Coefficients of the quintic iteration, chosen by Muon's authors to lift small singular values quickly.
+# Coefficients of the quintic iteration, chosen by Muon's authors to increase small singular values quickly.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 BATCH_ELEMENTS = 2**26  # matrices of one shape are iterated together, up to this many elements at once
 
-# Looked for in the last two elements of a name only: a whole model may live under `embedder`.
+# Matched against the last two elements of a name only: a whole model may be under `embedder`.
 EMBEDDING_NAME = re.compile(r"embed|(?:^|\.)(?:wte|wpe|shared|relative_attention_bias)(?:\.|$)")
 HEAD_NAME = re.compile(r"(?:^|\.)(?:lm_head|heads?|classifier|score|qa_outputs|cls|logits|output_layer)(?:\.|$)")
 
@@ -79,7 +79,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; Muon's take matrices only."""
+        """Add a group; Muon groups accept only matrices."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         shapes = [tuple(p.shape) for p in group["params"] if p.ndim != 2]
@@ -112,7 +112,7 @@ class Muon(Optimizer):
                 parameter.sub_(update)
 
     def _direction(self, parameter: Tensor, group: Group) -> Tensor:
-        """The momentum after the new gradient, looked at one step ahead with nesterov."""
+        """The momentum including the new gradient; with nesterov, one step ahead."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -146,10 +146,10 @@ class Muon(Optimizer):
 
 
 def orthogonalize(matrices: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """Matrices (the last two dimensions) with the singular vectors of these and singular values near one."""
+    """Matrices (the last two dimensions) with the same singular vectors and singular values near one."""
     a, b, c = NEWTON_SCHULZ
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    # bfloat16 is enough for the iteration, and fast where there are units for it; on a CPU it is slow.
+    # bfloat16 is sufficient for the iteration, and fast on accelerators; on a CPU it is slow.
     x = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
     x = x.mT if is_tall else x  # the smaller side gives the smaller product
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(eps)
@@ -160,7 +160,7 @@ def orthogonalize(matrices: Tensor, *, steps: int = 5, eps: float = 1e-7) -> Ten
 
 
 def _batches_of_one_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters that can be iterated together: one shape, dtype and device, and not too many at once."""
+    """Groups of parameters with one shape, dtype and device, limited to BATCH_ELEMENTS elements."""
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         alike.setdefault((parameter.shape, parameter.dtype, parameter.device), []).append(parameter)
@@ -186,7 +186,7 @@ def muon_groups(groups: list[Group], model: nn.Module, targets: Any = None, **ad
 
 
 def hidden_matrices(model: nn.Module, targets: Any = None) -> dict[str, nn.Parameter]:
-    """The trainable matrices inside the network: no embedding, output head, norm or bias; `targets` can narrow them."""
+    """The trainable matrices without embeddings, output head and norms; `targets` restricts them further."""
     outer = _outer_parameters(model)
     return {
         name: parameter
@@ -203,7 +203,7 @@ def _is_meant(path: str, targets: Any) -> bool:
 
 
 def _outer_parameters(model: nn.Module) -> set[int]:
-    """Identities of parameters of embeddings, norms and the output head; a tied weight counts by what it is tied to."""
+    """Ids of the parameters of embeddings, norms and the output head, including weights tied to them."""
     outer = {id(parameter) for parameter in _head_parameters(model)}
     for path, module in model.named_modules(remove_duplicate=False):
         is_outer = isinstance(module, nn.Embedding | nn.EmbeddingBag) or NORM_CLASS.search(type(module).__name__)
@@ -216,7 +216,7 @@ def _outer_parameters(model: nn.Module) -> set[int]:
 
 
 def _head_parameters(model: nn.Module) -> Collection[nn.Parameter]:
-    """What the model calls its output layer, or else a layer named like one, or else the last linear layer."""
+    """Parameters of the output layer: the declared one, none if one matches by name, else the last linear layer."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
@@ -224,6 +224,6 @@ def _head_parameters(model: nn.Module) -> Collection[nn.Parameter]:
     if isinstance(head, nn.Module):
         return list(head.parameters())
     if any(HEAD_NAME.search(name.lower()) for name, _ in model.named_parameters()):
-        return []  # found by name
+        return []  # matched by name
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     return list(layers[-1].parameters()) if layers else []

@@ -1,4 +1,4 @@
-"""OptimizerSpec: the arguments an optimizer builder receives, with `optim_args` parsed and typed."""
+"""OptimizerSpec: the arguments of an optimizer builder, with `optim_args` parsed and typed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS: dict[str, Any] = {"true": True, "yes": True, "false": False, "no": False,
 
 
 def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """`"k=v,k=v"` as a dict of typed values: booleans, None, numbers, `(a,b)` tuples, or text as it stands."""
+    """`"k=v,k=v"` as a dict of typed values: booleans, None, numbers, `(a,b)` tuples, or unchanged text."""
     if not text:
         return {}
     if isinstance(text, Mapping):
@@ -31,7 +31,7 @@ def parse_optim_args(text: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value a text stands for."""
+    """The typed value of a text."""
     text = text.strip()
     if text.lower() in WORDS:
         return WORDS[text.lower()]
@@ -67,9 +67,9 @@ def to_bool(value: Any) -> bool:
 
 
 def to_int(value: Any) -> int:
-    """A whole number."""
+    """An integer."""
     if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
-        raise ValueError("a whole number")
+        raise ValueError("an integer")
     return int(value)
 
 
@@ -88,7 +88,7 @@ def to_floats(value: Any) -> tuple[float, ...]:
 
 
 def to_text(value: Any) -> str:
-    """A word."""
+    """A string."""
     if not isinstance(value, str):
         raise ValueError("a word")
     return value
@@ -105,7 +105,7 @@ def to_torch_dtype(value: Any) -> Any:
 
 
 def optional(convert: Converter) -> Converter:
-    """Like `convert`, and None is allowed."""
+    """Like `convert`, but None is allowed."""
     return lambda value: None if value is None else convert(value)
 
 
@@ -118,7 +118,7 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """The arguments that concern an optimizer, as values."""
+    """The arguments that concern an optimizer, as plain values."""
 
     name: str
     learning_rate: float
@@ -135,12 +135,12 @@ class OptimizerSpec:
 
     @classmethod
     def of(cls, args: OptimizerArgs, **more: Any) -> OptimizerSpec:
-        """From training arguments, or anything with their attributes; `more` are fields they do not have."""
+        """From training arguments, or an object with their attributes; `more` are additional fields."""
         options = parse_optim_args(getattr(args, "optim_args", None))
         return cls(
             name=str(getattr(args.optim, "value", args.optim)),
             learning_rate=args.learning_rate,
-            # Groups carry their own weight decay, so a value in optim_args would otherwise have no effect.
+            # Parameter groups have their own weight decay, so a value in optim_args would otherwise have no effect.
             weight_decay=options.get("weight_decay", args.weight_decay),
             betas=(args.adam_beta1, args.adam_beta2),
             epsilon=args.adam_epsilon,
@@ -153,11 +153,11 @@ class OptimizerSpec:
 
     @property
     def adam(self) -> dict[str, Any]:
-        """Learning rate, betas and epsilon under the names Adam and its relatives use."""
+        """Learning rate, betas and epsilon under the names of Adam and similar optimizers."""
         return {"lr": self.learning_rate, "betas": self.betas, "eps": self.epsilon}
 
     def given(self, **converters: Converter) -> dict[str, Any]:
-        """The options the user gave, converted; an option without a converter is an error that lists the known ones."""
+        """The user's options, converted; raises for options without a converter, listing the accepted ones."""
         problems, values = [], {}
         for key, value in self.options.items():
             if key not in converters:
@@ -173,7 +173,7 @@ class OptimizerSpec:
         return values
 
     def warmup_updates(self) -> int:
-        """The warm-up in whole updates, also when it was given as a share of the run."""
+        """The warm-up in updates, also if it was given as a fraction of the run."""
         if self.total_updates is not None and hasattr(self.source, "get_warmup_steps"):
             return int(self.source.get_warmup_steps(self.total_updates))
         if 0 < self.warmup_steps < 1:

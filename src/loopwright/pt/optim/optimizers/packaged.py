@@ -1,6 +1,6 @@
-"""Builders of the optimizers that other packages bring: OptimizerSpec and the model -> (class, keyword arguments).
+"""Builders of optimizers from other packages: OptimizerSpec and the model -> (class, keyword arguments).
 
-They run only when the package named in their row is installed, and import it then.
+They run only if the package named in their row is installed, and import it then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _class(module: str, name: str) -> Any:
 
 
 def plain_adamw(args: OptimizerSpec, model: nn.Module | None, *, module: str, name: str) -> Built:
-    """An AdamW with torch's parameters and no more (torch_xla, torch_npu, Apex)."""
+    """An AdamW with only torch's parameters (torch_xla, torch_npu, Apex)."""
     return _class(module, name), args.adam | args.given(betas=to_floats, eps=to_float, weight_decay=to_float)
 
 
@@ -50,12 +50,12 @@ def adamw_anyprecision(args: OptimizerSpec, model: nn.Module | None) -> Built:
 
 
 def torchao_adamw(args: OptimizerSpec, model: nn.Module | None, *, name: str) -> Built:
-    """AdamW with a 4-bit or 8-bit state, of torchao."""
+    """torchao's AdamW with a 4-bit or 8-bit state."""
     defaults = {"block_size": 256, "bf16_stochastic_round": False}
     given = args.given(block_size=to_int, bf16_stochastic_round=to_bool, amsgrad=to_bool)
     try:
         cls = _class("torchao.optim", name)
-    except ModuleNotFoundError:  # its place before torchao 0.11
+    except ModuleNotFoundError:  # its module before torchao 0.11
         cls = _class("torchao.prototype.low_bit_optim", name)
     return cls, args.adam | defaults | given
 
@@ -80,9 +80,9 @@ def grokadamw(args: OptimizerSpec, model: nn.Module | None) -> Built:
 
 
 def schedule_free(args: OptimizerSpec, model: nn.Module | None, *, name: str, warms_up: bool, is_adam: bool) -> Built:
-    """A schedule-free optimizer; those that warm up by themselves get the warm-up in updates."""
+    """A schedule-free optimizer; those with their own warm-up get it in updates."""
     cls = getattr(import_module("schedulefree"), name, None)
-    if cls is None:  # RAdam came later than the others
+    if cls is None:  # RAdam was added in a later version
         raise MissingPackage("schedulefree>=1.4.0", needed_for=f"optim='{args.name}'", install="-U schedulefree")
     kwargs = dict(args.adam) if is_adam else {"lr": args.learning_rate}
     kwargs |= {"weight_decay": args.weight_decay, "weight_lr_power": 2.0, "r": 0.0}
@@ -138,7 +138,7 @@ BNB_OPTIONS = {"AdamW": _bnb_adamw, "Lion": _bnb_lion, "RMSprop": _bnb_rmsprop, 
 
 
 def keep_embeddings_in_32_bit(cls: Any, kwargs: dict[str, Any], model: nn.Module) -> None:
-    """Have bitsandbytes keep the optimizer state of embeddings in 32 bit: it is too uneven for 8."""
+    """Make bitsandbytes keep the optimizer state of embeddings in 32 bit: it is too uneven for 8."""
     if not str(getattr(cls, "__module__", "")).startswith("bitsandbytes") or kwargs.get("optim_bits") != 8:
         return
     manager = _class("bitsandbytes.optim", "GlobalOptimManager").get_instance()
@@ -188,7 +188,7 @@ def _low_rank_groups(args: OptimizerSpec, model: nn.Module | None, projection: d
 
 
 def not_available(args: OptimizerSpec, model: nn.Module | None, *, why: str, instead: str) -> Built:
-    """An optimizer that cannot be offered."""
+    """Raise for an optimizer that cannot be supported."""
     raise NotAvailable(f"optim='{args.name}' is not available: {why}. Use optim='{instead}' instead.")
 
 

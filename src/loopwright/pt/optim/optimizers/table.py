@@ -1,7 +1,7 @@
-"""Every optimizer by name, and how one is built.
+"""All optimizers by name, and their construction.
 
-A row says how to get from the arguments and the model to a class and its keyword arguments, and which package that
-needs. To add an optimizer: one function and one row, or `register_optimizer` from outside.
+A row has a function from the arguments and the model to a class and its keyword arguments, and the package it needs. To
+add an optimizer: one function and one row, or `register_optimizer` from outside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class OptimizerRow:
-    """One optimizer: its builder, the package it needs, and a line about it."""
+    """One optimizer: its builder, the package it needs, and a short description."""
 
     builder: Builder
     needs: str | None = None
@@ -38,7 +38,7 @@ class OptimizerRow:
 
 @dataclass(frozen=True)
 class Package:
-    """Where a package is imported from and what installs it, where that differs from its name."""
+    """The module and the install command of a package, where they differ from its name."""
 
     module: str
     install: str
@@ -63,7 +63,7 @@ def optimizer_class_and_kwargs(
     decay_names: Collection[str] | None = None,
     tell: Tell | None = None,
 ) -> ClassAndKwargs:
-    """The class and keyword arguments of `args.optim`; `params` is among them where the optimizer groups by itself."""
+    """The class and keyword arguments of `args.optim`, including `params` if the optimizer makes its own groups."""
     values = OptimizerSpec.of(args, total_updates=total_updates, decay_names=decay_names, tell=tell)
     row = OPTIMIZERS.get(values.name)
     if row is None:
@@ -82,9 +82,9 @@ def build_optimizer(
     decay_names: Collection[str] | None = None,
     tell: Tell | None = None,
 ) -> Optimizer:
-    """The optimizer the arguments ask for, or the one of `cls_and_kwargs`: (class or factory, keyword arguments).
+    """The optimizer of the arguments, or that of `cls_and_kwargs`: (class or factory, keyword arguments).
 
-    Whatever is not an optimizer class is a factory: it is called, and what comes back is called with (model, **kwargs).
+    Anything but an optimizer class is a factory: it is called, and its result is called with (model, **kwargs).
     """
     check_trainable(model)
     if cls_and_kwargs is None:
@@ -103,12 +103,12 @@ def build_optimizer(
 
 
 def register_optimizer(name: str, builder: Builder, *, needs: str | None = None, help: str = "") -> None:
-    """Make an optimizer of your own known by name: builder(OptimizerSpec, model) -> (class, keyword arguments)."""
+    """Register a user-defined optimizer by name: builder(OptimizerSpec, model) -> (class, keyword arguments)."""
     OPTIMIZERS[name] = OptimizerRow(builder, needs, help)
 
 
 def is_factory(cls: Any) -> bool:
-    """Whether this builds an optimizer from a model instead of being an optimizer class."""
+    """Whether this is a factory that builds an optimizer from a model, not an optimizer class."""
     return not (isinstance(cls, type) and issubclass(cls, Optimizer))
 
 

@@ -1,4 +1,4 @@
-"""Which modules `optim_target_modules` means."""
+"""The modules that `optim_target_modules` selects."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ....errors import ArgumentsError
 
 
 def is_target(path: str, targets: str | list[str]) -> bool:
-    """Whether a module's path is meant: a text is a pattern for the whole path; of a list, a part of it is enough."""
+    """Whether a module's path matches: a string is a pattern for the whole path; list entries may match a part."""
     if isinstance(targets, str):
         return re.fullmatch(targets, path) is not None
     return any(target in path or re.fullmatch(target, path) is not None for target in targets)
 
 
 def is_all_linear(targets: Any) -> bool:
-    """Whether every linear layer was asked for."""
+    """Whether every linear layer is selected."""
     return isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
 
 
 def check_targets(targets: Any, name: str) -> None:
-    """Raise unless `optim_target_modules` was given and can be used."""
+    """Raise unless `optim_target_modules` is given and valid."""
     if targets is None:
         raise ArgumentsError(
             f"optim='{name}' works on selected linear layers: set optim_target_modules to a list of module names, to "
@@ -37,7 +37,7 @@ def check_targets(targets: Any, name: str) -> None:
 
 
 def target_linear_weights(model: nn.Module, targets: Any, *, name: str, tell: Callable[[str], None]) -> list[str]:
-    """Names of the weights of the linear layers that are meant."""
+    """Names of the weights of the selected linear layers."""
     check_targets(targets, name)
     everything = is_all_linear(targets)
     names = []
