@@ -44,6 +44,30 @@ def test_auto_acts_where_it_pays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
     assert run.plan.layout == FLAT and not run.plan.linear_loss, "with only 64 classes"
 
 
+@pytest.mark.parametrize("samples_that_fit", [6, 7])
+def test_an_update_that_only_fits_without_padding_is_proved_in_smaller_micro_batches(
+    samples_that_fit: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The normal path runs out of memory on the collator's batches: it is compared on a part of them at a time."""
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    options = {"max_steps": 3, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    plain = train(fresh(), DATA, tmp_path / "plain", speed="off", **options)
+    forward, most = LlamaMLP.forward, samples_that_fit * max(len(sample["input_ids"]) for sample in DATA)
+
+    def small(self: Any, hidden: torch.Tensor) -> Any:
+        if hidden.shape[0] * hidden.shape[1] > most:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(self, hidden)
+
+    monkeypatch.setattr(LlamaMLP, "forward", small)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(fresh(), DATA, tmp_path / "off", speed="off", **options)
+    run = train(fresh(), DATA, tmp_path / "max", speed="max", **options)
+    assert run.plan.layout == FLAT, run.plan.lines()
+    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+
+
 def test_data_without_padding_is_left_alone_after_some_looking(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import loopwright.speed.planner.decision as plan
     import loopwright.speed.planner.planner as planning

@@ -108,6 +108,9 @@ class Reference:
 class ProofRefused(Exception):
     """The normal path cannot be used as a reference; the message gives the reason."""
 
+    ran_out: bool = False
+    """Whether the reason is that memory ran out."""
+
 
 @dataclass
 class Candidate:
@@ -172,7 +175,9 @@ class Prober:
         except ProofRefused:
             raise
         except Exception as error:  # training may still succeed: it has dropout, half precision, other samples
-            raise ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}") from error
+            refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
+            refusal.ran_out = _is_out_of_memory(error)
+            raise refusal from error
         found = Reference(samples, batches, outcome, setting)
         if not setting.train:
             plain = self._loss(batches, _as_is, setting)

@@ -19,7 +19,7 @@ from ..memory.token_budget import limits_for
 from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
 from .distance import HALF
 from .guard import Seen
-from .prober import Candidate, Prober, Proof, Reference, Setting, tolerance_of
+from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
 from .sample_lengths import joined, longest_possible, shortened_to, stretched
 
 PROBE_SAMPLES, PROBE_TOKENS = 4, 256
@@ -52,9 +52,19 @@ class Prover:
         return self._prober.reference(chosen, [self._here.put(chosen.padded())], Setting(self._exact, train))
 
     def update(self, samples: Samples | None, batches: Sequence[Any], *, repeats: bool = True) -> Reference:
-        """The normal path on a whole update with the collator's batches, in train mode."""
-        on_device = [self._here.put(batch) for batch in batches]
-        return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
+        """The normal path on an update in train mode; in smaller batches than the collator's if memory runs out."""
+        parts = len(batches)
+        while True:
+            try:
+                on_device = [self._here.put(batch) for batch in batches]
+                return self._prober.reference(samples, on_device, self._setting(), repeats=repeats)
+            except ProofRefused as refusal:
+                if not refusal.ran_out or samples is None or parts >= len(samples):
+                    raise
+            # Outside of the handler: the error holds the frames, and with them the memory, of what failed.
+            parts = min(2 * parts, len(samples))
+            batches = [samples.select(rows).padded() for rows in np.array_split(np.arange(len(samples)), parts)]
+            self._here.free_memory()
 
     def part(self, samples: Samples, count: int) -> Reference:
         """The normal path on a few samples of an update; `count` varies which samples are chosen."""
