@@ -83,6 +83,7 @@ class Processes:
         """Destroy the group, if it was created here."""
         global _opened
         _opened = None
+        atexit.unregister(self.close)  # it would keep the groups, and their threads, until the process ends
         if self._ours and dist.is_initialized():
             with suppress(Exception):  # at the end of the process a peer may already be gone
                 dist.destroy_process_group()
