@@ -157,7 +157,7 @@ def deep() -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    settings = config("llama", {"num_key_value_heads": 2, "num_hidden_layers": 8, "intermediate_size": 256})
+    settings = config("llama", {"num_key_value_heads": 2, "num_hidden_layers": 4, "intermediate_size": 256})
     return transformers.AutoModelForCausalLM.from_config(settings).double()
 
 
