@@ -23,7 +23,7 @@ def combinations() -> list[Any]:
     others = [each for each in WHOLE if each != ("max", Split(2, 4))]
     found = []
     for number, name in enumerate(CASES):
-        always = {("max", Split(2, 4))} | ({others[number // 2 % len(others)]} if number % 2 else set())
+        always = {("max", Split(2, 4))} | ({others[number % len(others)]} if number % 2 else set())
         for way in WHOLE:
             marks = () if way in always else pytest.mark.grid
             found.append(pytest.param(name, *way, marks=marks, id=f"{name}-{way[0]}-{way[1]}"))
