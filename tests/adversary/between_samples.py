@@ -253,7 +253,10 @@ class LongestScale(Around):
         return hidden * (1 + 0.1 * longest) ** 0.5 / 1.5
 
 
-case("scaled by the longest of the batch", CAUSE, lambda: made(LongestScale), pooled(tokens))
+case(
+    "scaled by the longest of the batch", CAUSE, lambda: made(LongestScale), pooled(tokens),
+    written=as_written(own_loss),
+)  # fmt: skip
 
 
 # ---- a small part of the gradient -----------------------------------------------------------------------------------
