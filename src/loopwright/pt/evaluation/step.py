@@ -18,6 +18,7 @@ from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
+from ...core.update import MicroBatch, Update, whole_batch
 from ...errors import DataError
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
@@ -31,9 +32,6 @@ from .metric_inputs import metrics_function
 
 class TorchEvaluation(TorchPart, Evaluation):
     """`evaluate` and `predict`."""
-
-    _summed_over: Any = None
-    """The count of a batch whose loss was returned as (sum, count): the weight of its mean."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
         return self.trainer.get_eval_dataloader(eval_dataset)
@@ -111,7 +109,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             self._eval_items(inputs, learn=step)
             if isinstance(self.trainer.compute_metrics, MetricObjects):
                 self.trainer.compute_metrics.shifted = self._predicts_next_token()
-            self._summed_over = None
+            micro = self.run.micro_batch = MicroBatch(Update([inputs]), 0, inputs)
             loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
             self.strategy.boundary()
             if type(inputs) is Static:
@@ -124,11 +122,12 @@ class TorchEvaluation(TorchPart, Evaluation):
             samples, batch = count_samples(inputs), inputs
             inputs = inputs.real() if type(inputs) is Static else inputs
             kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
-            if self._summed_over is not None:
-                weight = self._summed_over
+            if micro.update.summed is not None:  # the loss was given as (sum, count)
+                weight = micro.update.summed
             else:
                 loss, weight = self.internals.loss.weighed(loss, batch, samples)
             yield EvalStep(loss, logits, labels, kept, weight, samples)
+        self.run.micro_batch = whole_batch()
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
         """The batches of a loader; the first two are used to determine the weights of batches."""
@@ -231,8 +230,9 @@ class TorchEvaluation(TorchPart, Evaluation):
         if isinstance(outputs, (int, float)) or (isinstance(outputs, Tensor) and not outputs.dim()):
             loss, outputs = (loss, outputs), last  # a number is not an output: this is (sum, count)
         if isinstance(loss, (tuple, list)):
-            total, self._summed_over = loss
-            loss = total / self._summed_over
+            total, count = loss
+            self.run.micro_batch.update.summed = count
+            loss = total / count
         return loss, outputs
 
     def _ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
