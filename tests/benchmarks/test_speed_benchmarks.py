@@ -272,7 +272,7 @@ def test_the_layout_benchmark_runs_and_agrees_with_transformers(tmp_path: Path) 
     file = tmp_path / "layouts.json"
     options = ["--arms", "ours", "transformers", "--cases", "bert-8x4", "--rounds", "1", "--updates", "1"]
     command = [sys.executable, BENCHMARKS / "layouts.py", *options, "--json", file]
-    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
     results = written["cases"]["bert-8x4"]

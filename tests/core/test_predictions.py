@@ -77,7 +77,7 @@ def test_an_empty_column_is_an_empty_array() -> None:
 def test_another_number_of_dimensions_says_so() -> None:
     column = Column()
     column.append(np.zeros((2, 3)))
-    with pytest.raises(ValueError, match=r"\(2,\) cannot follow"):
+    with pytest.raises(ValueError, match=r"cannot concatenate a batch of shape \(2,\)"):
         column.append(np.zeros(2))
 
 

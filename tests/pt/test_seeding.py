@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
+from loopwright import snapshot
 from loopwright.pt import rng as seeding
 
 
@@ -45,9 +46,9 @@ def test_snapshot_through_json_is_exact(seed, draws):
     seeding.set_seed(seed)
     for _ in range(draws):
         draw()
-    text = json.dumps(seeding.rng_to_json(seeding.snapshot_rng()))
+    text = json.dumps(seeding.rng_to_json(snapshot.snapshot_rng()))
     expected = [draw() for _ in range(3)]
-    seeding.restore_rng(seeding.rng_from_json(json.loads(text)))
+    snapshot.restore_rng(seeding.rng_from_json(json.loads(text)))
     assert [draw() for _ in range(3)] == expected
 
 
@@ -59,14 +60,14 @@ def test_encoding_holds_only_integers():
             value = list(value.values())
         return [leaf for each in value for leaf in leaves(each)] if isinstance(value, list) else [value]
 
-    assert {type(leaf) for leaf in leaves(seeding.rng_to_json(seeding.snapshot_rng()))} <= {int, type(None)}
+    assert {type(leaf) for leaf in leaves(seeding.rng_to_json(snapshot.snapshot_rng()))} <= {int, type(None)}
 
 
 def test_nothing_is_drawn_inside_untouched_rng():
     seeding.set_seed(3)
     expected = draw()
     seeding.set_seed(3)
-    with pytest.raises(ZeroDivisionError), seeding.untouched_rng():
+    with pytest.raises(ZeroDivisionError), snapshot.untouched_rng():
         draw()
         raise ZeroDivisionError
     assert draw() == expected
@@ -74,7 +75,7 @@ def test_nothing_is_drawn_inside_untouched_rng():
 
 def test_streams_missing_from_a_snapshot_stay():
     state = random.getstate()
-    seeding.restore_rng({"torch": torch.get_rng_state()})
+    snapshot.restore_rng({"torch": torch.get_rng_state()})
     assert random.getstate() == state
 
 
@@ -110,19 +111,19 @@ def device(monkeypatch):
 
 
 def test_accelerator_streams_are_put_back(device):
-    encoded = seeding.rng_to_json(seeding.snapshot_rng())
+    encoded = seeding.rng_to_json(snapshot.snapshot_rng())
     device.states = [torch.tensor([9], dtype=torch.uint8)] * 2
-    seeding.restore_rng(seeding.rng_from_json(encoded))
+    snapshot.restore_rng(seeding.rng_from_json(encoded))
     assert [state.tolist() for state in device.states] == [[1], [2]]
 
 
 def test_fewer_devices_than_before_are_no_error(device):
-    snapshot = seeding.snapshot_rng()
+    states = snapshot.snapshot_rng()
     device.states = device.states[:1]
-    seeding.restore_rng(snapshot)
+    snapshot.restore_rng(states)
     assert len(device.states) == 1
 
 
 def test_snapshot_does_not_start_a_device(device):
     device.started = False
-    assert "accelerator" not in seeding.snapshot_rng()
+    assert "accelerator" not in snapshot.snapshot_rng()

@@ -24,7 +24,7 @@ PHASES = {
     "clip_gradients": "clipping",
     "optimizer_step": "optimizer step",
     "epoch_batches": "data",
-    "_next_batches": "data",
+    "next_batches": "data",
     "make_update": "data",
     "sync_update": "data",
     "log_now": "logging",
