@@ -202,7 +202,7 @@ class NumpySaving(Resuming):
         described, velocity = strategy.optimizer_state(self.trainer.optimizer, self.model)
         tensors = {MODEL: strategy.model_state(self.model), f"{OPTIMIZER}.safetensors": velocity}
         documents = {
-            STATE: self._state_document(),
+            STATE: self.internals.state_document(),
             ARGUMENTS: self.args.to_dict(),
             PROGRESS: {
                 "progress": progress,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..args.paths import working_folder
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
+from .checkpoint.json_files import write_json
 from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .events import CallbackHandler
@@ -21,6 +24,7 @@ from .outputs import speed_metrics
 from .overrides import adapt
 from .pacing import Pacing
 from .part import DataPart, LossPart
+from .plain import LEFT_OUT, plain, storable
 from .run import Run
 from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted
@@ -184,6 +188,8 @@ class LoopActions:
         """Add the epoch, append the numbers to the log history and pass them to the callbacks."""
         if self.is_probing:
             return
+        for name, value in logs.items():
+            logs[name] = plain(value, f"the logged value {name!r}")
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
@@ -275,7 +281,24 @@ class LoopActions:
         return True
 
     def callback_states(self) -> dict[str, Any]:
-        return callback_states([*self.callback_handler.callbacks, self.control])
+        found = callback_states([*self.callback_handler.callbacks, self.control])
+        states = {name: storable(each, f"the state of {name}", self.notices.warn_once) for name, each in found.items()}
+        return {name: each for name, each in states.items() if each is not LEFT_OUT}
+
+    def state_document(self) -> dict[str, Any]:
+        """The trainer's state as JSON values; a value of the user's that is none is left out, with a warning."""
+        state, tell = self.state, self.notices.warn_once
+        state.stateful_callbacks = self.callback_states()
+        history, known = state.log_history, self.run.checked_rows
+        # The rows of `log` are such values; a callback may have added others.
+        new = [storable(row, "state.log_history[...]", tell) for row in history[known:]]
+        history[known:] = [row for row in new if row is not LEFT_OUT]
+        self.run.checked_rows = len(history)
+        document: dict[str, Any] = {"log_history": list(history)}
+        for each in dataclasses.fields(state):
+            if each.name != "log_history":
+                document[each.name] = storable(getattr(state, each.name), f"state.{each.name}", tell)
+        return {name: each for name, each in document.items() if each is not LEFT_OUT}
 
     def restore_callbacks(self, states: dict[str, Any]) -> None:
         if not self.args.restore_callback_states_from_checkpoint:
@@ -323,8 +346,7 @@ class LoopActions:
         if self.trainer.is_world_process_zero():
             folder = working_folder(self.args.output_dir)
             os.makedirs(folder, exist_ok=True)
-            self.state.stateful_callbacks = self.callback_states()
-            self.state.save_to_json(os.path.join(folder, "trainer_state.json"))
+            write_json(Path(folder) / "trainer_state.json", self.state_document())
 
     def end(self) -> None:
         """Wait for saves in progress; trackers are finished when training ends."""

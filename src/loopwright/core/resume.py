@@ -81,10 +81,6 @@ class Resuming(Part):
 
     # ---- documents --------------------------------------------------------------------------------------------------
 
-    def _state_document(self) -> dict[str, Any]:
-        self.state.stateful_callbacks = self.internals.callback_states()
-        return dataclasses.asdict(self.state)
-
     def _progress_document(self) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(self.run.progress),
@@ -193,6 +189,7 @@ class Resuming(Part):
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))
+        self.run.checked_rows = 0
         self.internals.restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:

@@ -85,7 +85,7 @@ class KerasSaving(KerasPart, Resuming):
             writers.append(lambda folder: save_model(str(folder), _internal_call=True))
         weights = values_of(list(self.model.variables))
         writers += [lambda folder: write_values(folder / MODEL, weights), self._save_companions]
-        documents: dict[str, Any] = {STATE: self._state_document()}
+        documents: dict[str, Any] = {STATE: self.internals.state_document()}
         if not self.args.save_only_model:
             slots = values_of(optimizer_variables(self.trainer.optimizer))
             writers.append(lambda folder: write_values(folder / f"{OPTIMIZER}.safetensors", slots))

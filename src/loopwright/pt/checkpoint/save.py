@@ -142,7 +142,7 @@ class TorchSaving(TorchResuming):
             writers += self._shard_writers(keep, leads=leads)
         else:
             writers += self._whole_writers(keep, leads=leads)
-        documents: dict[str, Any] = {STATE: self._state_document()}
+        documents: dict[str, Any] = {STATE: self.internals.state_document()}
         if self.args.save_only_model:
             pass
         elif self.args.checkpoint_format == "transformers":
