@@ -170,7 +170,7 @@ class NumpyEvaluation(Evaluation):
         samples = len(batch["targets"])
         loss = self.trainer.compute_loss(self.model, batch, samples)
         self.callback_handler.fire("on_prediction_step")
-        if self.run.signals.received and self.trainer.is_in_train:
+        if self.internals.wants_to_leave:
             raise Interrupted
         return EvalStep(loss.value, self.model(batch["inputs"]), batch["targets"], batch["inputs"], samples, samples)
 

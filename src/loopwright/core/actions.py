@@ -200,6 +200,22 @@ class LoopActions:
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callback_handler.fire("on_log", logs=logs)
 
+    @property
+    def wants_to_leave(self) -> bool:
+        """Whether a signal was received that may interrupt an evaluation now."""
+        return bool(self.run.signals.received) and self.trainer.is_in_train and self.run.may_leave
+
+    def leave(self) -> NoReturn:
+        """After a signal: save if training has begun, and exit."""
+        if self.run.is_ready:
+            self.save_and_exit()
+        if self.run.signals.received == "SIGINT":
+            raise KeyboardInterrupt
+        logger.warning(f"stopped by {self.run.signals.received} before the first update; run again to start")
+        note_stop()
+        self.run.signals.chained()
+        raise SystemExit(STOPPED_AFTER_SAVING)
+
     def save_and_exit(self) -> NoReturn:
         """After a signal: save the last finished update and the pending requests, and exit with code 75.
 

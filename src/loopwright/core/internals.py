@@ -100,6 +100,30 @@ class Internals(LoopActions):
             return BaseTrainer.train_instead(self.trainer)
         self.new_run()
         self.run.ignore_keys_for_eval = ignore_keys_for_eval
+        self.trainer.is_in_train = True
+        try:
+            with self.strategy.alarm, self.run.signals, self.watched():
+                try:
+                    self.prepare_training(self._begin_run(resume_from_checkpoint))
+                    self.run.is_ready = True
+                    self.start_clock()
+                    self.changes.begin_following()
+                    run_training(self)
+                    return self._finish_training()
+                except Interrupted:  # in an evaluation of a callback, or of getting ready
+                    self.leave()
+        finally:
+            with suppress(Exception):  # after an error: write the deferred logs if the device still responds
+                self.write_late_logs()
+            self.run.checkpoints.wait()
+            self.finish_with_model()
+            self.data.release()
+            self.run.close()
+            self.callback_handler.leave_training()
+            self.trainer.is_in_train = False
+
+    def _begin_run(self, resume_from_checkpoint: str | bool | None) -> str | None:
+        """Claim the output folder; returns the checkpoint to resume from."""
         self._check_output_dir()
         checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
         if self.args.should_save:
@@ -110,23 +134,7 @@ class Internals(LoopActions):
                 f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
                 "would pick the highest step; choose another output_dir, or delete them"
             )
-        self.trainer.is_in_train = True
-        try:
-            with self.strategy.alarm, self.run.signals, self.watched():
-                self.prepare_training(checkpoint)
-                self.start_clock()
-                self.changes.begin_following()
-                run_training(self)
-                return self._finish_training()
-        finally:
-            with suppress(Exception):  # after an error: write the deferred logs if the device still responds
-                self.write_late_logs()
-            self.run.checkpoints.wait()
-            self.finish_with_model()
-            self.data.release()
-            self.run.close()
-            self.callback_handler.leave_training()
-            self.trainer.is_in_train = False
+        return checkpoint
 
     def watched(self) -> AbstractContextManager[Any]:
         """A context in which the ranks report their positions to each other; empty for a single process."""
@@ -267,6 +275,7 @@ class Internals(LoopActions):
 
     def apply_update(self, loss: Any) -> None:
         """Clip gradients, then step the optimizer and the schedule."""
+        self.run.may_leave = False
         strategy, events = self.strategy, self.callback_handler
         if self.run.split is not None:
             self.run.split.gradients_are_done()
@@ -317,6 +326,7 @@ class Internals(LoopActions):
             self.strategy.free_memory()
         if self.run.checkpoints.failure is not None:
             self.run.checkpoints.raise_if_failed()
+        self.run.may_leave = True
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 

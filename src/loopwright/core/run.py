@@ -36,6 +36,11 @@ class Run:
     """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
 
+    is_ready: bool = False
+    """Whether training has begun: then there is a state to save."""
+    may_leave: bool = True
+    """Whether a signal may interrupt what runs now: not while the weights move and the update is not counted yet."""
+
     # the current update
     step: Callable[..., Any] = field(init=False)
     """Forward and backward of one micro-batch: the trainer's `training_step`, or a replay of it as a graph."""

@@ -136,7 +136,7 @@ class KerasEvaluation(KerasPart, Evaluation):
                 loss = loss * items / ops.maximum(count, 1.0)
             kept = None if loss_only else self.strategy.rows(outputs, batch.rows)
             self.callback_handler.fire("on_prediction_step")
-            if self.run.signals.received and self.trainer.is_in_train:
+            if self.internals.wants_to_leave:
                 raise Interrupted
             yield EvalStep(
                 loss=loss,

@@ -197,9 +197,9 @@ class SharedEvaluation(Precheck):
         own = iter(loader)
         while True:
             inputs = next(own, None)
-            rows = self.processes.all_gather_numbers(
-                [float(inputs is not None), float(signal_number(self.run.signals) if self.trainer.is_in_train else 0)]
-            )
+            is_heard = self.trainer.is_in_train and self.run.may_leave
+            signal = signal_number(self.run.signals) if is_heard else 0
+            rows = self.processes.all_gather_numbers([float(inputs is not None), float(signal)])
             holders = [rank for rank, (has_any, _) in enumerate(rows) if has_any]
             if any(signal for _, signal in rows):
                 adopt_signal(self.run.signals, [signal for _, signal in rows])

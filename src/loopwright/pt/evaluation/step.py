@@ -117,7 +117,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
                 logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
             self.callback_handler.fire("on_prediction_step")
-            if self.run.signals.received and self.trainer.is_in_train:
+            if self.internals.wants_to_leave:
                 raise Interrupted
             samples, batch = count_samples(inputs), inputs
             inputs = inputs.real() if type(inputs) is Static else inputs
