@@ -11,7 +11,7 @@ WANTED = "numbers, strings, None, and lists and dicts of them"
 
 
 def plain(value: Any, name: str) -> Any:
-    """The value with numbers of numpy, torch and the like as Python numbers; raises `MetricError` if it is no such."""
+    """The value with numbers of numpy and torch as Python numbers; raises `MetricError` for other objects."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -29,7 +29,7 @@ def plain(value: Any, name: str) -> Any:
 
 
 def storable(value: Any, name: str, tell: Callable[[str], None]) -> Any:
-    """Like `plain` for a file that must be written: what is no such value is left out of it, and told."""
+    """Like `plain`, for a file that must be written: other objects are left out, with a message to `tell`."""
     if isinstance(value, Mapping):
         found = {str(key): storable(each, f"{name}[{key!r}]", tell) for key, each in value.items()}
         return {key: each for key, each in found.items() if each is not LEFT_OUT}

@@ -14,6 +14,7 @@ from ...errors import CheckpointError
 from ...notices import Notices, logger
 from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
+from .reading import Unreadable
 from .rotation import to_delete
 from .storage import Place, Storage, open_storage, split_place
 from .writers import Crew, Keep, publish_together
@@ -62,19 +63,32 @@ class CheckpointManager:
         if name is None:
             raise CheckpointError(f"{asked_by}{str(place)!r}: no such folder")
         manifest = storage.manifest(name)
+        if manifest is None and storage.holds(name, MANIFEST):
+            raise CheckpointError(
+                f"{place}: {MANIFEST} was damaged after saving, so its files cannot be verified. Resume from an older "
+                f"checkpoint of {storage.root}"
+            )
         # A checkpoint of another trainer has no manifest.
         if manifest is None and not storage.holds(name, STATE):
             raise CheckpointError(f"{place}: no manifest and no {STATE}, so this is not a complete checkpoint")
+        if manifest is None:
+            self._notices.warn_once(f"{place} has no {MANIFEST}: its files are used without verification")
         folder, reason = _fetched(storage, name, manifest)
         if reason:
             raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
         return str(folder)
 
-    def _complete(self) -> dict[int, tuple[str, Manifest]]:
-        """Name and manifest of every published checkpoint by its step."""
+    def _complete(self, *, readable_only: bool = True) -> dict[int, tuple[str, Manifest]]:
+        """Name and manifest of every published checkpoint by its step; without those that cannot be read now."""
         found: dict[int, tuple[str, Manifest]] = {}
         for name in self.storage.names():
-            manifest = self.storage.manifest(name)
+            try:
+                manifest = self.storage.manifest(name)
+            except CheckpointError as error:
+                if not readable_only:
+                    raise
+                logger.warning(str(error))
+                continue
             if manifest is not None:
                 found[manifest.step] = (name, manifest)
         return dict(sorted(found.items()))
@@ -87,12 +101,15 @@ class CheckpointManager:
             if damaged and step_in_name(Path(name)) is not None:
                 where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
                 logger.warning(f"{name}: {MANIFEST} was damaged after saving, trying an older checkpoint. {where}.")
-        for name, manifest in reversed(self._complete().values()):
+        for name, manifest in reversed(self._complete(readable_only=False).values()):
             folder, reason = _fetched(self.storage, name, manifest)
             if reason is None:
                 return str(folder)
             if self.storage.manifest(name) is None:  # not damaged: another run has removed it in the meantime
                 return self._newest_intact(required=required)
+            if isinstance(reason, Unreadable):
+                logger.warning(f"{name}: {reason}, trying an older checkpoint.")
+                continue
             where = self.storage.set_aside(name, reason)
             logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")
         if not set(names) <= set(self.storage.names()):  # removed during the search because a newer one exists

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import struct
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ...errors import CheckpointError
 from .folder import MANIFEST
+from .reading import Unreadable, bounded_content, persistent
 
 VERSION = 1
+MOST = 256 << 20
+"""Bytes of the largest manifest that is read; one of 100,000 tensors has about 30 MB."""
+READ = re.compile(
+    r"(^|/)ranks/|\.(safetensors|index\.json)$|^(progress|trainer_state|arguments|scheduler|scaler|rng|weights"
+    r"|optimizer)\.json$"
+)
+"""Names of files that loading a checkpoint reads."""
 CHUNK = 1 << 20
 
 Entry = dict[str, Any]
@@ -63,11 +76,9 @@ def file_entry(path: Path) -> Entry:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The folder's manifest, or None if it is missing or unreadable."""
-    try:
-        return parsed((folder / MANIFEST).read_bytes())
-    except OSError:
-        return None
+    """The folder's manifest, or None if it is missing or damaged; raises `CheckpointError` if it cannot be read."""
+    content = bounded_content(folder / MANIFEST, MOST)
+    return None if content is None else parsed(content)
 
 
 def parsed(content: bytes | str) -> Manifest | None:
@@ -75,22 +86,65 @@ def parsed(content: bytes | str) -> Manifest | None:
     try:
         values = json.loads(content)
         manifest = Manifest(**values)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return manifest if manifest.check in (None, _check(values)) else None
+    if not _is_valid(manifest) or manifest.check not in (None, _check(values)):
+        return None
+    if manifest.version > VERSION:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} was written by a newer version of loopwright (manifest version "
+            f"{manifest.version}, this one reads {VERSION}); update loopwright"
+        )
+    return manifest
+
+
+def _is_valid(manifest: Manifest) -> bool:
+    """Whether all fields have the types that are read later."""
+    if type(manifest.step) is not int or type(manifest.version) is not int or type(manifest.files) is not dict:
+        return False
+    if type(manifest.tensors) is not dict:
+        return False
+    entries = manifest.files.values()
+    return all(type(e) is dict and type(e.get("size")) is int and type(e.get("sha256")) is str for e in entries)
 
 
 def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
     """The problem of the first damaged file of the folder, or None if all are intact."""
+    outside = names_outside(manifest.files)
+    if outside is not None:
+        return outside
     for name, expected in manifest.files.items():
         path = folder / name
-        if not path.is_file():
+        if not persistent(path.is_file, path):
             return f"{name} is missing"
-        size = path.stat().st_size
+        size = persistent(path.stat, path).st_size
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
-        if hashes and _hash(path) != expected["sha256"]:
+        try:
+            found = persistent(partial(_hash, path), path) if hashes else None
+        except CheckpointError as error:
+            if error.errno != errno.EIO:
+                raise
+            return Unreadable(f"{name} cannot be read (the disk reports an error)")
+        if found is not None and found != expected["sha256"]:
             return f"{name} does not match its checksum; it was damaged after saving"
+    return unlisted(folder, manifest)
+
+
+def names_outside(names: Iterable[str]) -> str | None:
+    """The problem of a file name that leads out of the checkpoint, or None."""
+    for name in names:
+        if name.startswith(("/", "\\")) or ".." in PurePosixPath(name).parts or ":" in name or "\\" in name:
+            return f"its manifest names {name}, which is not a checkpoint file"
+    return None
+
+
+def unlisted(folder: Path, manifest: Manifest) -> str | None:
+    """The problem of a file that loading would read although the manifest does not list it, or None."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if name != MANIFEST and name not in manifest.files and READ.search(name) and not path.is_dir():
+            return f"{name} is not listed in the manifest, so it was added after saving"
     return None
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
@@ -26,7 +26,7 @@ from ...args.paths import is_url, plain_path
 from ...errors import MissingPackage, OutputError
 from .folder import MANIFEST, PREFIX, folder_name
 from .local import staging_folder
-from .manifest import Manifest, damage, parsed
+from .manifest import Manifest, damage, names_outside, parsed
 
 DAMAGED = "damaged.json"
 """Replaces the manifest of a damaged checkpoint and contains the reason."""
@@ -90,7 +90,7 @@ class FsspecStorage:
     def fetch(self, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
         folder = self._download_folder() / PurePosixPath(self.place(name)).name
         files = list(self._sizes(name) if manifest is None else manifest.files)
-        reason = _names_outside(files)
+        reason = names_outside(files)
         for _ in range(0 if reason else ATTEMPTS):
             self._download(name, files, folder)
             reason = damage(folder, manifest) if manifest else None
@@ -263,11 +263,3 @@ def _version(name: str) -> tuple[int, int] | None:
 
 def _files_in(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def _names_outside(files: Iterable[str]) -> str | None:
-    """The problem of a manifest that names files outside its folder, or None."""
-    for file in files:
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-            return f"its manifest names {file}, which is not a checkpoint file"
-    return None
