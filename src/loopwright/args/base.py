@@ -38,6 +38,7 @@ from .rules import apply_rules
 from .saving import SavingArgs
 from .schedule import ScheduleArgs
 from .script import ScriptArgs
+from .secrets import MASK, is_secret, masked_text
 from .setters import Setters
 from .speed import SpeedArgs
 from .tracking import TrackingArgs, tensorboard_folder
@@ -167,16 +168,16 @@ class BaseArguments(
 
     def to_json_string(self) -> str:
         """All arguments as JSON."""
-        return json.dumps(self.to_dict(), indent=2, default=str)
+        return json.dumps(without_secrets(self.to_dict()), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """All arguments as numbers, booleans and strings, for trackers that accept nothing else."""
         sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        values = {**self.to_dict(), **sizes}
+        values = {**without_secrets(self.to_dict()), **sizes}
         return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
 
     def __str__(self) -> str:
-        lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(without_secrets(self.to_dict()).items()))
         return f"{type(self).__name__}(\n{lines})"
 
 
@@ -197,6 +198,17 @@ def _masked(name: str, value: Any) -> Any:
     if name.endswith("_token") and value is not None:
         return f"<{name.upper()}>"
     return plain(value)
+
+
+def without_secrets(value: Any) -> Any:
+    """JSON values with the credentials of URLs, values under secret names, and well-known tokens masked."""
+    if isinstance(value, str):
+        return masked_text(value)
+    if isinstance(value, dict):
+        secret = {key: each for key, each in value.items() if isinstance(each, str) and is_secret(str(key))}
+        hidden = {key for key, each in secret.items() if not each.startswith("<")}  # else it is masked already
+        return {key: MASK if key in hidden else without_secrets(each) for key, each in value.items()}
+    return [without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 def plain(value: Any) -> Any:

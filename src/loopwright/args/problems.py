@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from ..errors import ArgumentsError, NotAvailable
+from .secrets import masked_text
 
 LONGEST_VALUE = 80
 
@@ -20,7 +21,7 @@ class Problems:
 
     def add(self, text: str, *names: str) -> None:
         """Add a problem; rules that depend on the named fields are skipped from now on."""
-        self.found.append(text)
+        self.found.append(masked_text(text))
         self.broken.update(names)
 
     def concern(self, names: tuple[str, ...]) -> bool:
@@ -45,4 +46,5 @@ def shown(name: str, value: Any) -> str:
     if name.endswith("_token"):
         return f"{name}=..."
     text = repr(value.value if isinstance(value, Enum) else value)
+    text = masked_text(text)
     return f"{name}={text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}"

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..args.secrets import masked_words
+
 FILE = "run.json"
 STOPPED = "LOOPWRIGHT_STOPPED"
 """Variable with the path of a file that marks, for the launcher, that the process has saved and exits with code 75."""
@@ -18,24 +20,13 @@ RESUME = "LOOPWRIGHT_RESUME"
 
 def write_record(output_dir: str | os.PathLike[str]) -> None:
     """Write the command, folder and interpreter of this process into the output folder."""
-    words = {"argv": masked(sys.argv), "command": masked(sys.orig_argv)}
+    words = {"argv": masked_words(sys.argv), "command": masked_words(sys.orig_argv)}
     record = {**words, "folder": os.getcwd(), "python": sys.executable, "job": job_id()}
     path = Path(output_dir) / FILE
     # Rank 0 of several machines may share the folder, so each writes a temporary file first.
     temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-
-
-def masked(words: list[str]) -> list[str]:
-    """A command line without the values of options that end in token, key, password or secret."""
-    result, hide = [], False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        secret = name.startswith("-") and name.lower().endswith(("token", "key", "password", "secret"))
-        result.append("<masked>" if hide else f"{name}=<masked>" if secret and equals else word)
-        hide = secret and not equals
-    return result
 
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -6,12 +6,14 @@ manipulated file cannot execute code.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ...args.secrets import masked_text
 from ...core.checkpoint.folder import OPTIMIZER as NATIVE
 from ...errors import CheckpointError
 from ..arguments import TrainingArguments
@@ -43,10 +45,21 @@ def write_foreign(
 ) -> None:
     """Write everything except weights and trainer_state.json under transformers' names."""
     parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
-    for name, values in {**parts, ARGUMENTS: args}.items():
+    for name, values in {**parts, ARGUMENTS: without_tokens(args)}.items():
         if values is not None:
             with open(folder / name, "wb") as file:  # with a path, torch hides the error of a full disk
                 torch.save(_in_host_memory(values), file)
+
+
+def without_tokens(args: TrainingArguments) -> TrainingArguments:
+    """A copy of the arguments without tokens, and without the credentials of URLs."""
+    found = copy.copy(args)
+    for name, value in list(vars(found).items()):
+        if name.endswith("_token"):
+            object.__setattr__(found, name, None)
+        elif isinstance(value, str):
+            object.__setattr__(found, name, masked_text(value))
+    return found
 
 
 def _in_host_memory(values: Any) -> Any:
