@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,7 +65,7 @@ def contents(folder: Path) -> dict[str, tuple[str, int]]:
 
 def test_a_logged_step_is_replayed_from_the_nearest_checkpoint_and_nothing_is_changed(run, tmp_path):
     before = contents(run)
-    code, text = replay(run, "--step", 12, cwd=tmp_path)
+    code, text = replay(run, "--step", 12, "--trust", cwd=tmp_path)
     assert code == 0, text
     assert "replayed from checkpoint-10" in text and text.splitlines()[-1] == "equal"
     samples = next(line for line in text.splitlines() if line.startswith("samples: "))
@@ -154,3 +155,25 @@ def test_a_recorded_file_inside_a_package_is_run_as_its_module(tmp_path, monkeyp
     assert script_of_record([str(inner / "a.py"), "1"]) == Script("outer.inner.a", ("1",), is_module=True)
     assert script_of_record([str(inner / "__main__.py")]) == Script("outer.inner", is_module=True)
     assert script_of_record(["a.py"]) == Script("a.py")
+
+
+def test_the_script_a_folder_names_is_run_only_if_it_is_trusted(run, tmp_path):
+    """A folder from elsewhere may name any script, one inside of it too."""
+    copy = tmp_path / "sent"
+    shutil.copytree(run, copy)
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**record, "argv": ["evil.py"], "folder": str(copy)}))
+    code, text = replay(copy, "--step", 12, cwd=tmp_path)
+    assert code == 2 and "evil.py" in text and "--trust" in text and not (tmp_path / "trace").exists()
+    replay(copy, "--step", 12, "--trust", cwd=tmp_path)
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("record", ["[]", "{}", '{"python": 1, "folder": "x", "argv": ["a"]}', '{"argv": "evil.py"}'])
+def test_a_record_of_other_types_is_refused(record, run, tmp_path):
+    copy = tmp_path / "sent"
+    shutil.copytree(run, copy)
+    (copy / "run.json").write_text(record)
+    code, text = replay(copy, "--step", 12, "--trust", cwd=tmp_path)
+    assert code == 2 and "is not the record of a run" in text

@@ -172,17 +172,18 @@ def run(words: list[str]) -> int:
     own, command = split_at_dashes(words)
     parser = argparse.ArgumentParser(
         "loopwright replay",
-        usage="loopwright replay RUN --step N [-- python train.py ...]",
+        usage="loopwright replay RUN --step N [--trust | -- python train.py ...]",
         description="Run up to a logged step again and compare the metrics with those in metrics.jsonl.",
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of the run")
     parser.add_argument("--step", type=int, required=True, help="a step that was logged")
+    parser.add_argument("--trust", action="store_true", help="run the script that the folder itself names")
     options = parser.parse_args(own)
     rows = _rows_with(options.run, options.step)
     here = contextlib.chdir(os.getcwd())  # the script may run in another folder
     with tempfile.TemporaryDirectory(prefix="loopwright-replay-") as scratch, here:
         replay = Replay(options.run.resolve(), options.step, rows, Path(scratch).resolve())
-        _run_script(replay, _script(options.run, command))
+        _run_script(replay, _script(options.run, command, trust=options.trust))
     differences = compare(rows[options.step], replay.row)
     print(report(replay, differences))
     return 1 if differences else 0
@@ -203,13 +204,21 @@ def logged_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows if "loss" in row}
 
 
-def _script(folder: Path, command: list[str]) -> Script:
+def _script(folder: Path, command: list[str], *, trust: bool) -> Script:
     """The script of the command, else of the run's record; changes to the run's working folder."""
     if command:
         return script_in(command)
     record = read_record(folder)
     if record is None:
         raise ArgumentsError(f"{folder} has no run.json with the command of the run; give the command after --")
+    if not _is_record(record):
+        raise ArgumentsError(f"{folder / 'run.json'} is not the record of a run; give the command after --")
+    if not trust and not _is_trusted(folder, record):
+        script = os.path.join(record["folder"], record["argv"][0])
+        raise ArgumentsError(
+            f"{folder / 'run.json'} names the script {script}, which would be run; add --trust if you trust this "
+            "folder, or give the command after --"
+        )
     if record["python"] != sys.executable:
         print(f"the run used {record['python']}, but this is {sys.executable}", file=sys.stderr)
     if not os.path.isdir(record["folder"]):
@@ -218,6 +227,22 @@ def _script(folder: Path, command: list[str]) -> Script:
         )
     os.chdir(record["folder"])
     return script_of_record(record["argv"])
+
+
+def _is_record(record: Any) -> bool:
+    texts = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("python", "folder"))
+    words = record.get("argv") if texts else None
+    return isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+
+
+def _is_trusted(folder: Path, record: dict[str, Any]) -> bool:
+    """Ask on a terminal: a folder from somewhere else may name any script."""
+    if not sys.stdin.isatty():
+        return False
+    words = " ".join(record["argv"])
+    print(f"{folder / 'run.json'} names this command, to be run in {record['folder']}:\n  {words}")
+    answer = input("Run it? [y/N] ")
+    return answer.strip().lower() in ("y", "yes")
 
 
 def _run_script(replay: Replay, script: Script) -> None:
