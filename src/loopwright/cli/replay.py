@@ -236,7 +236,7 @@ def _is_record(record: Any) -> bool:
 
 
 def _is_trusted(folder: Path, record: dict[str, Any]) -> bool:
-    """Ask on a terminal: a folder from somewhere else may name any script."""
+    """Whether the user confirms the command on a terminal: a folder from elsewhere may name any script."""
     if not sys.stdin.isatty():
         return False
     words = " ".join(record["argv"])
