@@ -128,16 +128,28 @@ def test_an_explicit_path_without_a_manifest_says_what_is_not_verified(
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors.index.json", "ranks/0.json", "rng.json", "model-00001-of-00002.safetensors"]
+    "name", ["model.safetensors.index.json", "ranks/0.json", "rng.json", "optimizer.safetensors"]
 )
 def test_a_file_that_was_added_later_is_refused_by_name(name: str, folder: Path) -> None:
     path = folder / "checkpoint-3" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
-    with pytest.raises(CheckpointError, match=f"{name} is not listed in the manifest"):
-        manager(folder).find(str(folder / "checkpoint-3"))
-    (folder / "checkpoint-2" / "notes.txt").write_text("a file that nothing reads")
-    assert manager(folder).find("auto") == str(folder / "checkpoint-2")
+    for request in (str(folder / "checkpoint-3"), "auto"):
+        with pytest.raises(CheckpointError, match=f"{name} is not listed in the manifest"):
+            manager(folder).find(request)
+    path.unlink()
+    assert manager(folder).find("auto") == str(folder / "checkpoint-3"), "nothing was renamed"
+
+
+def test_files_that_a_callback_adds_do_no_harm(folder: Path) -> None:
+    """As those that save adapters, tokenizers or notes beside what the trainer has saved."""
+    names = ("adapter_model.safetensors", "adapter/model.safetensors", "value_head.safetensors", "notes.txt", "x.json")
+    for name in names:
+        path = folder / "checkpoint-3" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+    assert manager(folder).find("auto") == manager(folder).find(str(folder / "checkpoint-3"))
+    assert manager(folder).find("auto") == str(folder / "checkpoint-3")
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "huge"])

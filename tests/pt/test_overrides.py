@@ -723,3 +723,34 @@ def test_what_compute_loss_logs_is_logged_once_per_micro_batch(tmp_path: Path) -
 
     trainer = regression_run(tmp_path, cls=Logs, max_steps=2, gradient_accumulation_steps=2)
     assert sum("part" in row for row in trainer.state.log_history) == 4
+
+
+def test_a_training_step_that_evaluates_changes_no_update(tmp_path: Path) -> None:
+    """An evaluation in the middle of an update has micro-batches of its own."""
+
+    class Evaluates(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.evaluate()
+            return super().training_step(*args, **kwargs)
+
+    class Line(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+    data = [{"x": torch.tensor([float(i), 1.0]), "labels": torch.tensor(float(i % 3))} for i in range(12)]
+
+    def weights(kind: type[Trainer]) -> list[torch.Tensor]:
+        args = TrainingArguments(
+            str(tmp_path / kind.__name__), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            use_cpu=True, disable_tqdm=True, report_to="none", learning_rate=0.01,
+        )  # fmt: skip
+        trainer = kind(Line(), args, train_dataset=data, eval_dataset=data[:3])
+        trainer.train()
+        return [each.detach() for each in trainer.model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(Evaluates), weights(Trainer), strict=True))

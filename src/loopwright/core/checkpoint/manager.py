@@ -245,6 +245,8 @@ def _fetched(storage: Storage, name: str, manifest: Manifest | None) -> tuple[Pa
     """A local folder with a checkpoint's files, and their problem, if any."""
     try:
         return storage.fetch(name, manifest)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(f"{storage.place(name)} could not be read ({error})") from error
 

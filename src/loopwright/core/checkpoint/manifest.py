@@ -22,10 +22,10 @@ VERSION = 1
 MOST = 256 << 20
 """Bytes of the largest manifest that is read; one of 100,000 tensors has about 30 MB."""
 READ = re.compile(
-    r"(^|/)ranks/|\.(safetensors|index\.json)$|^(progress|trainer_state|arguments|scheduler|scaler|rng|weights"
-    r"|optimizer)\.json$"
+    r"^(ranks/.*|model\.safetensors(\.index\.json)?|(module|optimizer)\.safetensors"
+    r"|(progress|trainer_state|arguments|scheduler|scaler|rng|weights|optimizer)\.json)$"
 )
-"""Names of files that loading a checkpoint reads."""
+"""Names of files that change what is loaded by being there; a callback may add others to a checkpoint."""
 CHUNK = 1 << 20
 
 Entry = dict[str, Any]
@@ -128,7 +128,8 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
             return Unreadable(f"{name} cannot be read (the disk reports an error)")
         if found is not None and found != expected["sha256"]:
             return f"{name} does not match its checksum; it was damaged after saving"
-    return unlisted(folder, manifest)
+    refuse_unlisted(folder, manifest)
+    return None
 
 
 def names_outside(names: Iterable[str]) -> str | None:
@@ -139,13 +140,15 @@ def names_outside(names: Iterable[str]) -> str | None:
     return None
 
 
-def unlisted(folder: Path, manifest: Manifest) -> str | None:
-    """The problem of a file that loading would read although the manifest does not list it, or None."""
+def refuse_unlisted(folder: Path, manifest: Manifest) -> None:
+    """Raise `CheckpointError` for a file that would change what is loaded and that the manifest does not list."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if name != MANIFEST and name not in manifest.files and READ.search(name) and not path.is_dir():
-            return f"{name} is not listed in the manifest, so it was added after saving"
-    return None
+            raise CheckpointError(
+                f"{folder.name}: {name} is not listed in the manifest, so it was added after saving; remove it and run "
+                "again"
+            )
 
 
 def _check(values: dict[str, Any]) -> str:

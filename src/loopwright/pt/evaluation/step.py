@@ -18,7 +18,7 @@ from ...core.evaluation.predictions import map_nested
 from ...core.outputs import EvalLoopOutput
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
-from ...core.update import MicroBatch, Update, whole_batch
+from ...core.update import MicroBatch, Update
 from ...errors import DataError
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
@@ -109,8 +109,13 @@ class TorchEvaluation(TorchPart, Evaluation):
             self._eval_items(inputs, learn=step)
             if isinstance(self.trainer.compute_metrics, MetricObjects):
                 self.trainer.compute_metrics.shifted = self._predicts_next_token()
-            micro = self.run.micro_batch = MicroBatch(Update([inputs]), 0, inputs)
-            loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
+            # A training step that evaluates has a micro-batch of its own, which its backward still needs.
+            trained, micro = self.run.micro_batch, MicroBatch(Update([inputs]), 0, inputs)
+            self.run.micro_batch = micro
+            try:
+                loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
+            finally:
+                self.run.micro_batch = trained
             self.strategy.boundary()
             if type(inputs) is Static:
                 logits, labels = self.internals.data.trimmed(inputs, logits, labels)
@@ -127,7 +132,6 @@ class TorchEvaluation(TorchPart, Evaluation):
             else:
                 loss, weight = self.internals.loss.weighed(loss, batch, samples)
             yield EvalStep(loss, logits, labels, kept, weight, samples)
-        self.run.micro_batch = whole_batch()
 
     def _looked_at(self, loader: Any) -> Iterator[Any]:
         """The batches of a loader; the first two are used to determine the weights of batches."""
