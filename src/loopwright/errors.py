@@ -74,6 +74,10 @@ class MetricError(LoopwrightError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class LogError(LoopwrightError, TypeError):
+    """A value in a log, a metric or the state of a callback that cannot be written to a file."""
+
+
 class NonFiniteError(LoopwrightError, ArithmeticError):
     """The loss or the gradients became NaN or infinite."""
 

@@ -177,3 +177,12 @@ def test_a_record_of_other_types_is_refused(record, run, tmp_path):
     (copy / "run.json").write_text(record)
     code, text = replay(copy, "--step", 12, "--trust", cwd=tmp_path)
     assert code == 2 and "is not the record of a run" in text
+
+
+def test_a_command_without_its_secrets_is_not_run(run, tmp_path):
+    copy = tmp_path / "sent"
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**record, "argv": [*record["argv"], "--hub_token", "<masked>"]}))
+    code, text = replay(copy, "--step", 12, "--trust", cwd=tmp_path)
+    assert code == 2 and "recorded without its secrets" in text

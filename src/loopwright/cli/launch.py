@@ -95,13 +95,13 @@ def run(words: list[str]) -> int:
     """Run `loopwright launch` with these arguments; returns the exit code."""
     from torch.distributed.run import get_args_parser
 
-    own, theirs = parser(), get_args_parser()
+    own, torchrun_parser = parser(), get_args_parser()
     if not words or {"-h", "--help"} & {*words[:1]}:
         own.print_help()
         return 0 if words else 2
-    request = read(words, own, theirs, os.environ)
+    request = read(words, own, torchrun_parser, os.environ)
     _check(request)
-    knows = frozenset(action.dest for action in theirs._actions)
+    knows = frozenset(action.dest for action in torchrun_parser._actions)
     for option, act in (("slurm", _write_slurm), ("kubernetes", _write_kubernetes), ("ray", _run_on_ray)):
         if getattr(request.own, option):
             return act(request)

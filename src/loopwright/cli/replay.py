@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..args.secrets import MASK
 from ..callbacks.metrics_file import FILE_NAME, read_metrics
 from ..core.events import TrainerCallback
 from ..core.run_record import read_record
@@ -213,6 +214,10 @@ def _script(folder: Path, command: list[str], *, trust: bool) -> Script:
         raise ArgumentsError(f"{folder} has no run.json with the command of the run; give the command after --")
     if not _is_record(record):
         raise ArgumentsError(f"{folder / 'run.json'} is not the record of a run; give the command after --")
+    if any(MASK in word for word in record["argv"]):
+        raise ArgumentsError(
+            f"the command in {folder / 'run.json'} was recorded without its secrets; give the command after --"
+        )
     if not trust and not _is_trusted(folder, record):
         script = os.path.join(record["folder"], record["argv"][0])
         raise ArgumentsError(

@@ -16,23 +16,22 @@ from ..notices import Notices, logger
 from .checkpoint.json_files import write_json
 from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
-from .events import CallbackHandler
-from .hooks import Hooks
+from .hooks import HookUser
 from .host_memory import MemoryMeter
+from .json_values import LEFT_OUT, json_or_left_out, json_value
 from .meter import Reading
 from .outputs import speed_metrics
 from .overrides import adapt
 from .pacing import Pacing
 from .part import DataPart, LossPart
-from .plain import LEFT_OUT, plain, storable
 from .run import Run
 from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted
-from .state import TrainerControl, TrainerState, callback_states, restore_callback_states
+from .state import callback_states, restore_callback_states
 from .strategy import Strategy
 
 if TYPE_CHECKING:
-    from ..args.base import BaseArguments
+    pass
 
 if TYPE_CHECKING:
     from .changes import Changes
@@ -40,11 +39,8 @@ if TYPE_CHECKING:
     from .resume import Resuming
 
 
-class LoopActions:
+class LoopActions(HookUser):
     """Does what the flags of `control` request: the part of a trainer outside the loop."""
-
-    trainer: Hooks
-    """The user's trainer; overridden methods and assigned attributes are read from it."""
 
     run: Run
     """State of the current training run; between two runs, the closed state of the last one."""
@@ -59,28 +55,6 @@ class LoopActions:
     strategy: Strategy
     is_probing: bool = False
     """Whether the loss is being computed only to find out how it is scaled."""
-
-    # ---- attributes that the user may replace ------------------------------------------------------------------------
-
-    @property
-    def args(self) -> BaseArguments:
-        return self.trainer.args
-
-    @property
-    def state(self) -> TrainerState:
-        return self.trainer.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self.trainer.control
-
-    @property
-    def callback_handler(self) -> CallbackHandler:
-        return self.trainer.callback_handler
-
-    @property
-    def model(self) -> Any:
-        return self.trainer.model
 
     # ---- log, evaluate, save --------------------------------------------------------------------------------------
 
@@ -189,7 +163,7 @@ class LoopActions:
         if self.is_probing:
             return
         for name, value in logs.items():
-            logs[name] = plain(value, f"the logged value {name!r}")
+            logs[name] = json_value(value, f"the logged value {name!r}")
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
@@ -298,8 +272,7 @@ class LoopActions:
 
     def callback_states(self) -> dict[str, Any]:
         found = callback_states([*self.callback_handler.callbacks, self.control])
-        states = {name: storable(each, f"the state of {name}", self.notices.warn_once) for name, each in found.items()}
-        return {name: each for name, each in states.items() if each is not LEFT_OUT}
+        return self._saved(found, "the state of {}")
 
     def state_document(self) -> dict[str, Any]:
         """The trainer's state as JSON values; a value of the user's that is none is left out, with a warning."""
@@ -307,14 +280,17 @@ class LoopActions:
         state.stateful_callbacks = self.callback_states()
         history, known = state.log_history, self.run.checked_rows
         # The rows of `log` are such values; a callback may have added others.
-        new = [storable(row, "state.log_history[...]", tell) for row in history[known:]]
+        new = [json_or_left_out(row, "a row of state.log_history", tell) for row in history[known:]]
         history[known:] = [row for row in new if row is not LEFT_OUT]
         self.run.checked_rows = len(history)
-        document: dict[str, Any] = {"log_history": list(history)}
-        for each in dataclasses.fields(state):
-            if each.name != "log_history":
-                document[each.name] = storable(getattr(state, each.name), f"state.{each.name}", tell)
-        return {name: each for name, each in document.items() if each is not LEFT_OUT}
+        names = [each.name for each in dataclasses.fields(state) if each.name != "log_history"]
+        return {"log_history": list(history), **self._saved({n: getattr(state, n) for n in names}, "state.{}")}
+
+    def _saved(self, values: dict[str, Any], title: str) -> dict[str, Any]:
+        """Values as JSON values; those that cannot be saved are left out, each as a whole."""
+        tell = self.notices.warn_once
+        found = {name: json_or_left_out(each, title.format(name), tell) for name, each in values.items()}
+        return {name: each for name, each in found.items() if each is not LEFT_OUT}
 
     def restore_callbacks(self, states: dict[str, Any]) -> None:
         if not self.args.restore_callback_states_from_checkpoint:

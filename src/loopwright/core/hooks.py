@@ -45,3 +45,30 @@ class Hooks(Protocol):
     def _load_best_model(self, *args: Any, **kwargs: Any) -> Any: ...
     def is_world_process_zero(self, *args: Any, **kwargs: Any) -> Any: ...
     def store_flos(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class HookUser:
+    """Base of everything behind a trainer: the attributes of the user's trainer, read at each use."""
+
+    trainer: Hooks
+    """The user's trainer: overrides and attributes are always taken from it."""
+
+    @property
+    def args(self) -> BaseArguments:
+        return self.trainer.args
+
+    @property
+    def state(self) -> TrainerState:
+        return self.trainer.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self.trainer.control
+
+    @property
+    def callback_handler(self) -> CallbackHandler:
+        return self.trainer.callback_handler
+
+    @property
+    def model(self) -> Any:
+        return self.trainer.model

@@ -11,13 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ..args.base import BaseArguments
 from ..notices import Notices
-from .events import CallbackHandler
-from .hooks import Hooks
+from .hooks import HookUser
 from .plan import Plan
 from .run import Run
-from .state import TrainerControl, TrainerState
 from .strategy import Strategy
 from .update import MicroBatch, Place, Update
 
@@ -25,11 +22,10 @@ if TYPE_CHECKING:
     from .internals import Internals
 
 
-class Part:
+class Part(HookUser):
     """Base of all parts: holds the user's trainer, the strategy and the run."""
 
     internals: Internals
-    trainer: Hooks
     strategy: Strategy
     notices: Notices
 
@@ -45,28 +41,6 @@ class Part:
     def is_alone(self) -> bool:
         """Whether this process holds all the data of an update."""
         return self.internals.is_alone
-
-    # ---- attributes that the user may replace ------------------------------------------------------------------------
-
-    @property
-    def args(self) -> BaseArguments:
-        return self.trainer.args
-
-    @property
-    def state(self) -> TrainerState:
-        return self.trainer.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self.trainer.control
-
-    @property
-    def callback_handler(self) -> CallbackHandler:
-        return self.trainer.callback_handler
-
-    @property
-    def model(self) -> Any:
-        return self.trainer.model
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

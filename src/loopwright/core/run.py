@@ -22,7 +22,7 @@ class Run:
     """One call of `train()`: created when it begins, closed when it ends.
 
     State that outlives a run is on the trainer: model, optimizer, scheduler, state. A closed run is kept until the next
-    one begins, for reports and for a save after training; it holds numbers, but neither data nor device memory.
+    one begins, for reports and for a save after training; it keeps its numbers and its loader, but no device memory.
     """
 
     checkpoints: CheckpointManager

@@ -118,12 +118,12 @@ def _run(make_words: Callable[[], list[str]], patience: float) -> int:
 
 @contextmanager
 def _our_agent() -> Iterator[None]:
-    theirs = launcher.LocalElasticAgent
+    original = launcher.LocalElasticAgent
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
         yield
     finally:
-        launcher.LocalElasticAgent = theirs  # type: ignore[misc]
+        launcher.LocalElasticAgent = original  # type: ignore[misc]
 
 
 def _signalled(error: SignalException) -> int:

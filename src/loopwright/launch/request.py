@@ -73,14 +73,14 @@ def read(
     environment: Mapping[str, str],
 ) -> LaunchRequest:
     """Parse a command line: loopwright's options, torchrun's options, then the script with its own arguments."""
-    mine, theirs, script = split(words, own, torchrun)
+    mine, for_torchrun, script = split(words, own, torchrun)
     options = own.parse_args(mine)
     if not script:
         raise ArgumentsError("no script was given: loopwright launch [options] train.py [the script's own options]")
-    values = torchrun.parse_args([*theirs, *script])
-    named = {action.dest for word in theirs if (action := _action(word, torchrun)) is not None}
+    values = torchrun.parse_args([*for_torchrun, *script])
+    named = {action.dest for word in for_torchrun if (action := _action(word, torchrun)) is not None}
     preset = {name.removeprefix("PET_").lower() for name in environment if name.startswith("PET_")}
-    return LaunchRequest(options, tuple(theirs), values, frozenset(named | preset), tuple(script))
+    return LaunchRequest(options, tuple(for_torchrun), values, frozenset(named | preset), tuple(script))
 
 
 def split(
@@ -89,16 +89,16 @@ def split(
     """The arguments of loopwright, of torchrun and of the script."""
     rest = list(words)
     mine: list[str] = []
-    theirs: list[str] = []
+    for_torchrun: list[str] = []
     while rest and rest[0].startswith("-") and rest[0] != "--":
         mine_too = _action(rest[0], own)
         action = mine_too or _action(rest[0], torchrun)
         if action is None:
             raise ArgumentsError(_unknown(rest[0], own, torchrun))
         count = 1 if "=" in rest[0] or action.nargs == 0 else 2
-        (mine if mine_too else theirs).extend(rest[:count])
+        (mine if mine_too else for_torchrun).extend(rest[:count])
         del rest[:count]
-    return mine, theirs, rest[1:] if rest[:1] == ["--"] else rest
+    return mine, for_torchrun, rest[1:] if rest[:1] == ["--"] else rest
 
 
 def _action(word: str, parser: argparse.ArgumentParser) -> argparse.Action | None:

@@ -39,5 +39,4 @@ class TorchPart(Part):
     @property
     def processes(self) -> ManyProcesses:
         """The strategy, as one with several ranks."""
-        assert isinstance(self.strategy, ManyProcesses)
-        return self.strategy
+        return self.internals.processes

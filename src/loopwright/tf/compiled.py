@@ -43,7 +43,7 @@ class FlatFunction:
         specs = [tf.TensorSpec(array.shape, array.dtype) for array in arrays]
         if structure in self._general:
             known, concrete = self._general[structure]
-            specs = [_common(mine, theirs) for mine, theirs in zip(specs, known, strict=True)]
+            specs = [_common(mine, known_spec) for mine, known_spec in zip(specs, known, strict=True)]
             if specs == known:
                 return concrete
         template = mapped(lambda leaf: 0, value)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -115,13 +116,15 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         return outside
     for name, expected in manifest.files.items():
         path = folder / name
-        if not persistent(path.is_file, path):
+        size = _size(path)
+        if size is None:
             return f"{name} is missing"
-        size = persistent(path.stat, path).st_size
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
         try:
             found = persistent(partial(_hash, path), path) if hashes else None
+        except FileNotFoundError:  # another process has removed the checkpoint in the meantime
+            return f"{name} is missing"
         except CheckpointError as error:
             if error.errno != errno.EIO:
                 raise
@@ -130,6 +133,15 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
             return f"{name} does not match its checksum; it was damaged after saving"
     refuse_unlisted(folder, manifest)
     return None
+
+
+def _size(path: Path) -> int | None:
+    """The size of a regular file; None if it is missing or something else."""
+    try:
+        status = persistent(path.stat, path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def names_outside(names: Iterable[str]) -> str | None:

@@ -105,10 +105,10 @@ def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
         result = action()
     except Exception as raised:  # the other ranks wait, so any error is sent to them
         error = raised
-    told = (
+    problem = (
         None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))
     )
-    found = crew.gather((told, result))
+    found = crew.gather((problem, result))
     troubles = [trouble for trouble, _ in found if trouble is not None]
     if error is not None:
         raise error

@@ -78,10 +78,10 @@ def packing_of(loader: Any, args: DataArgs) -> Packing:
     sampler = ordered_sampler(loader)
     if isinstance(sampler, PackedSampler):
         return sampler.packing
-    theirs = type(getattr(loader, "sampler", loader)).__name__
+    given = type(getattr(loader, "sampler", loader)).__name__
     raise ArgumentsError(
         f"packing={args.packing!r} needs loopwright's own sampling order, but get_train_dataloader or "
-        f"_get_train_sampler is overridden ({theirs}). Remove the override, or pack in your own loader and remove "
+        f"_get_train_sampler is overridden ({given}). Remove the override, or pack in your own loader and remove "
         "packing"
     )
 

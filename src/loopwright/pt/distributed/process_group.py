@@ -133,5 +133,5 @@ def backend_for(device: torch.device, asked: str | None) -> str:
             )
         return asked or "gloo"
     # A device of a separate package has registered its backend with torch.
-    theirs = dist.Backend.default_device_backend_map.get(device.type, "gloo")
-    return f"cpu:gloo,{device.type}:{asked or ACCELERATED.get(device.type, theirs)}"
+    backend_of_device = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return f"cpu:gloo,{device.type}:{asked or ACCELERATED.get(device.type, backend_of_device)}"

@@ -154,7 +154,7 @@ class LossFindings:
             return  # not informative; nothing was computed
         self._looks += 1
         part = [part_of(batch, self.label_names) for batch in batches[:4]]
-        is_part = any(mine is not theirs for mine, theirs in zip(part, batches, strict=False))
+        is_part = any(mine is not other for mine, other in zip(part, batches, strict=False))
         error = self._tried(part, probe, splitter, batches)
         if error is not None and is_part:  # a model may need complete samples
             error = self._tried(batches, probe, splitter)

@@ -49,7 +49,7 @@ def _ddp(args: BaseArguments, device: torch.device, precision: Precision) -> Sin
         "ddp_broadcast_buffers": "broadcast_buffers",
         "ddp_static_graph": "static_graph",
     }
-    given = {theirs: getattr(args, ours) for ours, theirs in names.items() if getattr(args, ours) is not None}
+    given = {torch_name: getattr(args, ours) for ours, torch_name in names.items() if getattr(args, ours) is not None}
     return DataParallel(device, precision, _processes(args, device), options=given, non_blocking=_non_blocking(args))
 
 

@@ -47,8 +47,8 @@ class Sharded(ManyProcesses):
             sums = []
         else:
             sums = [float(tensor.detach().double().sum()) for tensor in model.state_dict().values()]
-        everybody = self.host.gather(sums)
-        if not all(everybody) or all(each == everybody[0] for each in everybody):
+        of_all_ranks = self.host.gather(sums)
+        if not all(of_all_ranks) or all(each == of_all_ranks[0] for each in of_all_ranks):
             return
         with torch.no_grad():
             for tensor in model.state_dict().values():

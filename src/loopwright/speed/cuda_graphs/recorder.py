@@ -260,7 +260,7 @@ class GraphedStep:
             replayed = [graph.loss.clone(), *[place.clone() for _, place in graph.gradients]]
             after = [place[name].clone() for place, name in buffers_of(self._model)]
         parts = [([replayed[0]], [eager[0]]), (replayed[1:], eager[1:]), (after, buffers)]
-        return max(relative_difference(mine, theirs) for mine, theirs in parts)
+        return max(relative_difference(mine, expected) for mine, expected in parts)
 
     def _give_up(self, error: Exception) -> None:
         """Disable graphs and log the reason."""
@@ -378,20 +378,20 @@ def cannot_capture(model: nn.Module, device: torch.device) -> str | None:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def relative_difference(mine: list[Tensor], theirs: list[Tensor]) -> float:
-    """`|mine - theirs| / |theirs|` over all tensors as one vector; infinite if it is not finite."""
+def relative_difference(mine: list[Tensor], expected: list[Tensor]) -> float:
+    """`|mine - expected| / |expected|` over all tensors as one vector; infinite if it is not finite."""
     if not mine:
         return 0.0
-    sums = torch.stack([_squares(a.float(), b.float()) for a, b in zip(mine, theirs, strict=True)]).sum(0)
+    sums = torch.stack([_squares(a.float(), b.float()) for a, b in zip(mine, expected, strict=True)]).sum(0)
     off, size = sums.sqrt().tolist()
     found = off / max(size, 1e-12)
     return float(found) if np.isfinite(found) else float("inf")
 
 
-def _squares(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Squared norms of the difference and of `theirs`; elements that are not finite in both are ignored."""
-    off = torch.where(mine.isfinite() | theirs.isfinite(), mine - theirs, 0.0)
-    return torch.stack([off.square().sum(), theirs.nan_to_num(0.0, 0.0, 0.0).square().sum()])
+def _squares(mine: Tensor, expected: Tensor) -> Tensor:
+    """Squared norms of the difference and of `expected`; elements that are not finite in both are ignored."""
+    off = torch.where(mine.isfinite() | expected.isfinite(), mine - expected, 0.0)
+    return torch.stack([off.square().sum(), expected.nan_to_num(0.0, 0.0, 0.0).square().sum()])
 
 
 def _or_zero(parameter: nn.Parameter) -> Tensor:

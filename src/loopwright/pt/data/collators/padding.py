@@ -16,13 +16,13 @@ _PAD_ADVICE = "Asking-to-pad-a-fast-tokenizer"  # transformers' key of that warn
 @contextmanager
 def _without_pad_advice(tokenizer: Any) -> Iterator[None]:
     """Suppress the advice of fast tokenizers to use `__call__` instead of `pad`: the samples are already tokenized."""
-    told = getattr(tokenizer, "deprecation_warnings", {})
-    before = told.get(_PAD_ADVICE, False)
-    told[_PAD_ADVICE] = True
+    advised = getattr(tokenizer, "deprecation_warnings", {})
+    before = advised.get(_PAD_ADVICE, False)
+    advised[_PAD_ADVICE] = True
     try:
         yield
     finally:
-        told[_PAD_ADVICE] = before
+        advised[_PAD_ADVICE] = before
 
 
 def pad(tokenizer: Any, features: Any, **options: Any) -> Any:
