@@ -55,6 +55,10 @@ def scaling(factor: float) -> Any:
     return loss
 
 
+def squared(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Any:
+    return (outputs["logits"] ** 2).sum()
+
+
 class Sets(loopwright.TrainerCallback):
     """Changes something at an event: of this rank only, if the row of rank 1 alone has another value."""
 
@@ -162,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[Given], None], Callable[[Given], None], str]]
     "trainer": (_set(), _set(cls=Scaled), "trainer class is loopwright.pt.trainer.Trainer on rank 0"),
     "loss": (
         _set(options={"compute_loss_func": scaling(1.0)}),
-        _set(options={"compute_loss_func": scaling(2.0)}),
+        _set(options={"compute_loss_func": squared}),
         "compute_loss_func is",
     ),
     "optimizer": (
@@ -233,6 +237,11 @@ ALLOWED: dict[str, tuple[Callable[[Given], None], Callable[[Given], None], str]]
         _set(args_class=OwnArguments),
         _arguments(node=1),
         "node is 0 on rank 0 and 1 on rank 1",
+    ),
+    "enclosed": (
+        _set(options={"compute_loss_func": scaling(1.0)}),
+        _set(options={"compute_loss_func": scaling(1.5)}),
+        "what compute_loss_func uses is",
     ),
     "diverged": (
         _callback("on_step_end", nothing),

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..args.base import BaseArguments
+from ..args.secrets import masked_text
 from ..errors import RanksDisagree
-from .description import described, described_arguments, described_class, digest, versions
+from .description import described, described_arguments, described_code, digest, methods_of, name_of, versions
 from .part import Part
 
 Gather = Callable[[list[float]], list[list[float]]]
@@ -77,7 +78,8 @@ def _sentence(name: str, values: list[str]) -> str:
 
 
 def _short(value: str) -> str:
-    return value if len(value) <= LONGEST else f"{value[:LONGEST]}... ({digest(value)[:8]})"
+    text = masked_text(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({digest(value)[:8]})"
 
 
 def _listed(ranks: list[int]) -> str:
@@ -105,9 +107,11 @@ class Agreement(Part):
         if self.strategy.world_size == 1:
             return
         own = self.settings()
-        own.same.update(
-            versions(self.packages), **described_class(type(self.trainer)), **self.functions(), **self.data()
-        )
+        code = {**self.functions(), **methods_of(type(self.trainer))}
+        own.same.update(versions(self.packages), **self.data())
+        own.same["trainer class"] = name_of(type(self.trainer))
+        own.same.update((name, described_code(each)) for name, each in code.items())
+        own.usual.update((f"what {name} uses", described(each)) for name, each in code.items())
         own.same["resume_from_checkpoint of train()"] = described(resume)
         own.usual["callbacks"] = described(self._callbacks())
         self.compare(own)
@@ -162,10 +166,10 @@ class Agreement(Part):
         """The arithmetic of the run."""
         return {"number of updates": described(self.run.planned_updates)}
 
-    def functions(self) -> dict[str, str]:
+    def functions(self) -> dict[str, Any]:
         """The functions and objects passed to the trainer."""
         names = ("data_collator", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
-        return {name: described(getattr(self.trainer, name, None)) for name in names}
+        return {name: getattr(self.trainer, name, None) for name in names}
 
     def data(self) -> dict[str, str]:
         """Lengths and columns of the datasets."""

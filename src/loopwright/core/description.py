@@ -21,7 +21,7 @@ DEEPEST = 6
 
 
 def described(value: Any, depth: int = 0) -> str:
-    """A text for a value: numbers and collections as they are, functions by name and code, other objects by class."""
+    """A text for a value: numbers and collections as they are, functions by name, code and values, others by class."""
     if depth > DEEPEST:
         return "..."
     if isinstance(value, Enum):
@@ -37,9 +37,32 @@ def described(value: Any, depth: int = 0) -> str:
         return "[" + ", ".join(described(each, depth + 1) for each in value) + "]"
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         return repr(value.item())
-    if isinstance(value, type) or not callable(value):
-        return name_of(value if isinstance(value, type) else type(value))
-    return _described_function(value, depth)
+    return _described_object(value, depth)
+
+
+def _described_object(value: Any, depth: int) -> str:
+    if isinstance(value, type):
+        return name_of(value)
+    if dataclasses.is_dataclass(value):
+        values = {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
+        return f"{name_of(type(value))}({described(values, depth + 1)})"
+    if isinstance(value, functools.partial):
+        return f"partial({described([value.func, value.args, value.keywords], depth + 1)})"
+    function = getattr(value, "__func__", value)
+    if not isinstance(getattr(function, "__code__", None), CodeType):
+        return described_code(value)
+    return f"{described_code(function)} with {_enclosed(function, depth)}"
+
+
+def described_code(value: Any) -> str:
+    """The name and the code of a function, without the values it uses; for other objects, their class."""
+    if isinstance(value, functools.partial):
+        return f"partial({described_code(value.func)})"
+    function = getattr(value, "__func__", value)
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        return f"{name_of(function)} (code {digest(_instructions(code))[:8]})"
+    return "None" if value is None else name_of(value if hasattr(value, "__qualname__") else type(value))
 
 
 def name_of(kind: Any) -> str:
@@ -47,28 +70,15 @@ def name_of(kind: Any) -> str:
     return f"{getattr(kind, '__module__', '?')}.{getattr(kind, '__qualname__', type(kind).__qualname__)}"
 
 
-def _described_function(function: Any, depth: int) -> str:
-    if isinstance(function, functools.partial):
-        given = described([function.func, function.args, function.keywords], depth + 1)
-        return f"partial({given})"
-    function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if not isinstance(code, CodeType):
-        named = hasattr(function, "__qualname__")
-        return name_of(function if named else type(function))
-    return f"{name_of(function)} (code {digest(code_of(function, depth))[:8]})"
-
-
-def code_of(function: Any, depth: int = 0) -> str:
-    """The instructions of a function, its constants, defaults and the values it encloses."""
+def _enclosed(function: Any, depth: int) -> str:
+    """The defaults of a function and the values it encloses."""
     cells = []
     for cell in function.__closure__ or ():
         try:
-            cells.append(described(cell.cell_contents, depth + 1))
+            cells.append(cell.cell_contents)
         except ValueError:  # the variable has no value yet
             cells.append("unset")
-    given = described([function.__defaults__, function.__kwdefaults__], depth + 1)
-    return f"{_instructions(function.__code__)} {given} {cells}"
+    return described([function.__defaults__, function.__kwdefaults__, cells], depth + 1)
 
 
 def _instructions(code: CodeType) -> str:
@@ -76,16 +86,16 @@ def _instructions(code: CodeType) -> str:
     return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
-def described_class(kind: type) -> dict[str, str]:
-    """The name of a class, and the methods that are defined outside of loopwright, by name."""
-    found = {"trainer class": name_of(kind)}
+def methods_of(kind: type) -> dict[str, Any]:
+    """The methods of a class that are defined outside of loopwright, by name."""
+    found: dict[str, Any] = {}
     for each in kind.__mro__:
         if each is object or each.__module__.split(".")[0] == "loopwright":
             continue
         for name, member in vars(each).items():
             function = getattr(member, "__func__", member)
             if isinstance(getattr(function, "__code__", None), CodeType):
-                found.setdefault(f"{kind.__name__}.{name}", described(function))
+                found.setdefault(f"{kind.__name__}.{name}", function)
     return found
 
 

@@ -13,8 +13,12 @@ from ..checkpoint.shards import is_distributed
 from ..devices import is_lazy
 from .process_group import Host
 
+WORD = 4
+"""Bytes of a word. Its sums have 64 bits, so that no bit of it is lost."""
 ROW = 1024
 """Words per row: sums over rows and over columns make a hash depend on the order of values."""
+CHUNK = ROW << 12
+"""Words that are converted at a time, so that memory does not depend on the size of a tensor."""
 PRIME = 0x100000001B3
 
 
@@ -66,16 +70,16 @@ def _hash(tensor: Tensor) -> Tensor:
     if is_lazy(tensor.device):
         tensor = tensor.cpu()
     content = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = content.numel() // 8 * 8
-    if content.storage_offset() % 8:
+    if content.storage_offset() % WORD:
         content = content.clone()
+    whole = content.numel() // WORD * WORD
     total = _weighted(content[whole:].long(), 7)
-    words = content[:whole].view(torch.int64)
+    words = content[:whole].view(torch.int32)
     full = words.numel() // ROW * ROW
-    table = words[:full].view(-1, ROW)
-    if full:
-        total = total + _weighted(table.sum(0), 3) + _weighted(table.sum(1), PRIME)
-    return total + _weighted(words[full:], 5)
+    for number, part in enumerate(words[:full].split(CHUNK)):
+        table = part.long().view(-1, ROW)
+        total = total * PRIME + _weighted(table.sum(0), 2 * number + 3) + _weighted(table.sum(1), PRIME)
+    return total * PRIME + _weighted(words[full:].long(), 5)
 
 
 def _weighted(values: Tensor, factor: int) -> Tensor:
