@@ -97,6 +97,11 @@ def table(offset: int = 0) -> Any:
     return Dataset.from_list([*kept[offset:], *kept[:offset]]).with_format("torch")
 
 
+def part(seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.utils.data.random_split(samples(LENGTHS[:8]), [5, 3], generator=generator)[0]
+
+
 def frozen_head() -> nn.Module:
     model = made(Blocks)
     model.head.bias.requires_grad = False
@@ -145,6 +150,11 @@ REFUSED: dict[str, tuple[Callable[[Given], None], Callable[[Given], None], str]]
         "len(eval_dataset) is 4 on rank 0 and 3 on rank 1",
     ),
     "rows": (_set(data=table), _set(data=partial(table, 1)), "a hash of rows of train_dataset is"),
+    "subset": (
+        _set(data=partial(part, 7)),
+        _set(data=partial(part, 8)),
+        "a hash of train_dataset.indices is",
+    ),
     "columns": (
         _set(data=table),
         _set(data=lambda: table().rename_column("labels", "label")),
@@ -238,6 +248,7 @@ ALLOWED: dict[str, tuple[Callable[[Given], None], Callable[[Given], None], str]]
         _arguments(node=1),
         "node is 0 on rank 0 and 1 on rank 1",
     ),
+    "list": (_set(), _set(data=lambda: samples(LENGTHS[:8][::-1])), "a hash of rows of train_dataset is"),
     "enclosed": (
         _set(options={"compute_loss_func": scaling(1.0)}),
         _set(options={"compute_loss_func": scaling(1.5)}),

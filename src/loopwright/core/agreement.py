@@ -108,7 +108,9 @@ class Agreement(Part):
             return
         own = self.settings()
         code = {**self.functions(), **methods_of(type(self.trainer))}
-        own.same.update(versions(self.packages), **self.data())
+        data = self.data()
+        own.same.update(versions(self.packages), **data.same)
+        own.usual.update(data.usual)
         own.same["trainer class"] = name_of(type(self.trainer))
         own.same.update((name, described_code(each)) for name, each in code.items())
         own.usual.update((f"what {name} uses", described(each)) for name, each in code.items())
@@ -171,9 +173,9 @@ class Agreement(Part):
         names = ("data_collator", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
         return {name: getattr(self.trainer, name, None) for name in names}
 
-    def data(self) -> dict[str, str]:
+    def data(self) -> Description:
         """Lengths and columns of the datasets."""
-        return {}
+        return Description()
 
     def optimizer(self) -> dict[str, str]:
         """Optimizer and schedule with their numbers."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..core.agreement import Agreement
+from ..core.agreement import Agreement, Description
 from ..core.description import described, name_of
 from .hooks import KerasHooks
 from .strategy import as_host
@@ -18,9 +18,9 @@ class KerasAgreement(Agreement):
     trainer: KerasHooks
     packages = ("loopwright", "keras", "tensorflow", "jax", "numpy")
 
-    def data(self) -> dict[str, str]:
+    def data(self) -> Description:
         sets = {"train_dataset": self.trainer.train_dataset, "eval_dataset": self.trainer.eval_dataset}
-        return {key: text for name, each in sets.items() for key, text in _described_data(name, each)}
+        return Description({key: text for name, each in sets.items() for key, text in _described_data(name, each)})
 
     def plan(self) -> dict[str, str]:
         shapes = {

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 
 from ...core.agreement import Agreement, Description
 from ...core.description import described, digest, name_of
@@ -19,7 +20,7 @@ from ..checkpoint.tensors import plain_module
 from ..data.columns import without_wrappers
 from ..data.loaders import has_length
 from ..part import TorchPart
-from .replicas import copied_tensors, has_values, hashes, take_from_first
+from .replicas import copied_tensors, has_values, hashes, is_plain, take_from_first
 
 PLACE = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|npu|mlu|musa|xla):\d+")
 """Addresses and device numbers, which differ between processes."""
@@ -44,17 +45,25 @@ class TorchAgreement(TorchPart, Agreement):
 
     # ---- data -------------------------------------------------------------------------------------------------------
 
-    def data(self) -> dict[str, str]:
+    def data(self) -> Description:
         """Lengths, columns and a few rows; a loader of the user's own may give each rank another dataset."""
-        found: dict[str, str] = {}
+        sets: dict[str, Any] = {}
         if not is_overridden(self.trainer, "get_train_dataloader"):
-            found.update(_described_data("train_dataset", self.trainer.train_dataset))
-        sets = self.trainer.eval_dataset
+            sets["train_dataset"] = self.trainer.train_dataset
         if not is_overridden(self.trainer, "get_eval_dataloader"):
-            several = isinstance(sets, dict)
-            for name, each in (sets if several else {"": sets}).items():
-                found.update(_described_data(f"eval_dataset[{name!r}]" if several else "eval_dataset", each))
+            given = self.trainer.eval_dataset
+            several = isinstance(given, dict)
+            sets.update({f"eval_dataset[{name!r}]": each for name, each in given.items()} if several else {})
+            sets.update({} if several else {"eval_dataset": given})
+        found = Description()
+        for name, each in sets.items():
+            found.same.update(_described_data(name, each))
+            if type(each) in (list, tuple):
+                found.usual[f"a hash of rows of {name}"] = _rows_of(each)
         return found
+
+    def functions(self) -> dict[str, Any]:
+        return {**super().functions(), "processing_class": self.trainer.processing_class}
 
     # ---- model ------------------------------------------------------------------------------------------------------
 
@@ -121,15 +130,28 @@ def _described_data(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
     columns = getattr(dataset, "column_names", None)
     if columns is not None:
         yield f"{name}.column_names", described(columns)
+    if isinstance(dataset, Subset):
+        yield f"a hash of {name}.indices", digest(str(list(dataset.indices)))[:16]
     if type(dataset).__module__ == "datasets.arrow_dataset":
-        yield f"a hash of rows of {name}", _rows_of(dataset)
+        yield f"a hash of rows of {name}", _rows_of(dataset.with_format("arrow"))
 
 
 def _rows_of(dataset: Any) -> str:
     """A hash of a few rows as they are stored: no transform of the user is called."""
-    places = sorted({len(dataset) * part // ROWS for part in range(ROWS)} & set(range(len(dataset))))
-    table = dataset.with_format("arrow")
-    return digest(str([table[place : place + 1].to_pylist() for place in places]))[:16]
+    places = sorted({len(dataset) * part // ROWS for part in range(ROWS)}) if len(dataset) else []
+    rows = [dataset[place : place + 1] for place in places]
+    return digest(str([_content(row.to_pylist() if hasattr(row, "to_pylist") else row) for row in rows]))[:16]
+
+
+def _content(value: Any) -> Any:
+    """The values of a row as a text."""
+    if isinstance(value, Mapping):
+        return {str(key): _content(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_content(each) for each in value]
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return digest(value.tobytes().hex())
+    return hashes({"": value}) if is_plain(value) else described(value)
 
 
 def _described_model(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -29,7 +29,7 @@ def copied_tensors(module: nn.Module) -> dict[str, Tensor]:
     """
     excluded = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     state = module.state_dict(keep_vars=True)
-    return {name: each for name, each in state.items() if name not in excluded and _is_plain(each)}
+    return {name: each for name, each in state.items() if name not in excluded and is_plain(each)}
 
 
 def has_values(module: nn.Module) -> bool:
@@ -44,7 +44,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in copied_tensors(module).items() if name in names}
 
 
-def _is_plain(tensor: object) -> bool:
+def is_plain(tensor: object) -> bool:
     """Whether the tensor is dense, has values and is not a shard."""
     if not isinstance(tensor, Tensor) or is_distributed(tensor) or tensor.is_meta:
         return False
