@@ -97,6 +97,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "OutputError",
         "OverrideError",
         "PeerError",
+        "RanksDisagree",
         "UnknownArgument",
     ),
 }
@@ -289,6 +290,7 @@ if TYPE_CHECKING:
         OutputError as OutputError,
         OverrideError as OverrideError,
         PeerError as PeerError,
+        RanksDisagree as RanksDisagree,
         UnknownArgument as UnknownArgument,
     )
     from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments

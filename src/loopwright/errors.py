@@ -2,7 +2,8 @@
 
 LoopwrightError
  ├─ ArgumentsError (ValueError)        invalid or contradictory arguments, all listed
- │   └─ UnknownArgument (TypeError)    a name that does not exist, with the nearest one that does
+ │   ├─ UnknownArgument (TypeError)    a name that does not exist, with the nearest one that does
+ │   └─ RanksDisagree                  ranks of a run that differ in arguments, versions, code, data or model
  ├─ NotAvailable (NotImplementedError) a feature that is not available yet
  ├─ MissingPackage (ImportError)       an optional package is needed, with the install command
  ├─ DataError (ValueError)             an empty dataset, or samples that the model does not accept
@@ -38,6 +39,18 @@ class ArgumentsError(LoopwrightError, ValueError):
 
 class UnknownArgument(ArgumentsError, TypeError):
     """An argument name that does not exist."""
+
+
+class RanksDisagree(ArgumentsError):
+    """The ranks of a run differ in something that all must have in common; raised on every rank."""
+
+    def _text(self) -> str:
+        listed = "; ".join(self.problems[:10])
+        more = f"; and {len(self.problems) - 10} more differences" if len(self.problems) > 10 else ""
+        return (
+            f"the ranks disagree: {listed}{more}. Start all ranks with the same arguments, code, packages and data, "
+            "and change settings on all of them at once"
+        )
 
 
 class NotAvailable(LoopwrightError, NotImplementedError):

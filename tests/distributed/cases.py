@@ -662,3 +662,69 @@ def adversarial(folder: str, *, name: str, speed: str, accumulation: int, size: 
             CASES[name], Path(folder), speed=speed, split=Split(accumulation, size), ddp_find_unused_parameters=True
         )
     return {"gradients": found.gradients, "told": found.told, "layout": found.layout}
+
+
+# ---- agreement -------------------------------------------------------------------------------------------------------
+
+
+def differing(folder: str, *, row: str, **options: Any) -> Any:
+    """A run whose processes differ in one thing; see differences.py."""
+    from distributed.differences import run_with
+
+    return run_with(row, folder, **options)
+
+
+def normalized(folder: str, *, seed: int, kill_at: int = 0, **options: Any) -> Any:
+    """A run with a batch norm and evaluations; its processes may be killed after an update."""
+    given = {"n": 12, "model": "noisy", "seed": seed, "eval_dataset": samples(LENGTHS[3:14]), "eval_strategy": "steps",
+             "eval_steps": 2, "save_strategy": "steps", "save_steps": 3, "per_device_train_batch_size": 1,
+             "per_device_eval_batch_size": 2, "async_save": False,
+             "callbacks": [At(kill_at, int(os.environ["RANK"]), kill)],
+             "load_best_model_at_end": False}  # fmt: skip
+    return trained(folder, **{**given, **options})
+
+
+def unseeded(folder: str, **options: Any) -> Any:
+    """A run whose processes have built models with other weights and buffers; its weights, buffers and warnings."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    model = Noisy().double()
+    with torch.no_grad():
+        model.norm.running_mean.normal_()
+    before = full_weights(model)
+    trainer = trainer_of(model, samples(LENGTHS[:8]), folder, num_train_epochs=1, max_steps=2, **options)
+    begun: list[Any] = []
+    trainer.add_callback(Begun(begun))
+    trainer.train()
+    return before, begun[0], full_weights(trainer.model), trainer._loopwright.notices.told
+
+
+class Begun(loopwright.TrainerCallback):
+    """Keeps the state of the model when training begins."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        self.kept = kept
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        self.kept.append(full_weights(model))
+
+
+def evaluated_with_own_statistics(folder: str, **options: Any) -> Any:
+    """Evaluations of a model whose buffers differ between processes, then of the saved one; and its buffers."""
+    given = {"eval_dataset": samples(LENGTHS[3:14]), "max_steps": 2, "per_device_train_batch_size": 1, **options}
+    trainer = trainer_of(made(Noisy), samples(LENGTHS[:8]), folder, **given)
+    trainer.train()
+    own = trainer.model.norm.running_mean.clone()
+    first = trainer.evaluate()["eval_loss"]
+    kept = torch.equal(own, trainer.model.norm.running_mean)
+    trainer.save_model(f"{folder}/model")
+    return own, kept, first
+
+
+def alone_with_saved(folder: str) -> float:
+    """The evaluation of a saved model by one process."""
+    from safetensors.torch import load_file
+
+    model = made(Noisy)
+    model.load_state_dict(load_file(f"{folder}/model/model.safetensors"))
+    trainer = trainer_of(model, samples(LENGTHS[:8]), folder, eval_dataset=samples(LENGTHS[3:14]))
+    return float(trainer.evaluate()["eval_loss"])

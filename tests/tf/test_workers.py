@@ -42,14 +42,19 @@ def start(folder: Path, rank: int | None, workers: list[str], size: int, **more:
     )  # fmt: skip
 
 
-def finish(processes: list[Any], folder: Path) -> list[dict[str, Any]]:
+def ended(processes: list[Any], folder: Path) -> tuple[list[int], list[str]]:
+    """Exit codes and the last words of processes."""
     try:
         codes = [each.wait(timeout=240) for each in processes]
     finally:
         for each in processes:
             each.kill()
-    logs = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(folder.parent.glob("*.log")))
-    assert codes == [0] * len(codes), logs
+    return codes, [path.read_text(errors="replace")[-3000:] for path in sorted(folder.parent.glob("*.log"))]
+
+
+def finish(processes: list[Any], folder: Path) -> list[dict[str, Any]]:
+    codes, logs = ended(processes, folder)
+    assert codes == [0] * len(codes), "\n".join(logs)
     return [json.loads(path.read_text()) for path in sorted(folder.parent.glob(f"{folder.name}-*.json"))]
 
 
@@ -71,3 +76,18 @@ def test_two_workers_equal_one_process(tmp_path: Path) -> None:
         assert len(each["predictions"]) == 5
     checkpoints = sorted(path.name for path in (tmp_path / "two" / "run").glob("checkpoint-*"))
     assert checkpoints == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize(
+    ("different", "words"),
+    [
+        ({"RATE": "0.02"}, "learning_rate is 0.01 on rank 0 and 0.02 on rank 1"),
+        pytest.param({"ROWS": "13"}, "len(train_dataset) is 14 on rank 0 and 13 on rank 1", marks=pytest.mark.grid),
+    ],
+)
+def test_workers_that_differ_are_refused_on_both(tmp_path: Path, different: dict[str, str], words: str) -> None:
+    workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    folder = tmp_path / "run"
+    both = [start(folder, rank, workers, 2, **(different if rank else {})) for rank in range(2)]
+    codes, logs = ended(both, folder)
+    assert all(codes) and all("the ranks disagree" in log and words in log for log in logs), logs

@@ -15,12 +15,13 @@ def main(folder: str, result: str) -> None:
         folder, **{**QUIET, "per_device_train_batch_size": int(os.environ["SIZE"]), "max_steps": 5, "save_steps": 2,
                    "eval_strategy": "steps", "eval_steps": 5, "max_grad_norm": 0.5, "ddp_timeout": 60,
                    "gradient_accumulation_steps": 2, "per_device_eval_batch_size": int(os.environ["SIZE"]),
-                   "load_best_model_at_end": True, "save_total_limit": 1},
+                   "load_best_model_at_end": True, "save_total_limit": 1,
+                   "learning_rate": float(os.environ.get("RATE", "0.01"))},
     )  # fmt: skip
     with args.strategy.scope():
         model = TensorFlow().net()
     trainer = TFTrainer(
-        model, args, rows(14), rows(7), lambda prediction: {"n": len(prediction.predictions)}
+        model, args, rows(int(os.environ.get("ROWS", "14"))), rows(7), lambda each: {"n": len(each.predictions)}
     )
     resumed = os.environ.get("RESUME")
     trainer.train(resume_from_checkpoint=resumed or None)

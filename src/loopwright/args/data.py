@@ -15,15 +15,17 @@ class DataArgs(Group):
 
     dataloader_drop_last: bool = arg(False, "Drop the last batch of an epoch if it is incomplete.")
     dataloader_num_workers: int = arg(
-        0, ("Number of data loading worker processes; 0 loads in the main process."), check=non_negative
+        0, ("Number of data loading worker processes; 0 loads in the main process."), check=non_negative, ranks="any"
     )
-    dataloader_pin_memory: bool = arg(True, "Use pinned host memory, from which copies to the device are faster.")
-    dataloader_persistent_workers: bool = arg(False, "Keep the data loading workers alive between epochs.")
+    dataloader_pin_memory: bool = arg(
+        True, "Use pinned host memory, from which copies to the device are faster.", ranks="any"
+    )
+    dataloader_persistent_workers: bool = arg(False, "Keep the data loading workers alive between epochs.", ranks="any")
     dataloader_prefetch_factor: int | None = arg(
-        None, ("Batches prefetched by each data loading worker."), check=positive
+        None, ("Batches prefetched by each data loading worker."), check=positive, ranks="any"
     )
     dataloader_multiprocessing_context: str | None = arg(
-        None, "Start method of the data loading workers.", choices=("fork", "spawn", "forkserver")
+        None, "Start method of the data loading workers.", choices=("fork", "spawn", "forkserver"), ranks="any"
     )
     dataloader_in_order: bool = arg(True, "Return batches in order; otherwise as soon as one is ready.")
     remove_unused_columns: bool = arg(True, "Remove columns that the model's forward does not accept.")

@@ -30,7 +30,9 @@ class DurationArgs(Group):
     title = "Output, duration and batch"
 
     output_dir: str | None = arg(
-        None, "Folder for checkpoints and results, or a URL (s3://...) for checkpoints; defaults to trainer_output."
+        None,
+        "Folder for checkpoints and results, or a URL (s3://...) for checkpoints; defaults to trainer_output.",
+        ranks="usual",
     )
     per_device_train_batch_size: int = arg(8, "Samples per device in one forward pass of training.", check=positive)
     num_train_epochs: float = arg(3.0, "Passes over the training data; a fraction stops within the last one.")

@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 Check = Callable[[Any], "str | None"]
 """Checks a value; returns the problem, or None."""
@@ -47,6 +47,7 @@ class Help(str):
 
     check: Check | None = None
     as_given: bool = False
+    ranks: str = "same"
     row: Any = None
 
 
@@ -60,11 +61,15 @@ def arg(
     nargs: str | None = None,
     const: Any = None,
     repr: bool = True,
+    ranks: Literal["same", "usual", "any"] = "same",
     row: Any = None,
 ) -> Any:
-    """A dataclass field. `as_given`: the value is not parsed. `row`: its row in the legacy table."""
+    """A dataclass field. `as_given`: the value is not parsed. `row`: its row in the legacy table.
+
+    `ranks`: whether the ranks of a run must have the `same` value, `usual`ly have it (a warning if not), or `any`.
+    """
     text = Help(help.replace("%", "%%"))
-    text.check, text.as_given, text.row = check, as_given, row
+    text.check, text.as_given, text.ranks, text.row = check, as_given, ranks, row
     metadata: dict[str, Any] = {"help": text}
     for key, value in (("choices", choices), ("nargs", nargs), ("const", const)):
         if value is not None:
@@ -92,6 +97,7 @@ class Spec:
     check: Check | None
     choices: Sequence[str] | None
     as_given: bool
+    ranks: str
     row: Any
 
 
@@ -125,6 +131,7 @@ def _spec(field: dataclasses.Field[Any], title: str, hints: dict[str, Any]) -> S
         check=text.check,
         choices=field.metadata.get("choices"),
         as_given=text.as_given,
+        ranks=text.ranks,
         row=text.row,
     )
 

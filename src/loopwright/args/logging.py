@@ -43,9 +43,9 @@ class LoggingArgs(Group):
         nargs="?",
         const="all",
     )
-    log_level: str = arg("passive", "Log level of the main process.", choices=tuple(LEVELS))
-    log_level_replica: str = arg("warning", "Log level of the other ranks.", choices=tuple(LEVELS))
+    log_level: str = arg("passive", "Log level of the main process.", choices=tuple(LEVELS), ranks="any")
+    log_level_replica: str = arg("warning", "Log level of the other ranks.", choices=tuple(LEVELS), ranks="any")
     disable_tqdm: bool | None = arg(
-        None, "Plain lines instead of a progress bar; by default only where warnings are not shown."
+        None, "Plain lines instead of a progress bar; by default only where warnings are not shown.", ranks="any"
     )
     skip_memory_metrics: bool = arg(True, "Leave memory statistics out of the metrics.")

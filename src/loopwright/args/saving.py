@@ -20,7 +20,7 @@ class SavingArgs(Group):
         None, "Also save when the last checkpoint is this many minutes old.", check=positive
     )
     save_samples: int | None = arg(None, "Also save every time this many samples have been seen.", check=positive)
-    save_trigger_file: str | None = arg(None, "Also save when this file appears; it is deleted.")
+    save_trigger_file: str | None = arg(None, "Also save when this file appears; it is deleted.", ranks="any")
     save_total_limit: int | None = arg(
         None, ("Number of checkpoints to keep; older ones are deleted. 0 or less keeps all.")
     )

@@ -43,15 +43,21 @@ class TrackingArgs(Group):
 
     title = "Tracking"
 
-    report_to: None | str | list[str] = arg("none", "Trackers to report to: names, 'all' installed, or 'none'.")
-    run_name: str | None = arg(None, "The name of this run in trackers.")
-    logging_dir: str | None = arg(
-        None, "TensorBoard's folder; defaults to TENSORBOARD_LOGGING_DIR or runs/<date>_<host> in output_dir."
+    report_to: None | str | list[str] = arg(
+        "none", "Trackers to report to: names, 'all' installed, or 'none'.", ranks="any"
     )
-    project: str = arg("huggingface", "The Trackio project.")
-    trackio_space_id: str | None = arg(None, "The Space that shows Trackio's metrics live.")
-    trackio_bucket_id: str | None = arg(None, "The bucket behind a Trackio Space.")
-    trackio_static_space_id: str | None | Literal[False] = arg(None, "A read-only Trackio Space; False for none.")
+    run_name: str | None = arg(None, "The name of this run in trackers.", ranks="any")
+    logging_dir: str | None = arg(
+        None,
+        "TensorBoard's folder; defaults to TENSORBOARD_LOGGING_DIR or runs/<date>_<host> in output_dir.",
+        ranks="any",
+    )
+    project: str = arg("huggingface", "The Trackio project.", ranks="any")
+    trackio_space_id: str | None = arg(None, "The Space that shows Trackio's metrics live.", ranks="any")
+    trackio_bucket_id: str | None = arg(None, "The bucket behind a Trackio Space.", ranks="any")
+    trackio_static_space_id: str | None | Literal[False] = arg(
+        None, "A read-only Trackio Space; False for none.", ranks="any"
+    )
 
 
 def named_trackers(report_to: Any) -> list[str]:

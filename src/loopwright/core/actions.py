@@ -29,11 +29,10 @@ from .run_record import note_stop
 from .signals import STOPPED_AFTER_SAVING, Interrupted
 from .state import callback_states, restore_callback_states
 from .strategy import Strategy
+from .update import Place, Update
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
+    from .agreement import Agreement
     from .changes import Changes
     from .evaluation.entry import Evaluation
     from .resume import Resuming
@@ -50,6 +49,7 @@ class LoopActions(HookUser):
     saving: Resuming
     changes: Changes
     pacing: Pacing
+    agreement: Agreement
     notices: Notices
     memory: MemoryMeter
     strategy: Strategy
@@ -131,6 +131,13 @@ class LoopActions(HookUser):
             f"the loss spiked between steps {step} and {jumped}: rolling back to checkpoint-{max(good)} and skipping "
             "the samples since then"
         )
+
+    def _remember_place(self, update: Update) -> None:
+        """Record the samples of an update until its numbers are known to be finite."""
+        step, progress = self.state.global_step + 1, self.run.progress
+        for known in [each for each in self.run.places if each <= progress.last_logged_step]:
+            del self.run.places[known]
+        self.run.places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
 
     def _stop_if_nonfinite(self) -> None:
         self.run.meter.settle()
@@ -240,6 +247,7 @@ class LoopActions(HookUser):
             self._stop_if_nonfinite()
         started = time.monotonic()
         with self._off_the_clock():
+            self.agreement.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")

@@ -15,6 +15,7 @@ from ..args.paths import working_folder
 from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
 from .actions import LoopActions
+from .agreement import Agreement
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -28,7 +29,7 @@ from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .strategy import StepwiseStrategy, Strategy
 from .trainer import BaseTrainer
-from .update import Place, Update, whole_batch
+from .update import Update, whole_batch
 
 
 class Internals(LoopActions):
@@ -42,6 +43,7 @@ class Internals(LoopActions):
     strategy: Strategy
     run_class: type[Run] = Run
     handler_class: type[CallbackHandler] = CallbackHandler
+    agreement_class: type[Agreement] = Agreement
     is_alone: bool = True
     """Whether this process holds all the data of an update."""
 
@@ -62,6 +64,7 @@ class Internals(LoopActions):
         )
         self.new_run()
         self.make_parts()
+        self.agreement = self.agreement_class(self)
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
             if not logger.hasHandlers():  # Python's last resort shows warnings only
@@ -104,6 +107,7 @@ class Internals(LoopActions):
         try:
             with self.strategy.alarm, self.run.signals, self.watched():
                 try:
+                    self.agreement.before_training(resume_from_checkpoint)
                     self.prepare_training(self._begin_run(resume_from_checkpoint))
                     self.run.is_ready = True
                     self.start_clock()
@@ -271,6 +275,8 @@ class Internals(LoopActions):
             self.run.split.data_is_there()
         self._follow_optimizer()
         self.changes.follow_changes()
+        if not self.run.has_agreed:
+            self.agreement.before_updates()
         self.loss.begin_update(update)
 
     def apply_update(self, loss: Any) -> None:
@@ -329,13 +335,6 @@ class Internals(LoopActions):
         self.run.may_leave = True
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
-
-    def _remember_place(self, update: Update) -> None:
-        """Record the samples of an update until its numbers are known to be finite."""
-        step, progress = self.state.global_step + 1, self.run.progress
-        for known in [each for each in self.run.places if each <= progress.last_logged_step]:
-            del self.run.places[known]
-        self.run.places[step] = Place(progress.epoch, progress.samples_in_epoch, update.samples)
 
     def finish_epoch(self) -> None:
         """Close the epoch, unless training stops inside it: a longer run can then resume within it."""

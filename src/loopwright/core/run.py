@@ -38,6 +38,10 @@ class Run:
 
     is_ready: bool = False
     """Whether training has begun: then there is a state to save."""
+    has_agreed: bool = False
+    """Whether the ranks have been compared before the first update."""
+    has_diverged: bool = False
+    """Whether the weights of the ranks have been found to differ."""
     may_leave: bool = True
     """Whether a signal may interrupt what runs now: not while the weights move and the update is not counted yet."""
 

@@ -60,6 +60,7 @@ class Strategy(Protocol):
     def gather(self, values: Any) -> Any: ...
     def broadcast(self, value: Any) -> Any: ...
     def any_rank(self, flag: bool) -> bool: ...
+    def numbers_of_ranks(self, numbers: list[float]) -> list[list[float]]: ...
     def barrier(self) -> None: ...
 
     # randomness
@@ -132,6 +133,10 @@ class OneProcess:
     def any_rank(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         return flag
+
+    def numbers_of_ranks(self, numbers: list[float]) -> list[list[float]]:
+        """The numbers of every rank, by rank, exchanged in host memory."""
+        return [numbers]
 
     def barrier(self) -> None:
         """Wait for every rank."""

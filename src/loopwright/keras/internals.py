@@ -14,6 +14,7 @@ from ..core.host_memory import MemoryMeter
 from ..core.internals import Internals
 from ..core.pacing import Pacing
 from ..core.update import Update
+from .agreement import KerasAgreement
 from .arguments import POLICIES, KerasTrainingArguments
 from .callbacks import adapted
 from .changes import KerasChanges
@@ -39,6 +40,7 @@ class KerasInternals(Internals):
     trainer: KerasHooks
     run: KerasRun
     run_class = KerasRun
+    agreement_class = KerasAgreement
     strategy: KerasStrategy
     trainer_name: str
     """The trainer's name in messages."""

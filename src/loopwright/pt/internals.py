@@ -22,6 +22,7 @@ from .checkpoint.save import TorchSaving
 from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .data.pipeline import TorchData
+from .distributed.agreement import TorchAgreement
 from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import SharedEvaluation, SharedLoss, agreeing
 from .evaluation.metric_inputs import metrics_function
@@ -55,6 +56,8 @@ class TorchInternals(Internals):
     trainer: TorchHooks
     run: TorchRun
     run_class = TorchRun
+    agreement: TorchAgreement
+    agreement_class = TorchAgreement
     strategy: SingleDevice
     device: torch.device
 
@@ -157,6 +160,8 @@ class TorchInternals(Internals):
         set_use_cache(model, self.args.use_cache)
         if self.trainer.place_model_on_device:
             self.trainer._move_model_to_device(model, self.device)
+        if self.strategy.is_sharded:
+            self.agreement.begin_alike(model)
         self.trainer.model_wrapped = self.strategy.setup_model(model, place=False)
         self.trainer.label_names = find_labels(model) if self.args.label_names is None else list(self.args.label_names)
         self.trainer.can_return_loss = takes_loss_flag(model)
@@ -262,6 +267,8 @@ class TorchInternals(Internals):
             self.fp8 = convert_to_fp8(self.model, args, self.notices)
         if args.torch_compile:
             self.compiled = compile_as_asked(self.model, args, self.notices)
+        if not self.strategy.is_sharded:
+            self.agreement.begin_alike(self.model)
         self.trainer.model_wrapped = self.trainer._wrap_model(self.model)
 
     def finish_with_model(self) -> None:

@@ -269,6 +269,12 @@ class TFStrategy(KerasStrategy):
         total = self.distribution.reduce("SUM", self._everywhere(np.float32(flag)), axis=None)
         return float(total) > 0
 
+    def numbers_of_ranks(self, numbers: list[float]) -> list[list[float]]:
+        if self.world_size == 1:
+            return [numbers]
+        rows = as_host(self.distribution.gather(self._everywhere(np.array([numbers], np.float64)), axis=0))
+        return [list(map(float, row)) for row in rows[:: len(rows) // self.world_size]]
+
     def barrier(self) -> None:
         """Wait for every worker."""
         if self.world_size > 1:

@@ -44,6 +44,34 @@ class ModuleState:
         }
         return moved | (self.restored & set(own))
 
+    def own_buffers(self, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Persistent buffers that have changed since the start, as JSON values, for a rank whose weights are not saved.
+
+        Ranks normalize different batches, so running statistics differ between them.
+        """
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        moved = {
+            name: each
+            for name, each in self.module.state_dict(keep_vars=True).items()
+            if name in buffers and _is_plain(each) and _stamp(each) != self._weights.get(name)
+        }
+        size = sum(map(_size, moved.values()))
+        if size > LARGEST:
+            tell(
+                f"the buffers of each rank change during training but, at {size / 1e6:,.1f} MB, are too large to save "
+                "for each; a resumed run has those of rank 0 on all ranks"
+            )
+            return {}
+        return {name: _encode(each) for name, each in moved.items()}
+
+    def load_own_buffers(self, saved: dict[str, Any]) -> None:
+        """The counterpart of `own_buffers`."""
+        own = self.module.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, value in saved.items():
+                if name in own:
+                    own[name].copy_(_decode(value, own[name].device))
+
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """Values that differ from the start, as JSON values; those too large to save are reported."""
         left, found = LARGEST, {}

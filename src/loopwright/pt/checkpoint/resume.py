@@ -52,10 +52,17 @@ class TorchResuming(TorchPart, Resuming):
         self.modules.restored |= self._restored
 
     def part_states(self) -> dict[str, Any]:
-        return {} if self.modules is None else {"modules": self.modules.state_dict(self.notices.warn_once)}
+        if self.modules is None:
+            return {}
+        states = {"modules": self.modules.state_dict(self.notices.warn_once)}
+        if self.strategy.data_rank:  # those of rank 0 are among the weights
+            states["buffers"] = self.modules.own_buffers(self.notices.warn_once)
+        return states
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         self._resume_modules(states)
+        if self.modules is not None and states.get("buffers"):
+            self.modules.load_own_buffers(states["buffers"])
 
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self.modules is not None and states.get("modules"):

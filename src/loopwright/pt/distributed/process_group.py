@@ -69,6 +69,8 @@ class Processes:
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.names = self.host.gather(socket.gethostname())
         """The host name of each rank."""
+        self.has_compared = False
+        """Whether the ranks have compared their arguments."""
         self._name = self.host.broadcast(secrets.token_hex(8))
 
     @property

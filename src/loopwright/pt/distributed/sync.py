@@ -11,10 +11,12 @@ from ...core.events import CallbackHandler
 from ...core.signals import WATCHED, Interrupted, SignalWatch
 from ...core.update import Update
 from ...errors import ArgumentsError
+from ..checkpoint.tensors import plain_module
 from ..evaluation.precheck import Precheck
 from ..loss.step import TorchLoss
 from ..loss.targets import LossKind, count_samples
 from ..strategies.base import on_host
+from .replicas import buffers_of_first, persistent_buffers
 
 SIGNALS = ("", *(each.name for each in WATCHED))
 """Signals, encoded as their index in a row of numbers."""
@@ -191,7 +193,12 @@ class SharedEvaluation(Precheck):
         return self._shared_eval_steps(loader, loss_only, ignore_keys)
 
     def _shared_eval_steps(self, loader: Any, loss_only: bool, ignore_keys: Any) -> Iterator[EvalStep]:
-        """The steps of all ranks, in the order of the data."""
+        """The steps of all ranks, in the order of the data, with the buffers that a checkpoint would have."""
+        buffers = persistent_buffers(plain_module(self.model))
+        with buffers_of_first(buffers, self.processes.host, self.device):
+            yield from self._steps_in_order(loader, loss_only, ignore_keys)
+
+    def _steps_in_order(self, loader: Any, loss_only: bool, ignore_keys: Any) -> Iterator[EvalStep]:
         waiting: list[Any] = []
         steps = super().eval_steps(_taken_from(waiting), loss_only, ignore_keys)
         own = iter(loader)

@@ -99,6 +99,9 @@ class ManyProcesses(SingleDevice):
         """Whether the flag is set on any rank."""
         return any(row[0] for row in self.host.all_gather_numbers([float(flag)]))
 
+    def numbers_of_ranks(self, numbers: list[float]) -> list[list[float]]:
+        return self.host.all_gather_numbers(numbers)
+
     def barrier(self) -> None:
         self.host.barrier()
 

@@ -16,6 +16,7 @@ from ...args.distributed import DistributedArgs
 from ...args.process import ProcessInfo
 from ...args.sharding import ParallelSizes, read_fsdp, read_parallelism, unneeded_keys, wants_fsdp
 from ...args.zero import contradictions, stage_of
+from ...core.agreement import compare_arguments
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from ..distributed.process_group import Processes, open_processes
@@ -95,7 +96,12 @@ def _deepspeed(args: BaseArguments, device: torch.device, precision: Precision) 
 
 
 def _processes(args: BaseArguments, device: torch.device) -> Processes:
-    return open_processes(device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
+    """The ranks, compared when they first meet: those with other strategies would wait for each other."""
+    processes = open_processes(device, backend=args.ddp_backend, timeout=args.ddp_timeout_delta)
+    if not processes.has_compared:
+        processes.has_compared = True
+        compare_arguments(args, processes.host.all_gather_numbers)
+    return processes
 
 
 def _on_this_machine(args: ProcessInfo) -> int:

@@ -31,7 +31,6 @@ class Sharded(ManyProcesses):
     def setup_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         """Shard the model across the ranks, in place."""
         before = dict(model.named_parameters(remove_duplicate=False))
-        self._begin_alike(model)
         self.shard(model)
         after = dict(model.named_parameters(remove_duplicate=False))
         self._spread = list(after.values())
@@ -40,21 +39,6 @@ class Sharded(ManyProcesses):
 
     def shard(self, model: nn.Module) -> None:
         raise NotImplementedError
-
-    def _begin_alike(self, model: nn.Module) -> None:
-        """Broadcast the weights of rank 0 if ranks have initialized the model differently."""
-        if any(tensor.is_meta or is_distributed(tensor) for tensor in model.state_dict().values()):
-            sums = []
-        else:
-            sums = [float(tensor.detach().double().sum()) for tensor in model.state_dict().values()]
-        of_all_ranks = self.host.gather(sums)
-        if not all(of_all_ranks) or all(each == of_all_ranks[0] for each in of_all_ranks):
-            return
-        with torch.no_grad():
-            for tensor in model.state_dict().values():
-                sent = tensor.to(self.device)
-                dist.broadcast(sent, src=0)
-                tensor.copy_(sent)
 
     def look(self) -> bool:
         """Apply changes since the last update. Reshards first: a forward without a backward leaves full parameters."""
