@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser, parse_args
 
 from loopwright.cli import launch as command, main as cli
+from loopwright.errors import ArgumentsError
 from loopwright.launch import network, torchrun
 from loopwright.launch.machine import Machine
 from loopwright.launch.request import LaunchRequest, read
@@ -249,3 +250,11 @@ def test_writing_job_files_imports_no_torchrun_agent():
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300).stdout
     assert shown.endswith("none\n") and "#SBATCH" in shown
+
+
+def test_one_node_stays_on_the_loopback_interface_unless_another_is_chosen():
+    way = torchrun.find_way(asked("train.py"))
+    made = torchrun.environment(asked("train.py"), Machine(0, 2), way, {})
+    assert way.is_alone and made["GLOO_SOCKET_IFNAME"] == "lo" and made["NCCL_SOCKET_IFNAME"] == "=lo"
+    with pytest.raises(ArgumentsError, match="there is no 'eth99'; this machine has .*lo"):
+        torchrun.find_way(asked("--interface", "eth99", "train.py"))

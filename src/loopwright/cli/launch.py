@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
         help="threads per process (default: cores divided by processes; OMP_NUM_THREADS is honoured)",
     )
     add("--host", help="ADDRESS[:PORT] of the rendezvous node; the same value on every node")
-    add("--interface", help="network interface between nodes (default: the one with a route to --host)")
+    add(
+        "--interface",
+        help="network interface of all connections (default: loopback; on several nodes that of the route to --host)",
+    )
     add("--rejoin", type=float, help="seconds to wait for lost nodes to return (default: 600, or 0 on one node)")
     add("--no-log-files", action="store_true", help="do not write log files per rank")
     add("--dry-run", action="store_true", help="print the command and its environment without running it")
@@ -131,7 +134,8 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
     def words() -> list[str]:
         return torchrun.words(request, machine, torchrun.find_way(request), knows=knows)
 
-    added = torchrun.environment(request, machine, torchrun.find_way(request), os.environ)
+    way = torchrun.find_way(request)
+    added = torchrun.environment(request, machine, way, os.environ)
     if request.own.dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
         print(" ".join([*shown, "torchrun", *map(shlex.quote, words())]))
@@ -142,7 +146,7 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
     patience = request.own.rejoin
     if patience is None:
         patience = 600.0 if request.nodes[1] > 1 and not request.is_static else 0.0
-    return agent.run(words, elastic=request.is_elastic, patience=patience)
+    return agent.run(words, way, elastic=request.is_elastic, patience=patience)
 
 
 def _write_slurm(request: LaunchRequest) -> int:

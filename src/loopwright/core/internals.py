@@ -105,7 +105,7 @@ class Internals(LoopActions):
         self.run.ignore_keys_for_eval = ignore_keys_for_eval
         self.trainer.is_in_train = True
         try:
-            with self.strategy.alarm, self.run.signals, self.watched():
+            with self.strategy.alarm, self.run.signals, self.watched(), self.data.ended_with_errors():
                 try:
                     self.agreement.before_training(resume_from_checkpoint)
                     self.prepare_training(self._begin_run(resume_from_checkpoint))

@@ -74,6 +74,10 @@ class DataPart(Part):
     def release(self) -> None:
         """Release the loaders of the training data."""
 
+    def ended_with_errors(self) -> AbstractContextManager[None]:
+        """A context that an error leaves without processes that load data."""
+        return nullcontext()
+
 
 class LossPart(Part):
     """One update: its micro-batches, and the weight of the loss of each."""

@@ -36,7 +36,7 @@ def outlive_signals(worker: int) -> None:
     """In a loader worker: ignore a signal sent to all processes, so that the main process can finish and save.
 
     A launcher or scheduler signals whole process groups. The main process ends its workers when it exits; a worker that
-    received SIGTERM and is still alive after a minute ends itself.
+    received SIGTERM and is still alive after a minute ends itself. One that its own loader ends exits at once.
     """
     for name in ("SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
@@ -46,6 +46,11 @@ def outlive_signals(worker: int) -> None:
 
 
 def _linger(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        # torch's loop of a worker; its loader sets the event before it sends SIGTERM to workers that do not react.
+        if frame.f_code.co_name == "_worker_loop" and frame.f_locals["done_event"].is_set():
+            os._exit(0)
+        frame = frame.f_back
     signal.alarm(LINGER)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,12 +17,19 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import handlers
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
+from ..core.parent import TIME_TO_SAVE
 from ..core.run_record import RESUME, STOPPED
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.signals import ECHO, STOPPED_AFTER_SAVING
+from ..errors import LoopwrightError
 from ..notices import logger
+from . import guard
+from .rank_process import RankProcess
+from .stores import listening
+from .torchrun import Way
 
 DONE, FAILED, INTERRUPTED = 0, 1, 130
 PAUSE = 3.0
@@ -34,6 +42,7 @@ class Agent(LocalElasticAgent):
 
     current: Agent | None = None
     elastic = False
+    guard: guard.Guard | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -66,9 +75,17 @@ class Agent(LocalElasticAgent):
 
     def _initialize_workers(self, worker_group: Any) -> None:
         Path(os.environ[STOPPED]).unlink(missing_ok=True)
+        if self.guard is not None:
+            self.guard.clean_up()  # what a killed rank had started
         super()._initialize_workers(worker_group)
         # Workers started from now on are restarts: they resume from this run's checkpoints.
         os.environ[RESUME] = "auto"
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        started = super()._start_workers(worker_group)
+        if self.guard is not None:
+            self.guard.watch(started.values())
+        return started
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
@@ -78,19 +95,59 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
         return result
 
-    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         workers = getattr(self._pcontext, "subprocess_handlers", {})
-        super()._shutdown(*args, **kwargs)
+        self._shut_down(death_sig, timeout)
         if workers:
             self.codes = [worker.proc.poll() for worker in workers.values()]
 
+    def _shut_down(self, death_sig: signal.Signals, timeout: int) -> None:
+        """Stop the workers; a second signal to the launcher kills them, unless it only repeats the first."""
+        begun = time.monotonic()
+        while True:
+            try:
+                super()._shutdown(death_sig, timeout)
+                return
+            except SignalException as again:
+                if again.sigval == signal.SIGINT or time.monotonic() - begun > ECHO:
+                    death_sig = signal.SIGKILL
 
-def run(make_words: Callable[[], list[str]], *, elastic: bool, patience: float) -> int:
+
+def run(make_words: Callable[[], list[str]], way: Way, *, elastic: bool, patience: float) -> int:
     """Run the agent and return the exit code; it waits up to `patience` seconds for lost nodes."""
     Agent.elastic = elastic
+    wait_for_orphans()
     with tempfile.TemporaryDirectory(prefix="loopwright-") as folder:
         os.environ[STOPPED] = os.path.join(folder, "stopped")
-        return _run(make_words, patience)
+        with guard.Guard(folder, TIME_TO_SAVE) as Agent.guard, listening(way):
+            code = _run(make_words, patience)
+            if code != DONE:
+                Agent.guard.clean_up()
+            return code
+
+
+def wait_for_orphans() -> None:
+    """Wait until no process is left of a launch whose launcher was killed; kill those that do not exit."""
+    found = guard.orphans()
+    if not found:
+        return
+    logger.warning(
+        f"waiting for {len(found)} processes of an earlier launch whose launcher has died to save and exit "
+        f"(process {', '.join(map(str, found))}); they are killed after {TIME_TO_SAVE:.0f} s"
+    )
+    deadline = time.monotonic() + TIME_TO_SAVE
+    while (left := guard.orphans()) and time.monotonic() < deadline + guard.TIME_TO_DIE:
+        if time.monotonic() > deadline:
+            for pid in left:
+                guard.send(pid, signal.SIGKILL)
+        time.sleep(guard.PAUSE)
+    for mark in set(found.values()):
+        shutil.rmtree(guard.folder_in(mark), ignore_errors=True)
+    if left:
+        raise LoopwrightError(
+            f"process {', '.join(map(str, left))} of an earlier launch cannot be killed; it may hang in a device or "
+            "file system. End it before starting again"
+        )
 
 
 def _run(make_words: Callable[[], list[str]], patience: float) -> int:
@@ -98,7 +155,7 @@ def _run(make_words: Callable[[], list[str]], patience: float) -> int:
     while True:
         started = time.monotonic()
         try:
-            with _our_agent():
+            with _our_classes():
                 torchrun.run(torchrun.parse_args(make_words()))
             return DONE
         except ChildFailedError as error:
@@ -117,13 +174,13 @@ def _run(make_words: Callable[[], list[str]], patience: float) -> int:
 
 
 @contextmanager
-def _our_agent() -> Iterator[None]:
-    original = launcher.LocalElasticAgent
-    launcher.LocalElasticAgent = Agent  # type: ignore[misc]
+def _our_classes() -> Iterator[None]:
+    originals = launcher.LocalElasticAgent, handlers.SubprocessHandler
+    launcher.LocalElasticAgent, handlers.SubprocessHandler = Agent, RankProcess  # type: ignore[misc]
     try:
         yield
     finally:
-        launcher.LocalElasticAgent = original  # type: ignore[misc]
+        launcher.LocalElasticAgent, handlers.SubprocessHandler = originals  # type: ignore[misc]
 
 
 def _signalled(error: SignalException) -> int:

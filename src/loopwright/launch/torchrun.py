@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ..errors import ArgumentsError
 from . import network
 from .machine import Machine
+from .network import HOME
 from .request import LaunchRequest
 
 LOGS = "loopwright-logs"
-HOME = "127.0.0.1"
 SHUTDOWN = 300
 """Seconds for workers to save after a signal; torchrun's default of 30 is too short for large models."""
 
@@ -26,14 +26,23 @@ class Way:
     is_host: bool = True
     local: str | None = HOME
     interface: str | None = None
+    is_alone: bool = False
+    """Whether this is the only node."""
+
+    @property
+    def has_port(self) -> bool:
+        """Whether the user has chosen where the nodes meet."""
+        return self.port != 0
 
 
 def find_way(request: LaunchRequest) -> Way:
     """The rendezvous endpoint, and how this node reaches it."""
-    if request.nodes[1] == 1 and not request.own.host and "rdzv_endpoint" not in request.given:
-        return Way(interface=request.own.interface or network.interface_of(HOME))
+    chosen, is_alone = request.own.interface, request.nodes[1] == 1
+    chosen_address = _address_of(chosen)
+    if is_alone and not request.own.host and "rdzv_endpoint" not in request.given:
+        return Way(interface=chosen or network.interface_of(HOME), local=chosen_address or HOME, is_alone=True)
     if request.is_static:
-        return Way(interface=request.own.interface, local=None)
+        return Way(interface=chosen, local=None)
     given = request.own.host or request.values.rdzv_endpoint
     if not given:
         raise ArgumentsError(
@@ -41,11 +50,22 @@ def find_way(request: LaunchRequest) -> Way:
             "node"
         )
     host, port = network.endpoint(given)
-    local = network.address_towards(host, port)
-    interface = request.own.interface or (network.interface_of(local) if local else None)
+    local = chosen_address or network.address_towards(host, port)
+    interface = chosen or (network.interface_of(local) if local else None)
     # Of several agents on the rendezvous node the first one hosts it.
     hosts = network.is_here(host) and not network.is_taken(host, port)
-    return Way(host, port, hosts, local, interface)
+    return Way(host, port, hosts, local, interface, is_alone)
+
+
+def _address_of(interface: str | None) -> str | None:
+    """The address of an interface, or of the first of several that are separated by commas."""
+    names = interface.split(",") if interface else []
+    unknown = [name for name in names if name not in network.interfaces()]
+    if unknown:
+        raise ArgumentsError(
+            f"--interface {interface}: there is no {unknown[0]!r}; this machine has {', '.join(network.interfaces())}"
+        )
+    return network.address_of(names[0]) if names else None
 
 
 def words(request: LaunchRequest, machine: Machine, way: Way, *, knows: frozenset[str]) -> list[str]:
@@ -118,5 +138,7 @@ def environment(request: LaunchRequest, machine: Machine, way: Way, existing: Ma
         wanted["GLOO_SOCKET_IFNAME"] = way.interface
     if request.own.interface:
         wanted["NCCL_SOCKET_IFNAME"] = request.own.interface
+    elif way.interface and way.local == HOME:
+        wanted["NCCL_SOCKET_IFNAME"] = f"={way.interface}"  # NCCL matches prefixes otherwise
     forced = {"OMP_NUM_THREADS"} if request.own.threads else set()
     return {name: value for name, value in wanted.items() if name in forced or name not in existing}

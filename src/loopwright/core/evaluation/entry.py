@@ -60,7 +60,7 @@ class Evaluation(Part):
         started = time.time()
         if not self.args.skip_memory_metrics:
             self.internals.memory.start()
-        with self.strategy.alarm, untouched_rng(self.strategy):
+        with self.strategy.alarm, untouched_rng(self.strategy), self.internals.data.ended_with_errors():
             output = self._run_loop(make_loader(), description, loss_only, ignore_keys, prefix)
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -16,10 +15,10 @@ from ...args.data import DataArgs
 from ...args.hardware import HardwareArgs
 from ...core.order import Order
 from ...core.packing import Packing
-from ...core.signals import outlive_signals
 from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng
 from .streams import Start, StreamLoader, become_worker, has_exact_state
+from .workers import begin_worker
 
 
 def torch_permutation(n: int, seed: int) -> Any:
@@ -224,16 +223,6 @@ def training_sampler(dataset: Any, args: BaseArguments, *, group_size: int, inpu
     return OrderedSampler(order)
 
 
-def begin_worker(worker: int) -> None:
-    """Set up a new loader worker: ignore signals, and do not collect garbage of the main process.
-
-    A fork has the main process's garbage but not its threads: a finalizer that waits for a thread (such as that of a
-    process group) would wait for ever.
-    """
-    gc.freeze()
-    outlive_signals(worker)
-
-
 def build_loader(
     dataset: Any,
     *,
@@ -280,12 +269,6 @@ def build_loader(
         del options["batch_size"]
         return DataLoader(dataset, batch_sampler=sampler, **options)
     return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)
-
-
-def stop_workers(loader: Any) -> None:
-    """End the persistent workers of a loader; it can be used again."""
-    if isinstance(loader, DataLoader) and loader.persistent_workers:
-        loader._iterator = None
 
 
 def announce_epoch(loader: Any, epoch: int) -> None:

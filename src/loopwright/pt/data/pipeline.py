@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
@@ -28,13 +29,13 @@ from .loaders import (
     check_stream_order,
     has_length,
     ordered_sampler,
-    stop_workers,
     training_sampler,
 )
 from .packing import packed_plan, packed_sampler, packed_samples
 from .shape_checks import Shapes
 from .shard import Share, batches_of_all, share_loader, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
+from .workers import stop_workers, workers_end_with_errors
 
 
 class TorchData(Shapes):
@@ -255,6 +256,9 @@ class TorchData(Shapes):
         """Stop the loader's persistent workers, whose later collection would take seconds."""
         if self.run.loader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
             stop_workers(self.run.loader)
+
+    def ended_with_errors(self) -> AbstractContextManager[None]:
+        return workers_end_with_errors()
 
     def epoch_batches(self, epoch: int) -> Iterator[Any]:
         """The micro-batches of an epoch, starting at the run's current position.

@@ -101,38 +101,38 @@ class StreamLoader(DataLoader[Any]):
     def __init__(self, stream: Any, *, collate_fn: Callable[[Any], Any], **options: Any) -> None:
         super().__init__(stream, collate_fn=CarryState(collate_fn, stream), **options)
         self._last = -1
-        self._workers: dict[int, dict[str, Any]] = {}
+        self._worker_states: dict[int, dict[str, Any]] = {}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # Here, not at the first batch: the loader draws its seed in this call.
         carried = super().__iter__()
         stream: Any = self.dataset
         if stream.start is None:
-            self._last, self._workers = -1, {}
+            self._last, self._worker_states = -1, {}
         stream.start = None  # the workers have received it; the next epoch starts at its beginning
         return self._batches(carried)
 
     def _batches(self, carried: Iterator[Carried]) -> Iterator[Any]:
         for each in carried:
             self._last = each.worker
-            self._workers[each.worker] = each.state
+            self._worker_states[each.worker] = each.state
             yield each.batch
 
     def state_dict(self) -> dict[str, Any]:
         workers = {
             str(worker): {"stream": state["stream"], "rng": rng_to_json(state["rng"])}
-            for worker, state in self._workers.items()
+            for worker, state in self._worker_states.items()
         }
         return {"last": self._last, "number": self.num_workers, "workers": workers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._last = state["last"]
-        self._workers = {
+        self._worker_states = {
             int(worker): {"stream": each["stream"], "rng": rng_from_json(each["rng"])}
             for worker, each in state["workers"].items()
         }
         stream: Any = self.dataset
-        stream.start = Start(self._last, dict(self._workers))
+        stream.start = Start(self._last, dict(self._worker_states))
 
 
 def become_worker(role: int) -> None:

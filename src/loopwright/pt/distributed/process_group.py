@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...core.parent import stop_with_launcher
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from .rendezvous import agree_on_round
@@ -96,6 +97,7 @@ def open_processes(device: torch.device, *, backend: str | None, timeout: timede
     global _opened
     if _opened is not None and dist.is_initialized():
         return _opened
+    stop_with_launcher()
     ours = not dist.is_initialized()
     if ours:
         _initialize(device, backend, timeout)
