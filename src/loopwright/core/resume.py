@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name
 from .checkpoint.json_files import read_json
 from .checkpoint.space import check_space
+from .log_history import LogHistory
 from .overrides import is_overridden
 from .packing import PackedPlan
 from .part import Part
@@ -189,7 +190,8 @@ class Resuming(Part):
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))
-        self.run.checked_rows = 0
+        self.state.log_history = LogHistory(saved.log_history)
+        self.internals.encoded_history()  # now, so that the first save takes no longer than others
         self.internals.restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:

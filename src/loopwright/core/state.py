@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .log_history import LogHistory
+
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
@@ -44,7 +46,7 @@ class TrainerState:
     num_train_epochs: int = 0
     num_input_tokens_seen: int = 0
     total_flos: float = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[dict[str, Any]] = field(default_factory=LogHistory)
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
