@@ -192,9 +192,9 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -308,11 +308,14 @@ class LoopActions(HookUser):
         if not self.args.restore_callback_states_from_checkpoint:
             return
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
+        without = callback_states(self.callback_handler.callbacks).keys() - states.keys()
         left = restore_callback_states(self.callback_handler.callbacks, states)
         if left:
             self.notices.warn_once(
                 f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
             )
+        if without:
+            self.notices.warn_once(f"the checkpoint has no state of these callbacks, so they start: {', '.join(sorted(without))}")
 
     def _check_output_dir(self) -> None:
         if not self.args.should_save:

@@ -7,6 +7,23 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .checkpoint.schema import any_number, count, each, either, maybe, record
+
+SAVED_METER = record(
+    {
+        "losses": each(any_number),
+        "bad": either(each(count()), count()),
+        "last_norm": maybe(any_number),
+        "total_loss": any_number,
+        "total_updates": count(),
+        "nonfinite": count(),
+    },
+    {
+        "sums": record({"updates": count(), "total": any_number, "finite_updates": count(), "finite": any_number}),
+        "first_bad": maybe(count()),
+    },
+)
+
 Read = Callable[[list[Any]], list[float]]
 """Copies device scalars to the host in one synchronization."""
 
@@ -146,10 +163,11 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._norms, self._waiting = [], [], 0
         self.losses, self._sums = list(state["losses"]), Sums(**state.get("sums", {}))
-        bad = state["bad"]  # a list of indices in checkpoints of earlier versions
-        self.bad, self._first_bad = (len(bad), next(iter(bad), None)) if isinstance(bad, list) else (
-            bad, state["first_bad"]
-        )
+        bad = state["bad"]
+        if isinstance(bad, list):  # all indices, in checkpoints of earlier versions
+            self.bad, self._first_bad = len(bad), next(iter(bad), None)
+        else:
+            self.bad, self._first_bad = bad, state["first_bad"]
         self._last_norm = state["last_norm"]
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.nonfinite = state["nonfinite"]

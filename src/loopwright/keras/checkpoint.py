@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from ..core.checkpoint.folder import MODEL, OPTIMIZER
-from ..core.checkpoint.json_files import write_json
+from ..core.checkpoint.json_files import read_json, write_json
+from ..core.checkpoint.schema import each, text
 from ..errors import CheckpointError
 from .compiled_loss import keras_dtype
 from .models import named_variables
@@ -54,7 +54,9 @@ def read_values(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file raises many kinds of errors
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     order = path.with_suffix(f".{VARIABLES}")
-    names = json.loads(order.read_text(encoding="utf-8")) if order.is_file() else list(values)
+    names = read_json(order, each(text)) if order.is_file() else list(values)
+    if sorted(names) != sorted(values):
+        raise CheckpointError(f"{order} does not list the variables in {path.name}; it was damaged or changed")
     return {name: values[name] for name in names}
 
 

@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from .reading import document_content
+from .schema import Shape, anything, check, label
+
+MOST = 4 << 30
+"""Bytes of the largest document that is read; a log history of ten million rows has about 1 GB."""
 
 
 class Encoded:
@@ -53,8 +58,15 @@ def _write(path: Path, parts: Iterable[str | Encoded]) -> None:
             file.writelines(part.pieces() if isinstance(part, Encoded) else [part])
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, shape: Shape = anything) -> Any:
+    """The document in a regular file of its checkpoint; raises `CheckpointError` unless it has this shape."""
+    content = document_content(path, MOST)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        value = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label(path)} is not a JSON document ({_short(error)}); it was damaged") from error
+    return check(value, shape, path)
+
+
+def _short(error: BaseException) -> str:
+    return str(error).splitlines()[0][:100]
