@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from core.numpy_runs import outcome, steps_in, trainer_of
 from core.numpy_trainer import NumpyTrainer
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from loopwright import TrainerCallback
 from loopwright.core import actions

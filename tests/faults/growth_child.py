@@ -55,10 +55,10 @@ def timed(save: Callable[..., Any], saves: list[float]) -> Callable[..., Any]:
 
 def numpy_trainer(folder: str, updates: int, callback: Any) -> Any:
     import numpy as np
-    from tests.core.numpy_trainer import NumpyTrainer
 
     from loopwright.args.base import BaseArguments
     from loopwright.core.numpy_strategy import LinearModel
+    from tests.core.numpy_trainer import NumpyTrainer
 
     data = [(np.arange(2.0), np.ones(1)) for _ in range(64)]
     args = BaseArguments(folder, max_steps=updates, save_steps=updates // 100, **OPTIONS)

@@ -283,6 +283,11 @@ class LoopActions(HookUser):
         found = callback_states([*self.callback_handler.callbacks, self.control])
         return self._saved(found, "the state of {}")
 
+    def check_callback_states(self) -> None:
+        """Warn before the first update about a callback whose state cannot be saved; an error in strict mode."""
+        if self.args.should_save:
+            self.callback_states()
+
     def state_document(self) -> dict[str, Any]:
         """The trainer's state for `write_json`; a value of the user's that is none is left out, with a warning."""
         state = self.state
@@ -315,7 +320,8 @@ class LoopActions(HookUser):
                 f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
             )
         if without:
-            self.notices.warn_once(f"the checkpoint has no state of these callbacks, so they start: {', '.join(sorted(without))}")
+            names = ", ".join(sorted(without))
+            self.notices.warn_once(f"the checkpoint has no state of these callbacks: {names}")
 
     def _check_output_dir(self) -> None:
         if not self.args.should_save:

@@ -1,8 +1,8 @@
-"""`state.log_history`: a list of rows that keeps the JSON text of its older rows, so that a save encodes only the latest.
+"""`state.log_history`: a list of rows that keeps the JSON text of its older rows, so that a save encodes the latest.
 
-The list and its rows may be changed at any time. The latest rows are encoded at every save, because the code that added
-them may still change them; older rows are replaced by equal ones that notice a change. A change among these discards the
-text, and the next save encodes all rows again.
+The list and its rows may be changed at any time. The latest rows are encoded at every save, because the code that
+added them may still change them; older rows are replaced by equal ones that notice a change. A change among these
+discards the text, and the next save encodes all rows again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LogHistory(list[dict[str, Any]]):
         self._changes(index)
         super().__delitem__(index)
 
-    def __imul__(self, times: Any) -> Any:
+    def __imul__(self, times: Any) -> Any:  # type: ignore[misc]
         self._changes(None)
         return super().__imul__(times)
 
@@ -111,7 +111,7 @@ class TrackedRow(dict[str, Any]):
         self._text.is_stale = True
         super().__delitem__(name)
 
-    def __ior__(self, others: Any) -> Any:
+    def __ior__(self, others: Any) -> Any:  # type: ignore[misc]
         self._text.is_stale = True
         return super().__ior__(others)
 

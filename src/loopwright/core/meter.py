@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checkpoint.schema import any_number, count, each, either, maybe, record
+from .checkpoint.schema import any_number, count, either, list_of, maybe, record
 
 SAVED_METER = record(
     {
-        "losses": each(any_number),
-        "bad": either(each(count()), count()),
+        "losses": list_of(any_number),
+        "bad": either(list_of(count()), count()),
         "last_norm": maybe(any_number),
         "total_loss": any_number,
         "total_updates": count(),

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..args.paths import is_url, working_folder
 from ..errors import CheckpointError
-from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name
+from .checkpoint.best import name_of, own_checkpoint
+from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name, step_in_name
 from .checkpoint.json_files import read_json
 from .checkpoint.manifest import read_manifest
 from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
@@ -114,7 +115,28 @@ class Resuming(Part):
                 f"{folder.name}/{STATE}: global_step is {values['global_step']}, but its manifest is of step "
                 f"{manifest.step}. The file was damaged or changed; resume from another checkpoint"
             )
-        return TrainerState.from_dict(values)
+        state = TrainerState.from_dict(values)
+        state.best_model_checkpoint = self._own_best_checkpoint(state, folder)
+        return state
+
+    def _own_best_checkpoint(self, state: TrainerState, folder: Path) -> str | None:
+        """The best checkpoint that a saved state names, if it is one of this run."""
+        best = state.best_model_checkpoint
+        if best is None:
+            return None
+        step = step_in_name(Path(name_of(best)))
+        if step is not None and state.best_global_step not in (None, step):
+            raise CheckpointError(
+                f"{folder.name}/{STATE}: best_model_checkpoint is {best!r}, but best_global_step is "
+                f"{state.best_global_step}. The file was damaged or changed; resume from another checkpoint"
+            )
+        found = own_checkpoint(best, output_dir=str(self.args.output_dir), resumed=folder)
+        if found is None:
+            self.notices.warn_once(
+                f"{folder.name}/{STATE} names {best!r} as the best model, which is not a checkpoint of this run; it is "
+                "ignored, and the best model is one saved from now on"
+            )
+        return found
 
     def _saved_progress(self, folder: Path) -> dict[str, Any]:
         """progress.json of a checkpoint; its position must agree with trainer_state.json."""

@@ -11,7 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .checkpoint.folder import STATE
-from .checkpoint.schema import Shape, any_number, check, count, each, either, like, maybe, named, number, one_of, record, restoring, text
+from .checkpoint.schema import (
+    Shape,
+    any_number,
+    check,
+    count,
+    either,
+    like,
+    list_of,
+    maybe,
+    named,
+    number,
+    one_of,
+    record,
+    restoring,
+    text,
+)
 from .log_history import LogHistory
 
 if TYPE_CHECKING:
@@ -145,11 +160,11 @@ _STATE: dict[str, Shape] = {
     "epoch": maybe(number(0)),
     "num_input_tokens_seen": count(),
     "total_flos": number(0, 1e60),
-    "log_history": each(named()),
+    "log_history": list_of(named()),
     "best_metric": maybe(any_number),
     "best_global_step": maybe(count()),
     "best_model_checkpoint": maybe(text),
-    "stateful_callbacks": named(either(each(_CALLBACK), _CALLBACK)),
+    "stateful_callbacks": named(either(list_of(_CALLBACK), _CALLBACK)),
 }
 SAVED_STATE = record({**_STATE_NEEDED, **_STATE})
 """trainer_state.json of loopwright; sizes and flags in it belong to the run that saved it, and are not read."""
@@ -164,7 +179,7 @@ SAVED_PROGRESS = record(
         "samples_seen": count(),
         "last_logged_step": count(),
     },
-    {"pending": each(one_of(*_FLAGS))},
+    {"pending": list_of(one_of(*_FLAGS))},
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.checkpoint.schema import count, each, record
+from ..core.checkpoint.schema import count, list_of, record
 from ..core.randomness import NUMPY_RNG, PYTHON_RNG, decode_numpy, decode_python, encode_numpy, encode_python
 from ..snapshot import MORE_STREAMS
 
@@ -17,8 +17,8 @@ from ..snapshot import MORE_STREAMS
 _DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
 
-_BYTES = each(count(most=255))
-SAVED_RNG = record({"python": PYTHON_RNG, "numpy": NUMPY_RNG, "torch": _BYTES}, {"accelerator": each(_BYTES)})
+_BYTES = list_of(count(most=255))
+SAVED_RNG = record({"python": PYTHON_RNG, "numpy": NUMPY_RNG, "torch": _BYTES}, {"accelerator": list_of(_BYTES)})
 """rng.json; streams of other devices are integers."""
 
 

@@ -56,7 +56,9 @@ class LocalStorage:
         return staging_folder(self.root, step)
 
     def publish(self, staged: Path, step: int) -> None:
-        _sync_folder(staged)
+        for path in (*staged.rglob("*"), staged):
+            if path.is_dir():
+                _sync_folder(path)
         _replace(staged, self.root / folder_name(step))
         _sync_folder(self.root)
 

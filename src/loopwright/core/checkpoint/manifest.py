@@ -17,7 +17,7 @@ from typing import Any
 from ...errors import CheckpointError
 from .folder import MANIFEST
 from .reading import Unreadable, bounded_content, kind_of_file, link_problem, persistent
-from .schema import count, each, maybe, named, record, text
+from .schema import count, list_of, maybe, named, record, text
 
 VERSION = 1
 MOST = 256 << 20
@@ -31,8 +31,8 @@ CHUNK = 1 << 20
 LARGEST_HEADER = 100_000_000
 """Bytes of the largest header of a safetensors file; the library reads no larger ones either."""
 
-BOX = record({"file": text, "key": text, "offset": each(count()), "size": each(count())})
-TENSOR = record({"dtype": text, "shape": each(count()), "boxes": each(BOX)})
+BOX = record({"file": text, "key": text, "offset": list_of(count()), "size": list_of(count())})
+TENSOR = record({"dtype": text, "shape": list_of(count()), "boxes": list_of(BOX)})
 SHAPE = record(
     {"step": count(), "files": named(record({"size": count(), "sha256": text}))},
     {"tensors": named(TENSOR), "format": text, "version": count(), "check": maybe(text)},

@@ -76,8 +76,8 @@ def document_content(path: Path, most: int) -> bytes:
     except OSError as error:
         if isinstance(error, CheckpointError):
             raise
-        is_odd = error.errno in NOT_A_FILE
-        raise CheckpointError(f"{path} is {'a socket or a link to itself, not a file' if is_odd else 'missing'}") from None
+        found = "a socket or a link to itself, not a file" if error.errno in NOT_A_FILE else "missing"
+        raise CheckpointError(f"{path} is {found}") from None
 
 
 class Refused(Exception):

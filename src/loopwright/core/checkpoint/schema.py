@@ -1,6 +1,6 @@
 """What a JSON document of a checkpoint contains, declared next to the code that writes it and checked when it is read.
 
-A shape is a function that returns the problem of a value, or None: `record({"step": count(), "rows": each(named())})`.
+A shape is a function that returns the problem of a value, or None: `record({"step": count(), "rows": list_of(text)})`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def either(*shapes: Shape) -> Shape:
     return check
 
 
-def each(shape: Shape = anything, *, length: int | None = None) -> Shape:
+def list_of(shape: Shape = anything, *, length: int | None = None) -> Shape:
     """A list with values of this shape."""
 
     def check(value: Any, name: str) -> str | None:
@@ -114,7 +114,7 @@ def like(template: Any, *, complete: bool = True) -> Shape:
     if isinstance(template, (list, tuple)):
         same = {type(one) for one in template}
         inner = like(template[0], complete=complete) if same and same <= {int, float} else anything
-        return each(inner)
+        return list_of(inner)
     if isinstance(template, bool):
         return flag
     if isinstance(template, str):

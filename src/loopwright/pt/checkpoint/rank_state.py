@@ -17,7 +17,6 @@ from ...snapshot import restore_rng, snapshot_rng
 from ..rng import SAVED_RNG, set_seed
 from .tensors import read_json, write_json
 
-
 RECORD = record({"rng": maybe(SAVED_RNG), "parts": named()})
 """The state of one rank."""
 
@@ -34,8 +33,8 @@ class SavingCrew:
 def keep_records(folder: Path, records: dict[int, dict[str, Any]]) -> None:
     """Write the state of each rank, one file per rank."""
     (folder / RANKS).mkdir(exist_ok=True)
-    for rank, record in records.items():
-        write_json(folder / RANKS / f"{rank:05d}.json", record)
+    for rank, state in records.items():
+        write_json(folder / RANKS / f"{rank:05d}.json", state)
 
 
 def record_of(folder: Path, rank: int) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...core.checkpoint.folder import MODEL, WEIGHTS
 from ...core.checkpoint.manifest import Entry, names_outside, read_manifest
 from ...core.checkpoint.reading import link_problem
-from ...core.checkpoint.schema import each, flag, maybe, named, record, restoring, text
+from ...core.checkpoint.schema import flag, list_of, maybe, named, record, restoring, text
 from ...core.checkpoint.writers import Part
 from ...errors import CheckpointError
 from .tensors import check_fit, read_json, write_tensors
@@ -26,7 +26,7 @@ NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch
 FORMATS = {name: dtype for dtype, name in NAMES.items()}
 
 
-PLACES = record({"file": maybe(text), "elsewhere": named(each(text, length=2)), "complete": flag})
+PLACES = record({"file": maybe(text), "elsewhere": named(list_of(text, length=2)), "complete": flag})
 """weights.json: the file with the weights, those in other files, and whether they are all of the model's."""
 INDEX_OF_FILES = record({"weight_map": named(text)})
 
@@ -144,7 +144,7 @@ class BoxReader:
         if manifest is not None:
             found = {key.removeprefix(prefix): one for key, one in manifest.tensors.items() if key.startswith(prefix)}
             for name in {box["file"] for entry in found.values() for box in entry["boxes"]} - manifest.files.keys():
-                raise CheckpointError(f"{self.folder.name}: its manifest names shards in {name}, which it does not list")
+                raise CheckpointError(f"{self.folder.name}: its manifest has shards in {name}, which it does not list")
         return found or self._from_files(stem)
 
     def _from_files(self, stem: str) -> dict[str, Entry]:
@@ -164,7 +164,7 @@ class BoxReader:
         others = {file: self._in_file(file) for file, _ in document["elsewhere"].values()}
         for name, (file, key) in document["elsewhere"].items():
             if key not in others[file]:
-                raise CheckpointError(f"{self.folder.name}/{WEIGHTS}: {name} is {key!r} in {file}, which has no such tensor")
+                raise CheckpointError(f"{self.folder.name}/{WEIGHTS}: {file} has no tensor {key!r} (for {name})")
             found[name] = others[file][key]
         return found
 

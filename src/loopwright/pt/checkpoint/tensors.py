@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
 import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...core.checkpoint.folder import OPTIMIZER
 from ...core.checkpoint.json_files import read_json, write_json
-from ...core.checkpoint.schema import LARGEST, each, label, like, named, record, restoring, shown, text
-from ...core.checkpoint.schema import check as check_shape
+from ...core.checkpoint.schema import (
+    LARGEST,
+    check as check_shape,
+    label,
+    like,
+    list_of,
+    named,
+    record,
+    restoring,
+    shown,
+    text,
+)
 from ...errors import CheckpointError
 from ..devices import address_of
 
 DESCRIPTION = record(
-    {"groups": each(record({"params": each(text), "options": named()})), "state": named(named()), "extra": named()}
+    {
+        "groups": list_of(record({"params": list_of(text), "options": named()})),
+        "state": named(named()),
+        "extra": named(),
+    }
 )
 """optimizer.json: the groups and states of an optimizer, with names of tensors in place of these."""
 
@@ -99,19 +111,6 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
-@contextmanager
-def full_disk_is_an_os_error() -> Iterator[None]:
-    """Convert safetensors' error for a full disk, recognised by its errno, to an OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        for number in (errno.ENOSPC, errno.EDQUOT):
-            if f"(os error {number})" in str(error):
-                raise OSError(number, os.strerror(number)) from error
-        raise
-
-
-@full_disk_is_an_os_error()
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, keep_aliases: bool = True
 ) -> dict[str, str]:
@@ -263,8 +262,8 @@ def decode_optimizer(
             f"{len(current['param_groups'])}"
         )
     for number, (group, saved) in enumerate(zip(current["param_groups"], options, strict=True)):
-        own = {name: value for name, value in group.items() if name != "params"}
-        check_shape({f"group {number}": saved}, like({f"group {number}": own}, complete=False), Path(f"{OPTIMIZER}.json"))
+        own = {f"group {number}": {name: value for name, value in group.items() if name != "params"}}
+        check_shape({f"group {number}": saved}, like(own, complete=False), Path(f"{OPTIMIZER}.json"))
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
         index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
@@ -308,7 +307,8 @@ def _tensors_in(value: Any, key: str, path: Path) -> Iterator[str]:
     """The tensors that a described value refers to; each has the name of its place."""
     if isinstance(value, dict) and "tensor" in value:
         if value["tensor"] != key:
-            raise CheckpointError(f"{label(path)}: {key} refers to the tensor {value['tensor']!r}; the file was changed")
+            found = shown(value["tensor"])
+            raise CheckpointError(f"{label(path)}: {key} refers to the tensor {found}; the file was changed")
         yield key
     elif isinstance(value, dict):
         with restoring(path, key):

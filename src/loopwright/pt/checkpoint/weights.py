@@ -17,7 +17,7 @@ from ...core.checkpoint.json_files import read_json, write_json
 from ...errors import CheckpointError
 from .conversion import from_exported, is_pretrained, is_sharded_class, reads_own_names, skeleton
 from .shards import INDEX, PLACES, BoxReader, HeldTensors, files_in_index, fill
-from .tensors import full_disk_is_an_os_error, host_copy, read_tensors, some, write_tensors
+from .tensors import host_copy, read_tensors, some, write_tensors
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -41,7 +41,6 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return host_copy(tensors) if any(tensor.device.type != "cpu" for tensor in tensors.values()) else tensors
 
 
-@full_disk_is_an_os_error()
 def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Call the model's `save_pretrained`, without its progress bar."""
     try:
