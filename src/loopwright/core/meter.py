@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .checkpoint.schema import any_number, count, either, list_of, maybe, record
+from .checkpoint.schema import any_number, count, either, list_of, maybe, named, number, record
 
-SAVED_METER = record(
+_STATE = record(
     {
         "losses": list_of(any_number),
         "bad": either(list_of(count()), count()),
@@ -23,6 +23,16 @@ SAVED_METER = record(
         "first_bad": maybe(count()),
     },
 )
+
+
+def saved_meter(value: Any, name: str) -> str | None:
+    """The saved numbers; all of them are finite unless an update was not."""
+    problem = _STATE(value, name)
+    if problem is None and not value["nonfinite"]:
+        return record({"losses": list_of(number()), "last_norm": maybe(number()), "total_loss": number()},
+                      {"sums": named(number())})(value, name)  # fmt: skip
+    return problem
+
 
 Read = Callable[[list[Any]], list[float]]
 """Copies device scalars to the host in one synchronization."""
@@ -167,7 +177,7 @@ class Meter:
         if isinstance(bad, list):  # all indices, in checkpoints of earlier versions
             self.bad, self._first_bad = len(bad), next(iter(bad), None)
         else:
-            self.bad, self._first_bad = bad, state["first_bad"]
+            self.bad, self._first_bad = bad, state.get("first_bad")
         self._last_norm = state["last_norm"]
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.nonfinite = state["nonfinite"]

@@ -16,7 +16,7 @@ from .checkpoint.manifest import read_manifest
 from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
 from .checkpoint.space import check_space
 from .log_history import LogHistory
-from .meter import SAVED_METER
+from .meter import saved_meter
 from .overrides import is_overridden
 from .packing import PackedPlan
 from .part import Part
@@ -27,7 +27,7 @@ from .state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, Train
 SAVED_ARGUMENTS = record({"per_device_train_batch_size": count(1), "gradient_accumulation_steps": count(1)})
 """arguments.json: any values; these two are computed with."""
 PROGRESS_DOCUMENT = record(
-    {"progress": SAVED_PROGRESS, "meter": SAVED_METER, "parts": record({}, {"spikes": SAVED_SPIKES})},
+    {"progress": SAVED_PROGRESS, "meter": saved_meter, "parts": record({}, {"spikes": SAVED_SPIKES})},
     {
         "resized": flag,
         "world_size": count(1),
@@ -125,7 +125,8 @@ class Resuming(Part):
         if best is None:
             return None
         step = step_in_name(Path(name_of(best)))
-        if step is not None and state.best_global_step not in (None, step):
+        is_own = (folder / PROGRESS).is_file()  # other trainers and versions may have no best_global_step
+        if step is not None and state.best_global_step != step and (is_own or state.best_global_step is not None):
             raise CheckpointError(
                 f"{folder.name}/{STATE}: best_model_checkpoint is {best!r}, but best_global_step is "
                 f"{state.best_global_step}. The file was damaged or changed; resume from another checkpoint"

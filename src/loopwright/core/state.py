@@ -166,7 +166,7 @@ _STATE: dict[str, Shape] = {
     "best_model_checkpoint": maybe(text),
     "stateful_callbacks": named(either(list_of(_CALLBACK), _CALLBACK)),
 }
-SAVED_STATE = record({**_STATE_NEEDED, **_STATE})
+SAVED_STATE = record({**_STATE_NEEDED, **_STATE, "epoch": number(0)})
 """trainer_state.json of loopwright; sizes and flags in it belong to the run that saved it, and are not read."""
 STATE_OF_OTHERS = record(_STATE_NEEDED, _STATE)
 """That of other trainers and versions, which may have fewer fields."""
