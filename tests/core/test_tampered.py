@@ -1,6 +1,6 @@
 """A document of a checkpoint with other values than those saved, under a manifest that agrees with it.
 
-Training either stops with an error that names the document, or is the training that was saved; a difference is reported.
+Training either stops with an error that names the document, or is the one that was saved; a difference is reported.
 """
 
 from __future__ import annotations

@@ -70,12 +70,12 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
 
 def verdict(saved: Any, place: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture) -> str | None:
     """What is wrong with a run that resumes from a tampered checkpoint, or None."""
-    format, folder, expected = saved
+    kind, folder, expected = saved
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(folder, place)
     tampered(place / "checkpoint-2", name, content)
     caplog.clear()
-    trainer = make(place, checkpoint_format=format)
+    trainer = make(place, checkpoint_format=kind)
     try:
         trainer.train(resume_from_checkpoint=str(place / "checkpoint-2"))
     except CheckpointError as error:

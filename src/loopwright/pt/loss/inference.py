@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ...core.checkpoint.schema import any_number, count, flag, list_of, maybe, number, record, text
 from . import messages as notices
 from .comparison import Finding, Pieces, look, may_be_ignored, padding_is_neutral, part_of, pieces_of, rows_of, width_of
 from .denominator import ITEMS, NOTHING, SAMPLES, Denominator, candidates
@@ -17,22 +16,6 @@ from .splitter import BatchSplitter, CannotSplit
 from .targets import LossKind, count_samples, count_targets
 
 LOOKS = 16  # most tests of a loss; after that, the first assumptions are kept
-
-
-_DENOMINATOR = record({}, {"what": text, "column": maybe(text), "ignored": number(), "shifted": flag})
-SAVED_LOSS = record(
-    {
-        "kind": maybe(text),
-        "shift": maybe(flag),
-        "additive": maybe(flag),
-        "reason": maybe(text),
-        "divides": maybe(text),
-        "looks": count(),
-        "rivals": list_of(_DENOMINATOR),
-        "ratios": maybe(list_of(any_number)),
-    }
-)
-"""The inferred properties of a loss in a checkpoint."""
 
 
 class LossFindings:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...args.paths import working_folder
 from ...core.checkpoint.folder import PROGRESS
-from ...core.checkpoint.schema import check, count, maybe, named, record
+from ...core.checkpoint.schema import check
 from ...core.incident import write_incident
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
@@ -25,19 +25,15 @@ from .accounting import settle
 from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
 from .incident import bad_weights, examine
-from .inference import SAVED_LOSS
 from .learning import LossLearning
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
+from .saved_parts import PARTS
 from .splitter import BatchSplitter, CannotSplit
 from .targets import USES_ITEMS, LossKind, check_has_gradient, count_samples
 
 HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not affect the denominator of its loss."""
-
-
-PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": maybe(SAVED_LOSS), "speed": maybe(named())})
-"""The parts of progress.json that are restored here."""
 
 
 class TorchLoss(LossLearning):
