@@ -29,6 +29,7 @@ from loopwright.core.checkpoint.folder import (
     folder_name,
 )
 from loopwright.core.checkpoint.json_files import read_json, write_json
+from loopwright.core.checkpoint.schema import named, number, record
 from loopwright.core.evaluation.entry import Evaluation
 from loopwright.core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from loopwright.core.internals import Internals
@@ -38,10 +39,10 @@ from loopwright.core.outputs import EvalLoopOutput, PredictionOutput, TrainOutpu
 from loopwright.core.pacing import Pacing
 from loopwright.core.part import DataPart, LossPart
 from loopwright.core.plan import Plan, make_plan
+from loopwright.core.randomness import NUMPY_RNG, PYTHON_RNG
 from loopwright.core.resume import Resuming
 from loopwright.core.schedules import build_schedule
 from loopwright.core.signals import Interrupted
-from loopwright.core.state import TrainerState
 from loopwright.core.trainer import BaseTrainer
 from loopwright.core.update import MicroBatch, Update
 
@@ -175,6 +176,10 @@ class NumpyEvaluation(Evaluation):
         return EvalStep(loss.value, self.model(batch["inputs"]), batch["targets"], batch["inputs"], samples, samples)
 
 
+DESCRIPTION = record({"learning_rate": number(0), "momentum": number(0, 1)})
+SAVED_RNG = record({"python": PYTHON_RNG, "numpy": NUMPY_RNG})
+
+
 class NumpySaving(Resuming):
     """Checkpoints of numpy arrays."""
 
@@ -234,13 +239,14 @@ class NumpySaving(Resuming):
 
     def resume(self, checkpoint: str) -> None:
         folder, trainer = Path(checkpoint), self.trainer
-        self._adopt_state(TrainerState.from_dict(read_json(folder / STATE)))
+        self._adopt_state(self._saved_state(folder))
         self._tell_changes(folder)
-        self._resume_progress(read_json(folder / PROGRESS))
+        self._resume_progress(folder)
         tensors = load_file(folder / f"{OPTIMIZER}.safetensors")
-        self.strategy.load_optimizer(read_json(folder / f"{OPTIMIZER}.json"), tensors, trainer.optimizer, self.model)
-        trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
-        self.run.resume_rng = read_json(folder / RNG)
+        described = read_json(folder / f"{OPTIMIZER}.json", DESCRIPTION)
+        self.strategy.load_optimizer(described, tensors, trainer.optimizer, self.model)
+        self._resume_schedule(read_json(folder / SCHEDULER, named()), folder / SCHEDULER)
+        self.run.resume_rng = read_json(folder / RNG, SAVED_RNG)
         # Now, for an evaluation that a signal put off; and once more where training goes on.
         self.strategy.load_rng_state(self.run.resume_rng)
 

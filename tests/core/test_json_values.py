@@ -17,7 +17,7 @@ from loopwright import TrainerCallback
 from loopwright.args.base import BaseArguments
 from loopwright.core.json_values import LEFT_OUT, json_or_left_out, json_value
 from loopwright.core.numpy_strategy import LinearModel
-from loopwright.errors import LogError
+from loopwright.errors import LogError, LoopwrightError
 
 SAMPLES = [(np.arange(2.0) + i, np.array([float(i)])) for i in range(8)]
 
@@ -88,3 +88,31 @@ def test_a_logged_value_is_refused_where_it_is_logged(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="the logged value 'odd' is a set"):
         trainer.log({"odd": {1}})
     assert "odd" not in trainer.state.log_history[-1]
+
+
+def test_a_state_that_cannot_be_saved_is_reported_before_the_first_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+
+    class Listens(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            said.append(caplog.text)
+
+    trained(tmp_path, Holds(), Listens())
+    assert "the state of Holds['state_dict']['lock'] is a object" in said[0]
+    assert caplog.text.count("left out of the checkpoint") == 1
+
+
+def test_in_strict_mode_it_is_an_error_before_the_first_update(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    class Counting(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.append(state.global_step)
+
+    args = BaseArguments(str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2, strict=True)
+    trainer = NumpyTrainer(LinearModel(2), args, SAMPLES, callbacks=[Holds(), Counting()])
+    with pytest.raises(LoopwrightError, match="the state of Holds"):
+        trainer.train()
+    assert steps == []

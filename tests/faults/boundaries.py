@@ -178,10 +178,10 @@ def grows(label: str) -> bool:
 
 
 class FullDisk:
-    """No space left at the n-th operation that needs some, once."""
+    """No space left (or another error of the disk) at the n-th operation that needs some, once."""
 
-    def __init__(self, number: int, trace: Callable[[str], None]) -> None:
-        self.left, self.trace = number + 1, trace
+    def __init__(self, number: int, trace: Callable[[str], None], error: int = errno.ENOSPC) -> None:
+        self.left, self.trace, self.error = number + 1, trace, error
 
     def __call__(self, label: str) -> None:
         if not grows(label):
@@ -192,8 +192,9 @@ class FullDisk:
             if label.startswith("tensors"):
                 from safetensors import SafetensorError
 
-                raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                text = f"{os.strerror(self.error)} (os error {self.error})"
+                raise SafetensorError(f"Error while serializing: I/O error: {text}")
+            raise OSError(self.error, os.strerror(self.error))
 
 
 class At:

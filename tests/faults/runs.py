@@ -317,10 +317,10 @@ def cut(folder: str, *, boundary: int, resume: Any = "auto", **options: Any) -> 
     finish(trainer, resume)
 
 
-def full(folder: str, *, number: int, **options: Any) -> None:
-    """A run whose disk is full for one operation."""
+def full(folder: str, *, number: int, error: int = errno.ENOSPC, **options: Any) -> None:
+    """A run whose disk is full, or fails, for one operation."""
     trainer = make(folder, **options)
-    Boundaries(folder, FullDisk(number, trainer.trace.write)).install()
+    Boundaries(folder, FullDisk(number, trainer.trace.write, error)).install()
     finish(trainer, None)
 
 
@@ -414,6 +414,17 @@ class Room(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= 6:
             self.reserve.unlink(missing_ok=True)
+
+
+def unsynced_metrics(folder: str, *, error: int, **options: Any) -> None:
+    """A run whose disk fails to flush metrics.jsonl."""
+    trainer = make(folder, **options)
+
+    def refuse() -> None:
+        raise OSError(error, os.strerror(error))
+
+    Boundaries(folder, At("fsync metrics.jsonl: before", 2, refuse)).install()
+    finish(trainer, None)
 
 
 def full_metrics(folder: str, *, number: int, **options: Any) -> None:

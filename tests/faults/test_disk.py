@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from loopwright import CheckpointError
+from loopwright.core.checkpoint.manifest import damage, read_manifest
 
 from . import runs
 from .boundaries import Boundaries, grows
@@ -32,13 +34,15 @@ def needing_space(forks: Any, folder: Path, options: dict[str, Any]) -> list[str
     return [label for label in Path(f"{folder}.boundaries").read_text().splitlines() if grows(label)]
 
 
-def full_at(forks: Any, folder: Path, reference: Any, numbers: Any, options: dict[str, Any]) -> None:
+def full_at(
+    forks: Any, folder: Path, reference: Any, numbers: Any, options: dict[str, Any], error: int = errno.ENOSPC
+) -> None:
     """The disk is full for one operation: one checkpoint is missing, and nothing else."""
     wrong: dict[int, Any] = {}
     whole = reference(**options)
     for number in numbers:
         case = folder / f"full-{number}"
-        status = forks.run("full", case, number=number, **options)
+        status = forks.run("full", case, number=number, error=error, **options)
         struck = [line for line in Path(f"{case}.trace").read_text().splitlines() if line.startswith("full")]
         found: list[str] = [] if status == 0 else [f"ended with {status}: {said(case)[-1500:]}"]
         if status == 0:
@@ -52,24 +56,71 @@ def full_at(forks: Any, folder: Path, reference: Any, numbers: Any, options: dic
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("options", [{"async_save": False}, {}], ids=["now", "in the background"])
+def broken_at(forks: Any, folder: Path, numbers: Any, options: dict[str, Any], error: int) -> None:
+    """The disk fails: the run stops with an error that says what failed, and earlier checkpoints are intact."""
+    wrong: dict[int, Any] = {}
+    for number in numbers:
+        case = folder / f"broken-{number}"
+        status = forks.run("full", case, number=number, error=error, **options)
+        struck = [line for line in Path(f"{case}.trace").read_text().splitlines() if line.startswith("full")]
+        words = ("CheckpointError", "could not be written", "earlier checkpoints are intact", os.strerror(error))
+        missing = [each for each in words if each not in said(case)]
+        if (status, missing) != (1, []):
+            wrong[number] = (struck, status, missing, said(case)[-1500:])
+        newest_intact(case)
+        for path in case.glob("checkpoint-*"):
+            manifest = read_manifest(path)
+            assert manifest is not None and damage(path, manifest) is None, (struck, path)
+        shutil.rmtree(case, ignore_errors=True)
+    assert not wrong, wrong
+
+
+KINDS = [{"async_save": now, "checkpoint_format": form} for now in (False, True) for form in ("native", "transformers")]
+NAMES = ["native, now", "transformers, now", "native, in the background", "transformers, in the background"]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
 def test_a_full_disk_at_some_writes_costs_one_checkpoint(
     options: Any, forks: Any, reference: Any, tmp_path: Path
 ) -> None:
     labels = needing_space(forks, tmp_path / "listed", options)
     second = [i for i, label in enumerate(labels) if "checkpoint-6" in label]
-    full_at(forks, tmp_path, reference, second[1::5] if options else second[3::9], options)
+    full_at(forks, tmp_path, reference, second[1::9] if options["async_save"] else second[3::7], options)
+
+
+@pytest.mark.parametrize("options", KINDS[1:3], ids=NAMES[1:3])
+def test_a_disk_that_fails_at_some_writes_stops_the_run(options: Any, forks: Any, tmp_path: Path) -> None:
+    labels = needing_space(forks, tmp_path / "listed", options)
+    second = [i for i, label in enumerate(labels) if "checkpoint-6" in label]
+    broken_at(forks, tmp_path, second[2::13], options, errno.EIO)
 
 
 @pytest.mark.grid
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"async_save": False}, {}], ids=["now", "in the background"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
 def test_a_full_disk_at_any_write_costs_one_checkpoint(
-    options: Any, forks: Any, reference: Any, tmp_path: Path
+    options: Any, error: int, forks: Any, reference: Any, tmp_path: Path
 ) -> None:
     labels = needing_space(forks, tmp_path / "listed", options)
     last_but_one = [i for i, label in enumerate(labels) if "checkpoint-9" in label]
-    full_at(forks, tmp_path, reference, range(last_but_one[-1] + 1), options)
+    full_at(forks, tmp_path, reference, range(last_but_one[-1] + 1), options, error)
+
+
+@pytest.mark.grid
+@pytest.mark.slow
+@pytest.mark.parametrize("options", KINDS, ids=NAMES)
+def test_a_disk_that_fails_at_any_write_stops_the_run(options: Any, forks: Any, tmp_path: Path) -> None:
+    labels = needing_space(forks, tmp_path / "listed", options)
+    second = [i for i, label in enumerate(labels) if "checkpoint-6" in label]
+    broken_at(forks, tmp_path, second, options, errno.EIO)
+
+
+def test_an_error_of_flushing_metrics_jsonl_is_not_ignored(forks: Any, tmp_path: Path) -> None:
+    assert forks.run("unsynced_metrics", tmp_path / "run", error=errno.EIO) == 1
+    assert "metrics.jsonl cannot be written" in said(tmp_path / "run")
+    assert forks.run("unsynced_metrics", tmp_path / "other", error=errno.ENOSPC) == 0, said(tmp_path / "other")
+    assert "rows of" in said(tmp_path / "other") and "may be lost" in said(tmp_path / "other")
 
 
 @pytest.fixture

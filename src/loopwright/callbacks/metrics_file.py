@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..args.duration import DurationArgs
 from ..args.paths import working_folder
+from ..core.checkpoint.disk_errors import FULL
 from ..core.events import TrainerCallback
 from ..errors import OutputError
 from ..notices import logger
@@ -81,8 +80,13 @@ class MetricsFileCallback(TrainerCallback):
         # The rows before a checkpoint are never logged again, so they must be as durable as the checkpoint.
         path = _path(args)
         if state.is_world_process_zero and path.exists():
-            with suppress(OSError), open(path, "rb+") as file:
-                os.fsync(file.fileno())
+            try:
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise _cannot_write(path, error) from error
+                logger.warning(f"the disk is full; the latest rows of {path} may be lost if the machine fails")
 
     def left(self) -> None:
         """Called when training has ended, even if on_train_end was not called."""
@@ -106,7 +110,7 @@ class MetricsFileCallback(TrainerCallback):
                 del self._unwritten[0]
         except OSError as error:
             self._mended = None  # the last line may be incomplete
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 logger.warning(
                     f"the disk is full; {len(self._unwritten)} rows of {path} will be written when there is space"
                 )
@@ -192,9 +196,9 @@ def _rows_of(path: Path) -> list[dict[str, Any]]:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _line(row: dict[str, Any]) -> str:

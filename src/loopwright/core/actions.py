@@ -19,6 +19,7 @@ from .evaluation.metrics import better, full_name, readable, table, write_result
 from .hooks import HookUser
 from .host_memory import MemoryMeter
 from .json_values import LEFT_OUT, json_or_left_out, json_value
+from .log_history import EncodedRows, LogHistory
 from .meter import Reading
 from .outputs import speed_metrics
 from .overrides import adapt
@@ -282,17 +283,25 @@ class LoopActions(HookUser):
         found = callback_states([*self.callback_handler.callbacks, self.control])
         return self._saved(found, "the state of {}")
 
+    def check_callback_states(self) -> None:
+        """Warn before the first update about a callback whose state cannot be saved; an error in strict mode."""
+        if self.args.should_save:
+            self.callback_states()
+
     def state_document(self) -> dict[str, Any]:
-        """The trainer's state as JSON values; a value of the user's that is none is left out, with a warning."""
-        state, tell = self.state, self.notices.warn_once
+        """The trainer's state for `write_json`; a value of the user's that is none is left out, with a warning."""
+        state = self.state
         state.stateful_callbacks = self.callback_states()
-        history, known = state.log_history, self.run.checked_rows
-        # The rows of `log` are such values; a callback may have added others.
-        new = [json_or_left_out(row, "a row of state.log_history", tell) for row in history[known:]]
-        history[known:] = [row for row in new if row is not LEFT_OUT]
-        self.run.checked_rows = len(history)
         names = [each.name for each in dataclasses.fields(state) if each.name != "log_history"]
-        return {"log_history": list(history), **self._saved({n: getattr(state, n) for n in names}, "state.{}")}
+        values = self._saved({name: getattr(state, name) for name in names}, "state.{}")
+        return {"log_history": self.encoded_history(), **values}
+
+    def encoded_history(self) -> EncodedRows:
+        """The log history as JSON text; only the rows added since the last call are encoded."""
+        history, tell = self.state.log_history, self.notices.warn_once
+        # A list that the user assigned may be changed in ways that cannot be noticed: it is encoded as a whole.
+        rows = history if isinstance(history, LogHistory) else LogHistory(history)
+        return rows.encoded(lambda row: json_or_left_out(row, "a row of state.log_history", tell))
 
     def _saved(self, values: dict[str, Any], title: str) -> dict[str, Any]:
         """Values as JSON values; those that cannot be saved are left out, each as a whole."""
@@ -304,11 +313,15 @@ class LoopActions(HookUser):
         if not self.args.restore_callback_states_from_checkpoint:
             return
         states = {name: state for name, state in states.items() if name != "TrainerControl"}
+        without = callback_states(self.callback_handler.callbacks).keys() - states.keys()
         left = restore_callback_states(self.callback_handler.callbacks, states)
         if left:
             self.notices.warn_once(
                 f"the checkpoint has state of callbacks that this trainer does not have: {', '.join(left)}"
             )
+        if without:
+            names = ", ".join(sorted(without))
+            self.notices.warn_once(f"the checkpoint has no state of these callbacks: {names}")
 
     def _check_output_dir(self) -> None:
         if not self.args.should_save:

@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from .checkpoint.schema import any_number, count, either, list_of, maybe, named, number, record
+
+_STATE = record(
+    {
+        "losses": list_of(any_number),
+        "bad": either(list_of(count()), count()),
+        "last_norm": maybe(any_number),
+        "total_loss": any_number,
+        "total_updates": count(),
+        "nonfinite": count(),
+    },
+    {
+        "sums": record({"updates": count(), "total": any_number, "finite_updates": count(), "finite": any_number}),
+        "first_bad": maybe(count()),
+    },
+)
+
+
+def saved_meter(value: Any, name: str) -> str | None:
+    """The saved numbers; all of them are finite unless an update was not."""
+    problem = _STATE(value, name)
+    if problem is None and not value["nonfinite"]:
+        return record({"losses": list_of(number()), "last_norm": maybe(number()), "total_loss": number()},
+                      {"sums": named(number())})(value, name)  # fmt: skip
+    return problem
+
 
 Read = Callable[[list[Any]], list[float]]
 """Copies device scalars to the host in one synchronization."""
@@ -25,6 +52,22 @@ class Reading:
     """Index, within the interval, of the first update with a NaN or infinite loss or gradient."""
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Sums of the losses of an interval, so that one without log points does not collect them."""
+
+    updates: int = 0
+    total: float = 0.0
+    finite_updates: int = 0
+    finite: float = 0.0
+
+    def with_block(self, losses: list[float]) -> Sums:
+        """These sums and those of a block of losses."""
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        updates, known = self.updates + len(losses), self.finite_updates + len(finite)
+        return Sums(updates, self.total + sum(losses), known, self.finite + sum(finite))
+
+
 class Meter:
     """Collects one loss (and gradient norm) per update without waiting for the device."""
 
@@ -40,9 +83,11 @@ class Meter:
         self._waiting = 0
         self._last_norm: float | None = None
         self.losses: list[float] = []
-        """Losses already on the host that belong to the open log interval."""
-        self.bad: list[int] = []
-        """Indices of the updates of the open interval that were not finite."""
+        """Losses already on the host that belong to the open log interval, except those in `_sums`."""
+        self.bad = 0
+        """Number of updates of the open interval that were not finite."""
+        self._first_bad: int | None = None
+        self._sums = Sums()
         self.total_loss = 0.0
         self.total_updates = 0
         self.nonfinite = 0
@@ -74,17 +119,19 @@ class Meter:
     def read(self) -> Reading:
         """The mean loss since the last reading, and the last gradient norm; starts a new interval."""
         self.settle()
-        finite = [loss for loss in self.losses if math.isfinite(loss)]
-        counted = finite if self._filter and finite else self.losses
-        loss = sum(counted) / len(counted) if counted else float("nan")
-        reading = Reading(loss, self._last_norm, len(self.bad), self.bad[0] if self.bad else None)
-        self.losses, self.bad, self._last_norm = [], [], None
+        sums = self._sums.with_block(self.losses)
+        total, number = (sums.finite, sums.finite_updates) if self._filter else (sums.total, sums.updates)
+        if not number:
+            total, number = sums.total, sums.updates
+        loss = total / number if number else float("nan")
+        reading = Reading(loss, self._last_norm, self.bad, self._first_bad)
+        self._open(([], [], 0, [], Sums(), 0, None, None))
         return reading
 
     def hand_over(self) -> Callable[[], Reading]:
         """Close the interval without reading it; the returned function reads it later."""
         closed = self._interval()
-        self._open(([], [], 0, [], [], None))
+        self._open(([], [], 0, [], Sums(), 0, None, None))
 
         def read() -> Reading:
             now = self._interval()
@@ -96,10 +143,12 @@ class Meter:
         return read
 
     def _interval(self) -> tuple[Any, ...]:
-        return self._losses, self._norms, self._waiting, self.losses, self.bad, self._last_norm
+        values = (self._losses, self._norms, self._waiting, self.losses, self._sums, self.bad, self._first_bad)
+        return *values, self._last_norm
 
     def _open(self, interval: tuple[Any, ...]) -> None:
-        self._losses, self._norms, self._waiting, self.losses, self.bad, self._last_norm = interval
+        self._losses, self._norms, self._waiting, self.losses, self._sums, self.bad = interval[:6]
+        self._first_bad, self._last_norm = interval[6:]
 
     def mean_loss(self) -> float:
         """The mean over every update of the run."""
@@ -112,7 +161,9 @@ class Meter:
         self.settle()
         return {
             "losses": list(self.losses),
-            "bad": list(self.bad),
+            "sums": asdict(self._sums),
+            "bad": self.bad,
+            "first_bad": self._first_bad,
             "last_norm": self._last_norm,
             "total_loss": self.total_loss,
             "total_updates": self.total_updates,
@@ -121,7 +172,12 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._norms, self._waiting = [], [], 0
-        self.losses, self.bad = list(state["losses"]), list(state["bad"])
+        self.losses, self._sums = list(state["losses"]), Sums(**state.get("sums", {}))
+        bad = state["bad"]
+        if isinstance(bad, list):  # all indices, in checkpoints of earlier versions
+            self.bad, self._first_bad = len(bad), next(iter(bad), None)
+        else:
+            self.bad, self._first_bad = bad, state.get("first_bad")
         self._last_norm = state["last_norm"]
         self.total_loss, self.total_updates = state["total_loss"], state["total_updates"]
         self.nonfinite = state["nonfinite"]
@@ -133,14 +189,23 @@ class Meter:
         for loss in values[:updates]:  # one at a time: a partial sum would depend on when it is read
             self.total_loss += loss
         self.total_updates += updates
+        self._fold()
 
     def _take(self, loss: float, norm: float | None) -> None:
         finite = math.isfinite(loss)
         if not finite or not math.isfinite(norm or 0.0):
-            self.bad.append(len(self.losses))
+            self._first_bad = self._sums.updates + len(self.losses) if self._first_bad is None else self._first_bad
+            self.bad += 1
             self.nonfinite += 1
         self.losses.append(loss)
         self._last_norm = norm
         if finite or not self._filter:
             self.total_loss += loss
             self.total_updates += 1
+        self._fold()
+
+    def _fold(self) -> None:
+        """Replace losses by sums, in blocks of one size: the result does not depend on when they were read."""
+        while len(self.losses) >= READ_AT:
+            self._sums = self._sums.with_block(self.losses[:READ_AT])
+            self.losses = self.losses[READ_AT:]

@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from .checkpoint.schema import count, list_of, maybe, one_of, record
 from .strategy import Strategy
+
+_WORD, _BITS = count(most=2**32 - 1), count(most=2**64 - 1)
+PYTHON_RNG = record({"version": one_of(3), "words": list_of(_WORD, length=625), "gauss": maybe(_BITS)})
+NUMPY_RNG = record(
+    {"words": list_of(_WORD, length=624), "position": count(most=624), "has_gauss": count(most=1), "gauss": _BITS}
+)
 
 
 @contextmanager

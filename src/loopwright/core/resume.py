@@ -9,14 +9,38 @@ from typing import Any
 
 from ..args.paths import is_url, working_folder
 from ..errors import CheckpointError
-from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name
+from .checkpoint.best import name_of, own_checkpoint
+from .checkpoint.folder import ARGUMENTS, PROGRESS, STATE, folder_name, step_in_name
 from .checkpoint.json_files import read_json
+from .checkpoint.manifest import read_manifest
+from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
 from .checkpoint.space import check_space
+from .log_history import LogHistory
+from .meter import saved_meter
 from .overrides import is_overridden
 from .packing import PackedPlan
 from .part import Part
 from .plan import Plan
-from .state import Progress, TrainerState
+from .spikes import SAVED_SPIKES
+from .state import SAVED_PROGRESS, SAVED_STATE, STATE_OF_OTHERS, Progress, TrainerState
+
+SAVED_ARGUMENTS = record({"per_device_train_batch_size": count(1), "gradient_accumulation_steps": count(1)})
+"""arguments.json: any values; these two are computed with."""
+PROGRESS_DOCUMENT = record(
+    {"progress": SAVED_PROGRESS, "meter": saved_meter, "parts": record({}, {"spikes": SAVED_SPIKES})},
+    {
+        "resized": flag,
+        "world_size": count(1),
+        "copies": count(1),
+        "accumulation": count(1),
+        "asked_accumulation": count(1),
+        "scheduled_updates": maybe(count()),
+    },
+)
+
+POSITION = ("last_epoch", "_step_count", "updates")
+RATES = ("base_lrs", "_last_lr", "base", "rate")
+"""Names in the states of schedules; a schedule has some of them."""
 
 CHANGES = {
     ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"):
@@ -81,6 +105,59 @@ class Resuming(Part):
 
     # ---- documents --------------------------------------------------------------------------------------------------
 
+    def _saved_state(self, folder: Path) -> TrainerState:
+        """trainer_state.json of a checkpoint; its step must be that of the manifest."""
+        is_own = (folder / PROGRESS).is_file()
+        values = read_json(folder / STATE, SAVED_STATE if is_own else STATE_OF_OTHERS)
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.step != values["global_step"]:
+            raise CheckpointError(
+                f"{folder.name}/{STATE}: global_step is {values['global_step']}, but its manifest is of step "
+                f"{manifest.step}. The file was damaged or changed; resume from another checkpoint"
+            )
+        state = TrainerState.from_dict(values)
+        state.best_model_checkpoint = self._own_best_checkpoint(state, folder)
+        return state
+
+    def _own_best_checkpoint(self, state: TrainerState, folder: Path) -> str | None:
+        """The best checkpoint that a saved state names, if it is one of this run."""
+        best = state.best_model_checkpoint
+        if best is None:
+            return None
+        step = step_in_name(Path(name_of(best)))
+        is_own = (folder / PROGRESS).is_file()  # other trainers and versions may have no best_global_step
+        if step is not None and state.best_global_step != step and (is_own or state.best_global_step is not None):
+            raise CheckpointError(
+                f"{folder.name}/{STATE}: best_model_checkpoint is {best!r}, but best_global_step is "
+                f"{state.best_global_step}. The file was damaged or changed; resume from another checkpoint"
+            )
+        found = own_checkpoint(best, output_dir=str(self.args.output_dir), resumed=folder)
+        if found is None:
+            self.notices.warn_once(
+                f"{folder.name}/{STATE} names {best!r} as the best model, which is not a checkpoint of this run; it is "
+                "ignored, and the best model is one saved from now on"
+            )
+        return found
+
+    def _saved_progress(self, folder: Path) -> dict[str, Any]:
+        """progress.json of a checkpoint; its position must agree with trainer_state.json."""
+        document: dict[str, Any] = read_json(folder / PROGRESS, PROGRESS_DOCUMENT)
+        place, state = document["progress"], self._saved_state(folder)
+        problem = None
+        if place["last_logged_step"] > state.global_step:
+            problem = f"last_logged_step is {place['last_logged_step']}, after step {state.global_step}"
+        elif abs(place["epoch"] - (state.epoch or 0)) > 1 + 1e-6:
+            problem = f"epoch is {place['epoch']}, but {STATE} has {state.epoch}"
+        if problem is not None:
+            raise CheckpointError(
+                f"{folder.name}/{PROGRESS}: {problem}. The file was damaged or changed; resume from another checkpoint"
+            )
+        return document
+
+    def _saved_arguments(self, folder: Path) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(folder / ARGUMENTS, SAVED_ARGUMENTS)
+        return found
+
     def _progress_document(self) -> dict[str, Any]:
         return {
             "progress": dataclasses.asdict(self.run.progress),
@@ -113,7 +190,7 @@ class Resuming(Part):
         """Warn about arguments that differ from the checkpoint's, and how each group is handled."""
         if not (folder / ARGUMENTS).is_file():
             return
-        before, now = read_json(folder / ARGUMENTS), self.args.to_dict()
+        before, now = self._saved_arguments(folder), self.args.to_dict()
         for names, effect in CHANGES.items():
             changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
             if changed:
@@ -124,11 +201,11 @@ class Resuming(Part):
         folder, plan, args = Path(checkpoint), self.run.plan, self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or plan.batches_per_epoch is None:
             return plan
-        document, step = read_json(folder / PROGRESS), read_json(folder / STATE)["global_step"]
+        document, step = self._saved_progress(folder), self._saved_state(folder).global_step
         are_alike = self._updates_are_as_large(folder)
         if are_alike and not document.get("resized"):
             return plan
-        progress = Progress(**document["progress"])
+        progress = Progress.from_dict(document["progress"])
         shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
         if args.max_steps <= 0 and not are_alike:
             self.notices.warn_once(
@@ -156,7 +233,7 @@ class Resuming(Part):
 
     def _updates_are_as_large(self, folder: Path) -> bool:
         """Whether updates have the same size as in the run that saved the checkpoint."""
-        before = read_json(folder / ARGUMENTS)
+        before = self._saved_arguments(folder)
         return all(before.get(name) == getattr(self.args, name) for name in self._sizes_of_updates())
 
     def _batches_left(self, progress: Progress) -> int:
@@ -166,9 +243,11 @@ class Resuming(Part):
         samples, size = (self.run.plan.examples or 0) - progress.samples_in_epoch, self.run.plan.batch_size
         return samples // size if self.args.dataloader_drop_last else -(-samples // size)
 
-    def _resume_progress(self, document: dict[str, Any]) -> None:
-        for name, value in dataclasses.asdict(Progress(**document["progress"])).items():
+    def _resume_progress(self, folder: Path) -> None:
+        document = self._saved_progress(folder)
+        for name, value in dataclasses.asdict(Progress.from_dict(document["progress"])).items():
             setattr(self.run.progress, name, value)
+        self._check_position(folder)
         # Computed from samples: the batch size may have changed.
         whole = self.run.plan.batches_in(self.run.progress.epoch)
         if self._ordered_data() and whole is not None:
@@ -176,7 +255,36 @@ class Resuming(Part):
         self.state.samples_seen = self.run.progress.samples_seen
         self.run.meter.load_state_dict(document["meter"])
         self.run.is_resized = bool(document.get("resized"))
-        self.internals.load_part_states({**document.get("parts", {}), **self._own_parts(document)})
+        parts = {**document["parts"], **self._own_parts(document)}
+        missing = sorted(self.internals.part_states().keys() - parts.keys())
+        if missing:
+            self.notices.warn_once(f"{folder.name}/{PROGRESS} has no state of: {', '.join(missing)}")
+        with restoring(folder / PROGRESS, "the state of the run"):
+            self.internals.load_part_states(parts)
+
+    def _check_position(self, folder: Path) -> None:
+        plan, position = self.run.plan, self.run.progress.samples_in_epoch
+        if plan.examples is not None and position > plan.examples + plan.total_batch_size:
+            raise CheckpointError(
+                f"{folder.name}/{PROGRESS}: samples_in_epoch is {position}, but the training data has {plan.examples} "
+                "samples. The file or the data was changed; resume with the same data"
+            )
+
+    def _resume_schedule(self, state: Any, path: Path) -> None:
+        """Restore the schedule from a state like the one it has now."""
+        schedule = self.trainer.lr_scheduler
+        own = schedule.state_dict()
+        position = {name: count(most=1000 * (self.state.global_step + 1)) for name in POSITION if name in own}
+        check(state, record({**{name: anything for name in RATES if name in own}, **position}), path)
+        check(state, like(own, complete=False), path)
+        missing = sorted(own.keys() - state.keys())
+        if missing:
+            self.notices.warn_once(f"{label(path)} has no {', '.join(missing)}; the values of this run are used")
+        with restoring(path, "the schedule"):
+            for name in state:
+                if name not in own and callable(getattr(schedule, name, None)):
+                    raise ValueError(f"{name} is a method")
+            schedule.load_state_dict(state)
 
     def _own_parts(self, document: dict[str, Any]) -> dict[str, Any]:
         """Part states saved by this rank, where each rank saves its own."""
@@ -189,7 +297,8 @@ class Resuming(Part):
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))
-        self.run.checked_rows = 0
+        self.state.log_history = LogHistory(saved.log_history)
+        self.internals.encoded_history()  # now, so that the first save takes no longer than others
         self.internals.restore_callbacks(saved.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:

@@ -79,8 +79,6 @@ class Run:
     # logs and incidents
     late_logs: list[LogPoint] = field(default_factory=list)
     """Log points whose numbers are still being computed."""
-    checked_rows: int = 0
-    """Rows of `state.log_history` that are known to be JSON values."""
     places: dict[int, Place] = field(default_factory=dict)
     """The samples of the latest updates by step, until their numbers are known to be finite."""
     split: Any = None

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..args.secrets import masked_words
+from ..errors import CheckpointError
+from ..notices import logger
+from .checkpoint.json_files import read_json
+from .checkpoint.schema import named
 
 FILE = "run.json"
+RECORD = named()
 STOPPED = "LOOPWRIGHT_STOPPED"
 """Variable with the path of a file that marks, for the launcher, that the process has saved and exits with code 75."""
 RESUME = "LOOPWRIGHT_RESUME"
@@ -31,11 +36,14 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The record in this folder, or None if it cannot be read."""
+    path = Path(output_dir) / FILE
     try:
-        record: dict[str, Any] = json.loads((Path(output_dir) / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found: dict[str, Any] = read_json(path, RECORD)
+    except CheckpointError as error:
+        if os.path.lexists(path):
+            logger.warning(f"{error}; the record of how the run was started is ignored")
         return None
-    return record
+    return found
 
 
 def job_id() -> str | None:

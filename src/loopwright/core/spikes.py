@@ -7,6 +7,9 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from .checkpoint.schema import list_of, number, record
+
+SAVED_SPIKES = record({"recent": list_of(number())})
 WINDOW = 8
 """Log points the loss is compared with; a spike can be detected after half of them."""
 FACTOR = 4.0

@@ -7,7 +7,27 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from .checkpoint.folder import STATE
+from .checkpoint.schema import (
+    Shape,
+    any_number,
+    check,
+    count,
+    either,
+    like,
+    list_of,
+    maybe,
+    named,
+    number,
+    one_of,
+    record,
+    restoring,
+    text,
+)
+from .log_history import LogHistory
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -44,7 +64,7 @@ class TrainerState:
     num_train_epochs: int = 0
     num_input_tokens_seen: int = 0
     total_flos: float = 0
-    log_history: list[dict[str, Any]] = field(default_factory=list)
+    log_history: list[dict[str, Any]] = field(default_factory=LogHistory)
     best_metric: float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
@@ -104,6 +124,11 @@ class Progress:
     pending: list[str] = field(default_factory=list)
     """Flags of control that were pending when a signal stopped the run; handled first after resuming."""
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        known = {each.name for each in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
     def close_epoch(self) -> None:
         """Advance to the next epoch, where a resumed run would then start."""
         self.epoch += 1
@@ -127,6 +152,35 @@ class TrainerControl(ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {"args": dataclasses.asdict(self), "attributes": {}}
+
+
+_CALLBACK = record({}, {"args": named(), "attributes": named()})
+_STATE_NEEDED: dict[str, Shape] = {"global_step": count()}
+_STATE: dict[str, Shape] = {
+    "epoch": maybe(number(0)),
+    "num_input_tokens_seen": count(),
+    "total_flos": number(0, 1e60),
+    "log_history": list_of(named()),
+    "best_metric": maybe(any_number),
+    "best_global_step": maybe(count()),
+    "best_model_checkpoint": maybe(text),
+    "stateful_callbacks": named(either(list_of(_CALLBACK), _CALLBACK)),
+}
+SAVED_STATE = record({**_STATE_NEEDED, **_STATE, "epoch": number(0)})
+"""trainer_state.json of loopwright; sizes and flags in it belong to the run that saved it, and are not read."""
+STATE_OF_OTHERS = record(_STATE_NEEDED, _STATE)
+"""That of other trainers and versions, which may have fewer fields."""
+_FLAGS = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+SAVED_PROGRESS = record(
+    {
+        "epoch": count(),
+        "samples_in_epoch": count(),
+        "batches_in_epoch": count(),
+        "samples_seen": count(),
+        "last_logged_step": count(),
+    },
+    {"pending": list_of(one_of(*_FLAGS))},
+)
 
 
 class Stateful(Protocol):
@@ -164,15 +218,20 @@ def restore_callback_states(callbacks: Iterable[Any], states: dict[str, Any]) ->
     """Restore the saved state of each callback; returns the names of saved states without a callback."""
     left = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
     for callback in callbacks:
-        waiting = left.get(type(callback).__name__)
-        if waiting and _state_of(callback) is not None:
-            _give_back(callback, waiting.pop(0))
+        own, name = _state_of(callback), type(callback).__name__
+        if own is not None and left.get(name):
+            with restoring(Path(STATE), f"the state of the callback {name}"):
+                _give_back(callback, left[name].pop(0), own)
     return [name for name, waiting in left.items() if waiting]
 
 
-def _give_back(callback: Any, state: dict[str, Any]) -> None:
+def _give_back(callback: Any, state: dict[str, Any], own: dict[str, Any]) -> None:
     if "state_dict" in state:
         callback.load_state_dict(state["state_dict"])
         return
-    for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
-        setattr(callback, name, value)
+    for part in ("args", "attributes"):
+        values = check(state.get(part, {}), like(own.get(part, {}), complete=False), Path(STATE))
+        for name, value in values.items():
+            if callable(getattr(type(callback), name, None)):
+                raise ValueError(f"{name} is a method")
+            setattr(callback, name, value)

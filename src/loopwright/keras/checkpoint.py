@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +9,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from ..core.checkpoint.folder import MODEL, OPTIMIZER
-from ..core.checkpoint.json_files import write_json
+from ..core.checkpoint.json_files import read_json, write_json
+from ..core.checkpoint.schema import list_of, text
 from ..errors import CheckpointError
 from .compiled_loss import keras_dtype
 from .models import named_variables
@@ -36,13 +35,7 @@ def _value(variable: Any) -> Any:
 
 def write_values(path: Path, values: Mapping[str, Any]) -> None:
     """Write arrays to a safetensors file, and their order to a second file."""
-    try:
-        save_file({name: np.array(value, order="C", copy=None) for name, value in values.items()}, str(path))
-    except SafetensorError as error:
-        for number in (errno.ENOSPC, errno.EDQUOT):
-            if f"(os error {number})" in str(error):
-                raise OSError(number, os.strerror(number)) from error
-        raise
+    save_file({name: np.array(value, order="C", copy=None) for name, value in values.items()}, str(path))
     write_json(path.with_suffix(f".{VARIABLES}"), list(values))
 
 
@@ -54,7 +47,9 @@ def read_values(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file raises many kinds of errors
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     order = path.with_suffix(f".{VARIABLES}")
-    names = json.loads(order.read_text(encoding="utf-8")) if order.is_file() else list(values)
+    names = read_json(order, list_of(text)) if order.is_file() else list(values)
+    if sorted(names) != sorted(values):
+        raise CheckpointError(f"{order} does not list the variables in {path.name}; it was damaged or changed")
     return {name: values[name] for name in names}
 
 

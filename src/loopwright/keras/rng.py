@@ -9,7 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..core.randomness import decode_numpy, decode_python, encode_numpy, encode_python
+from ..core.checkpoint.schema import record
+from ..core.randomness import NUMPY_RNG, PYTHON_RNG, decode_numpy, decode_python, encode_numpy, encode_python
+
+SAVED_RNG = record({"python": PYTHON_RNG, "numpy": NUMPY_RNG})
+"""rng.json; a backend adds the variables of its generators."""
 
 
 class RandomStreams:

@@ -10,11 +10,11 @@ from typing import Any
 from ..args.paths import working_folder
 from ..core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCHEDULER, STATE
 from ..core.checkpoint.json_files import documents_writer, read_json
+from ..core.checkpoint.schema import restoring
 from ..core.checkpoint.storage import folder_for
 from ..core.host_memory import free_memory
 from ..core.overrides import adapt
 from ..core.resume import Resuming
-from ..core.state import TrainerState
 from ..notices import logger
 from .checkpoint import (
     bytes_of,
@@ -25,6 +25,7 @@ from .checkpoint import (
     write_values,
 )
 from .part import KerasPart
+from .rng import SAVED_RNG
 
 STREAM = "tf_data"
 """The folder of a tf.data iterator's files in a checkpoint."""
@@ -128,18 +129,18 @@ class KerasSaving(KerasPart, Resuming):
 
     def resume(self, checkpoint: str) -> None:
         folder = Path(checkpoint)
-        saved = TrainerState.from_dict(read_json(folder / STATE))
         self._check_resumable(folder)
-        self._adopt_state(saved)
+        self._adopt_state(self._saved_state(folder))
         self._tell_changes(folder)
-        self._resume_progress(read_json(folder / PROGRESS))
+        self._resume_progress(folder)
         load_optimizer_values(self.trainer.optimizer, folder)
-        self.trainer.lr_scheduler.load_state_dict(read_json(folder / SCHEDULER))
+        self._resume_schedule(read_json(folder / SCHEDULER), folder / SCHEDULER)
         if (folder / STREAM).is_dir():
             self.run.stream = folder / STREAM
-        self.run.resume_rng = self.strategy.streams.from_json(read_json(folder / RNG))
-        # Restored now for an evaluation that a signal delayed, and again when training continues.
-        self.strategy.load_rng_state(self.run.resume_rng)
+        with restoring(folder / RNG, "the random state"):
+            self.run.resume_rng = self.strategy.streams.from_json(read_json(folder / RNG, SAVED_RNG))
+            # Restored now for an evaluation that a signal delayed, and again when training continues.
+            self.strategy.load_rng_state(self.run.resume_rng)
 
     def _ordered_data(self) -> bool:
         return bool(self.run.source.ordered)

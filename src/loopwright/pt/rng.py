@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.randomness import decode_numpy, decode_python, encode_numpy, encode_python
+from ..core.checkpoint.schema import count, list_of, record
+from ..core.randomness import NUMPY_RNG, PYTHON_RNG, decode_numpy, decode_python, encode_numpy, encode_python
 from ..snapshot import MORE_STREAMS
 
 # cuBLAS reads this when it starts; without it some matrix products differ between runs.
 _DETERMINISTIC_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
+
+
+_BYTES = list_of(count(most=255))
+SAVED_RNG = record({"python": PYTHON_RNG, "numpy": NUMPY_RNG, "torch": _BYTES}, {"accelerator": list_of(_BYTES)})
+"""rng.json; streams of other devices are integers."""
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

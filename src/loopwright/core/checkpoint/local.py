@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from .folder import MANIFEST, REPLACED, folder_name, is_staging, staging_name, step_in_name
-from .manifest import Manifest, damage, read_manifest
+from .manifest import Manifest, damage, read_manifest, refuse_odd_files
 
 
 class LocalStorage:
@@ -46,6 +46,8 @@ class LocalStorage:
 
     def fetch(self, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
         path = self.root / name
+        if manifest is None:
+            refuse_odd_files(path)
         return path, damage(path, manifest) if manifest else None
 
     def staging(self, step: int) -> AbstractContextManager[Path]:
@@ -54,7 +56,9 @@ class LocalStorage:
         return staging_folder(self.root, step)
 
     def publish(self, staged: Path, step: int) -> None:
-        _sync_folder(staged)
+        for path in (*staged.rglob("*"), staged):
+            if path.is_dir():
+                _sync_folder(path)
         _replace(staged, self.root / folder_name(step))
         _sync_folder(self.root)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -12,14 +11,13 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...notices import Notices, logger
+from .disk_errors import FULL, disk_error
 from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
 from .manifest import Manifest, describe
 from .reading import Unreadable
 from .rotation import to_delete
 from .storage import Place, Storage, open_storage, split_place
 from .writers import Crew, Keep, publish_together
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 Write = Callable[[Path], Any]
 """Writes the files of a checkpoint to the given folder."""
@@ -215,11 +213,16 @@ class CheckpointManager:
     def _publish(self, step: int, publish: Callable[[], None]) -> None:
         try:
             publish()
-        except OSError as error:
+        except Exception as error:  # libraries that write files raise errors of their own
+            found = disk_error(error) or (error if isinstance(error, OSError) else None)
+            if found is None:
+                raise
+            is_full = found.errno in FULL
+            advice = "Free some space" if is_full else "Check the disk and its permissions"
             raise CheckpointError(
-                f"{self.storage.place(folder_name(step))} could not be written ({error}); earlier checkpoints are "
-                "intact. Free some space or choose another output_dir, and resume from the last one"
-            ) from error
+                f"{self.storage.place(folder_name(step))} could not be written ({found}); earlier checkpoints are "
+                f"intact. {advice} or choose another output_dir, and resume from the last one"
+            ) from found
 
     def _rotate(self, keep: int | None, protect: list[int | None]) -> None:
         if not keep or keep < 0:
@@ -228,7 +231,10 @@ class CheckpointManager:
         # A checkpoint with a file named `pinned` is kept and does not count towards the limit.
         ours = [step for step, (name, *_) in complete.items() if not self.storage.holds(name, PINNED)]
         for step in to_delete(ours, keep=keep, protect=protect):
-            self.storage.remove(complete[step][0])
+            try:
+                self.storage.remove(complete[step][0])
+            except OSError as error:
+                logger.error(f"{complete[step][0]} could not be removed ({error}); it is tried again at the next save")
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -8,16 +8,16 @@ import json
 import os
 import re
 import stat
-import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...errors import CheckpointError
 from .folder import MANIFEST
-from .reading import Unreadable, bounded_content, persistent
+from .reading import Unreadable, bounded_content, kind_of_file, link_problem, persistent
+from .schema import count, list_of, maybe, named, record, text
 
 VERSION = 1
 MOST = 256 << 20
@@ -28,6 +28,16 @@ READ = re.compile(
 )
 """Names of files that change what is loaded by being there; a callback may add others to a checkpoint."""
 CHUNK = 1 << 20
+LARGEST_HEADER = 100_000_000
+"""Bytes of the largest header of a safetensors file; the library reads no larger ones either."""
+
+BOX = record({"file": text, "key": text, "offset": list_of(count()), "size": list_of(count())})
+TENSOR = record({"dtype": text, "shape": list_of(count()), "boxes": list_of(BOX)})
+SHAPE = record(
+    {"step": count(), "files": named(record({"size": count(), "sha256": text}))},
+    {"tensors": named(TENSOR), "format": text, "version": count(), "check": maybe(text)},
+)
+"""The contents of a manifest."""
 
 Entry = dict[str, Any]
 """The entry of a file or a tensor in a manifest."""
@@ -86,27 +96,18 @@ def parsed(content: bytes | str) -> Manifest | None:
     """The manifest in a file's content, or None if it is invalid or damaged."""
     try:
         values = json.loads(content)
-        manifest = Manifest(**values)
-    except (ValueError, TypeError, RecursionError):
+        is_whole = type(values) is dict and values.get("check") in (None, _check(values))
+    except (ValueError, RecursionError):
         return None
-    if not _is_valid(manifest) or manifest.check not in (None, _check(values)):
+    if not is_whole:
         return None
-    if manifest.version > VERSION:
+    if type(values.get("version")) is int and values["version"] > VERSION:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} was written by a newer version of loopwright (manifest version "
-            f"{manifest.version}, this one reads {VERSION}); update loopwright"
+            f"the checkpoint of step {values.get('step')} was written by a newer version of loopwright (manifest "
+            f"version {values['version']}, this one reads {VERSION}); update loopwright"
         )
-    return manifest
-
-
-def _is_valid(manifest: Manifest) -> bool:
-    """Whether all fields have the types that are read later."""
-    if type(manifest.step) is not int or type(manifest.version) is not int or type(manifest.files) is not dict:
-        return False
-    if type(manifest.tensors) is not dict:
-        return False
-    entries = manifest.files.values()
-    return all(type(e) is dict and type(e.get("size")) is int and type(e.get("sha256")) is str for e in entries)
+    known = {each.name for each in fields(Manifest)}
+    return Manifest(**values) if values.keys() <= known and SHAPE(values, MANIFEST) is None else None
 
 
 def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | None:
@@ -116,9 +117,10 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
         return outside
     for name, expected in manifest.files.items():
         path = folder / name
+        refuse_link(folder, name)
         size = _size(path)
-        if size is None:
-            return f"{name} is missing"
+        if isinstance(size, str):
+            return f"{name} is {size}"
         if size != expected["size"]:
             return f"{name} is {size:,} bytes, the manifest says {expected['size']:,}; it was damaged after saving"
         try:
@@ -135,13 +137,32 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
     return None
 
 
-def _size(path: Path) -> int | None:
-    """The size of a regular file; None if it is missing or something else."""
+def _size(path: Path) -> int | str:
+    """The size of a regular file, or the problem of anything else."""
     try:
         status = persistent(path.stat, path)
     except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+        return "missing"
+    return status.st_size if stat.S_ISREG(status.st_mode) else f"{kind_of_file(status.st_mode)}, not a file"
+
+
+def refuse_link(folder: Path, name: str) -> None:
+    """Raise `CheckpointError` for a file that is a link to another place."""
+    problem = link_problem(folder, name)
+    if problem is not None:
+        raise CheckpointError(f"{folder.name}: {name} {problem}")
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Raise `CheckpointError` for anything in a folder without a manifest that is not a file of its own."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        refuse_link(folder, name)
+        size = _size(path)
+        if isinstance(size, str) and not path.is_dir():
+            raise CheckpointError(f"{folder.name}: {name} is {size}")
+        if path.is_dir() and READ.search(name):
+            raise CheckpointError(f"{folder.name}: {name} is a folder, not a file")
 
 
 def names_outside(names: Iterable[str]) -> str | None:
@@ -181,7 +202,10 @@ def _hash(path: Path, *, sync: bool = False) -> str:
 def _boxes(path: Path, name: str) -> dict[str, dict[str, Any]]:
     """Every tensor of a safetensors file as one box that covers its whole shape."""
     with open(path, "rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
+        start = file.read(8)
+        size = int.from_bytes(start, "little")
+        if len(start) < 8 or size > min(LARGEST_HEADER, path.stat().st_size):
+            raise CheckpointError(f"{name} is not a safetensors file: its header has {size:,} bytes")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     return {

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
+from .disk_errors import disk_error
 from .manifest import Entry, describe, file_entry
 from .storage import Storage
 
@@ -105,9 +106,8 @@ def _attempt(crew: Crew, action: Callable[[], Any]) -> list[Any]:
         result = action()
     except Exception as raised:  # the other ranks wait, so any error is sent to them
         error = raised
-    problem = (
-        None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", getattr(error, "errno", None))
-    )
+    number = getattr(disk_error(error) or error, "errno", None)
+    problem = None if error is None else Trouble(crew.rank, f"{type(error).__name__}: {error}", number)
     found = crew.gather((problem, result))
     troubles = [trouble for trouble, _ in found if trouble is not None]
     if error is not None:

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from ...core.checkpoint.folder import RANKS
+from ...core.checkpoint.schema import maybe, named, record
 from ...snapshot import restore_rng, snapshot_rng
-from ..rng import set_seed
+from ..rng import SAVED_RNG, set_seed
 from .tensors import read_json, write_json
+
+RECORD = record({"rng": maybe(SAVED_RNG), "parts": named()})
+"""The state of one rank."""
 
 
 @dataclass
@@ -29,14 +33,14 @@ class SavingCrew:
 def keep_records(folder: Path, records: dict[int, dict[str, Any]]) -> None:
     """Write the state of each rank, one file per rank."""
     (folder / RANKS).mkdir(exist_ok=True)
-    for rank, record in records.items():
-        write_json(folder / RANKS / f"{rank:05d}.json", record)
+    for rank, state in records.items():
+        write_json(folder / RANKS / f"{rank:05d}.json", state)
 
 
 def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
     """The state that a rank saved in a checkpoint, or None if there is none."""
     path = folder / RANKS / f"{rank:05d}.json"
-    return read_json(path) if path.is_file() else None
+    return read_json(path, RECORD) if path.is_file() else None
 
 
 def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:

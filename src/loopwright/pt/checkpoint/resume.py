@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import nn
 
-from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
+from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER
+from ...core.checkpoint.schema import label, like, named, restoring
 from ...core.packing import PackedPlan
-from ...core.resume import Resuming
-from ...core.state import TrainerState
+from ...core.resume import PROGRESS_DOCUMENT, Resuming
 from ...errors import CheckpointError
 from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
 from ..part import TorchPart
-from ..rng import rng_from_json
+from ..rng import SAVED_RNG, rng_from_json
 from .module_state import ModuleState
 from .rank_state import own_random_states, record_of
 from .shards import BoxReader, slot_reader
-from .tensors import decode_schedule, plain_module, read_json, read_optimizer
+from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer
 from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
@@ -40,7 +40,9 @@ class TorchResuming(TorchPart, Resuming):
         """Load the best model: its weights, and the saved state of its modules."""
         self.strategy.load_weights(plain_module(self.model), folder)
         if self.modules is not None and (Path(folder) / PROGRESS).is_file():
-            self._resume_modules(read_json(Path(folder) / PROGRESS).get("parts", {}))
+            path = Path(folder) / PROGRESS
+            with restoring(path, "the state of the modules"):
+                self._resume_modules(read_json(path, PROGRESS_DOCUMENT)["parts"])
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class TorchResuming(TorchPart, Resuming):
     def resume(self, checkpoint: str) -> None:
         """Restore state, progress, optimizer, schedule and random states from the checkpoint."""
         folder = Path(checkpoint)
-        saved = TrainerState.from_dict(read_json(folder / STATE))
+        saved = self._saved_state(folder)
         foreign = is_foreign(folder)
         if not foreign:
             self._check_resumable(folder)
@@ -79,19 +81,34 @@ class TorchResuming(TorchPart, Resuming):
         self._adopt_state(saved)
         self._tell_changes(folder)
         if (folder / PROGRESS).is_file():
-            self._resume_progress(read_json(folder / PROGRESS))
+            self._resume_progress(folder)
         else:
             self._guess_progress()
         if foreign:
             self._resume_foreign(folder)
             return
         self._resume_optimizer(folder)
-        self.trainer.lr_scheduler.load_state_dict(decode_schedule(read_json(folder / SCHEDULER)))
-        if (folder / SCALER).is_file():
-            self.strategy.precision.load_state_dict(read_json(folder / SCALER))
-        self.run.resume_rng = self._random_states(folder)
-        # Now, for an evaluation that was pending at a signal; and again where training resumes.
-        self.strategy.load_rng_state(self.run.resume_rng)
+        with restoring(folder / SCHEDULER, "the schedule"):
+            schedule = decode_schedule(read_json(folder / SCHEDULER, named()))
+        self._resume_schedule(schedule, folder / SCHEDULER)
+        self._resume_scaler(folder / SCALER)
+        self._resume_random_states(folder)
+
+    def _resume_scaler(self, path: Path) -> None:
+        """Restore the loss scale, if the checkpoint has one."""
+        precision = self.strategy.precision
+        if path.is_file():
+            state = read_json(path, like(precision.state_dict() or {}))
+            with restoring(path, "the loss scale"):
+                precision.load_state_dict(state)
+        elif precision.state_dict() is not None:
+            self.notices.warn_once(f"{label(path)} does not exist, so the loss scale starts at its initial value")
+
+    def _resume_random_states(self, folder: Path) -> None:
+        with restoring(folder / RNG, "the random state"):
+            self.run.resume_rng = self._random_states(folder)
+            # Now, for an evaluation that was pending at a signal; and again where training resumes.
+            self.strategy.load_rng_state(self.run.resume_rng)
 
     def _resume_optimizer(self, folder: Path) -> None:
         """Load the optimizer's state; if it is sharded here or in the checkpoint, read only this rank's shards."""
@@ -105,11 +122,14 @@ class TorchResuming(TorchPart, Resuming):
                 "deepspeed= and the same number of ranks, or start a new run from its weights"
             )
         if not self.strategy.is_sharded and (folder / f"{OPTIMIZER}.safetensors").is_file():
-            self.strategy.load_optimizer(*read_optimizer(folder), self.trainer.optimizer, module)
+            described, tensors = read_optimizer(folder)
+            with restoring(folder / f"{OPTIMIZER}.json", "the optimizer"):
+                self.strategy.load_optimizer(described, tensors, self.trainer.optimizer, module)
             return
         with BoxReader(folder, OPTIMIZER).opened() as reader:
-            described = read_json(folder / f"{OPTIMIZER}.json")
-            self.strategy.load_optimizer(described, slot_reader(reader, module), self.trainer.optimizer, module)
+            described = read_description(folder, reader.names())
+            with restoring(folder / f"{OPTIMIZER}.json", "the optimizer"):
+                self.strategy.load_optimizer(described, slot_reader(reader, module), self.trainer.optimizer, module)
 
     def _random_states(self, folder: Path) -> dict[str, Any]:
         """This rank's random states; a rank that did not exist at the save gets new ones."""
@@ -118,16 +138,22 @@ class TorchResuming(TorchPart, Resuming):
         if record is not None and record["rng"] is not None:
             return rng_from_json(record["rng"])
         if rank == 0:
-            return rng_from_json(read_json(folder / RNG))
+            return rng_from_json(read_json(folder / RNG, SAVED_RNG))
+        if rank < self._ranks_then(folder):
+            raise CheckpointError(f"{folder.name} has no state of rank {rank}, which has saved it; a file is missing")
         return own_random_states(self.args.seed, rank, self.state.global_step)
 
     def _copies_then(self, folder: Path) -> int:
         """Number of ranks per part of the data in the run that saved the checkpoint."""
-        return int(read_json(folder / PROGRESS).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
+        return int(self._saved_progress(folder).get("copies", 1)) if (folder / PROGRESS).is_file() else 1
+
+    def _ranks_then(self, folder: Path) -> int:
+        """Number of parts of the data in the run that saved the checkpoint."""
+        return int(self._saved_progress(folder).get("world_size", 1)) if (folder / PROGRESS).is_file() else 1
 
     def _updates_are_as_large(self, folder: Path) -> bool:
         """Whether updates have the same size as in the run that saved the checkpoint."""
-        before = read_json(folder / ARGUMENTS)
+        before = self._saved_arguments(folder)
         if self.args.packing or before.get("packing"):  # sample counts vary, so arguments are compared
             return super()._updates_are_as_large(folder)
         return bool(self.run.plan.total_batch_size == self._samples_per_update(folder))
@@ -137,7 +163,7 @@ class TorchResuming(TorchPart, Resuming):
 
     def _samples_per_update(self, folder: Path) -> int:
         """Effective batch size of the run that saved the checkpoint."""
-        before, progress = read_json(folder / ARGUMENTS), read_json(folder / PROGRESS)
+        before, progress = self._saved_arguments(folder), self._saved_progress(folder)
         accumulation = progress.get("accumulation", before["gradient_accumulation_steps"])
         return int(before["per_device_train_batch_size"] * accumulation * progress.get("world_size", 1))
 
@@ -146,9 +172,9 @@ class TorchResuming(TorchPart, Resuming):
         folder, args = Path(checkpoint), self.args
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
             return None
-        before = read_json(folder / ARGUMENTS)
+        before = self._saved_arguments(folder)
         # The value in its arguments may have been set by a callback, which this run has not called yet.
-        then = read_json(folder / PROGRESS).get("asked_accumulation", before["gradient_accumulation_steps"])
+        then = self._saved_progress(folder).get("asked_accumulation", before["gradient_accumulation_steps"])
         before["gradient_accumulation_steps"] = then
         asked = ("per_device_train_batch_size", "gradient_accumulation_steps")
         micro_batches = args.per_device_train_batch_size * self.strategy.data_world
@@ -169,7 +195,7 @@ class TorchResuming(TorchPart, Resuming):
         folder = Path(checkpoint)
         if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file():
             return None
-        document, before = read_json(folder / PROGRESS), read_json(folder / ARGUMENTS)
+        document, before = self._saved_progress(folder), self._saved_arguments(folder)
         is_as_long = all(before.get(name) == getattr(self.args, name) for name in ("num_train_epochs", "max_steps"))
         return document["scheduled_updates"] if document.get("resized") and is_as_long else None
 
@@ -211,8 +237,9 @@ class TorchResuming(TorchPart, Resuming):
 
     def _resume_foreign(self, folder: Path) -> None:
         found = read_foreign(folder)
-        self.trainer.optimizer.load_state_dict(found["optimizer"])
-        self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
-        if found["scaler"] is not None:
-            self.strategy.precision.load_state_dict(found["scaler"])
+        with restoring(folder, "the optimizer, the schedule or the loss scale of transformers"):
+            self.trainer.optimizer.load_state_dict(found["optimizer"])
+            self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
+            if found["scaler"] is not None:
+                self.strategy.precision.load_state_dict(found["scaler"])
         self.run.resume_rng = found["rng"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +13,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...core.checkpoint.folder import MODEL, WEIGHTS
-from ...core.checkpoint.manifest import Entry, read_manifest
+from ...core.checkpoint.manifest import Entry, names_outside, read_manifest
+from ...core.checkpoint.reading import link_problem
+from ...core.checkpoint.schema import flag, list_of, maybe, named, record, restoring, text
 from ...core.checkpoint.writers import Part
 from ...errors import CheckpointError
 from .tensors import check_fit, read_json, write_tensors
@@ -23,6 +24,11 @@ INDEX = f"{MODEL}.index.json"
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 FORMATS = {name: dtype for dtype, name in NAMES.items()}
+
+
+PLACES = record({"file": maybe(text), "elsewhere": named(list_of(text, length=2)), "complete": flag})
+"""weights.json: the file with the weights, those in other files, and whether they are all of the model's."""
+INDEX_OF_FILES = record({"weight_map": named(text)})
 
 
 class Box(NamedTuple):
@@ -90,6 +96,25 @@ def write_boxes(folder: Path, stem: str, boxes: Mapping[str, Box], rank: int, wo
     return Part([file], entries)
 
 
+def files_in_index(folder: Path) -> list[str]:
+    """The files that the index of an exported model names, all of them in its folder."""
+    files = sorted(set(read_json(folder / INDEX, INDEX_OF_FILES)["weight_map"].values()))
+    check_files(folder, INDEX, files)
+    return files
+
+
+def check_files(folder: Path, document: str, names: Iterable[str]) -> None:
+    """Raise unless the files that a document names are regular ones of the checkpoint, and listed in its manifest."""
+    names, manifest = list(names), read_manifest(folder)
+    for name in names:
+        problem = "leads out of the folder" if names_outside([name]) else None
+        if problem is None and manifest is not None and name not in manifest.files:
+            problem = "is not listed in the manifest"
+        problem = problem or link_problem(folder, name) or (None if (folder / name).is_file() else "is not a file")
+        if problem is not None:
+            raise CheckpointError(f"{folder.name}/{document} names {name!r}, which {problem}")
+
+
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -112,28 +137,36 @@ class BoxReader:
 
     def _described(self, stem: str) -> dict[str, Entry]:
         if stem == MODEL.removesuffix(".safetensors") and (self.folder / WEIGHTS).is_file():
-            return self._own_names(read_json(self.folder / WEIGHTS))
+            return self._own_names(read_json(self.folder / WEIGHTS, PLACES))
         manifest = read_manifest(self.folder)
         prefix = f"{stem}.safetensors/"
         found = {}
         if manifest is not None:
-            found = {key.removeprefix(prefix): each for key, each in manifest.tensors.items() if key.startswith(prefix)}
+            found = {key.removeprefix(prefix): one for key, one in manifest.tensors.items() if key.startswith(prefix)}
+            for name in {box["file"] for entry in found.values() for box in entry["boxes"]} - manifest.files.keys():
+                raise CheckpointError(f"{self.folder.name}: its manifest has shards in {name}, which it does not list")
         return found or self._from_files(stem)
 
     def _from_files(self, stem: str) -> dict[str, Entry]:
         """Entries of files that no manifest describes: each tensor is one box."""
         files = [f"{stem}.safetensors"]
         if stem == MODEL.removesuffix(".safetensors") and (self.folder / INDEX).is_file():
-            files = sorted(set(read_json(self.folder / INDEX)["weight_map"].values()))
+            files = files_in_index(self.folder)
         if not all((self.folder / file).is_file() for file in files):
             raise CheckpointError(f"{self.folder} has no {stem}.safetensors, so there is nothing to load")
         return {key: entry for name in files for key, entry in self._in_file(name).items()}
 
     def _own_names(self, document: dict[str, Any]) -> dict[str, Entry]:
         """Entries by the module's own names, from all files."""
+        check_files(self.folder, WEIGHTS, [*([document["file"]] * (document["file"] is not None)),
+                                           *(file for file, _ in document["elsewhere"].values())])  # fmt: skip
         found = {} if document["file"] is None else self._in_file(document["file"])
         others = {file: self._in_file(file) for file, _ in document["elsewhere"].values()}
-        return {**found, **{name: others[file][key] for name, (file, key) in document["elsewhere"].items()}}
+        for name, (file, key) in document["elsewhere"].items():
+            if key not in others[file]:
+                raise CheckpointError(f"{self.folder.name}/{WEIGHTS}: {file} has no tensor {key!r} (for {name})")
+            found[name] = others[file][key]
+        return found
 
     def _in_file(self, name: str) -> dict[str, Entry]:
         found = {}
@@ -147,7 +180,7 @@ class BoxReader:
     def _find_aliases(self) -> None:
         """Collect the aliases of tensors from the files' metadata."""
         for name in {box["file"] for entry in self._entries.values() for box in entry["boxes"]}:
-            self._aliases.update(_aliases_in(self._open(name)))
+            self._aliases.update(_aliases_in(self._open(name), self.folder / name))
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries or name in self._aliases
@@ -166,26 +199,33 @@ class BoxReader:
         """A part of a tensor, read only from the boxes it overlaps."""
         entry = self._entry(name)
         if len(entry["boxes"]) == 1 and list(size) == entry["shape"] == entry["boxes"][0]["size"]:
-            return self._open(entry["boxes"][0]["file"]).get_tensor(entry["boxes"][0]["key"])
-        result = torch.empty(size, dtype=FORMATS[entry["dtype"]])
-        covered = 0
+            box = entry["boxes"][0]
+            with restoring(self.folder / box["file"], name):
+                return self._open(box["file"]).get_tensor(box["key"])
+        if entry["dtype"] not in FORMATS:
+            raise CheckpointError(f"{self.folder.name}: {name} has the type {entry['dtype']!r}, which is not supported")
+        result, filled = torch.empty(size, dtype=FORMATS[entry["dtype"]]), torch.zeros(size, dtype=torch.bool)
         for box in entry["boxes"]:
             found = _overlap(offset, size, box["offset"], box["size"])
             if found is None:
                 continue
             there, here = found
             source = self._open(box["file"])
-            values = source.get_slice(box["key"])[there] if there else source.get_tensor(box["key"])
-            result[here] = values
-            covered += values.numel()
-        if covered != math.prod(size):
+            with restoring(self.folder / box["file"], f"the shard of {name}"):
+                values = source.get_slice(box["key"])[there] if there else source.get_tensor(box["key"])
+                result[here] = values
+                filled[here] = True
+        if not bool(filled.all()):
             raise CheckpointError(
-                f"{self.folder.name}: a shard of {name} is missing (its shards cover only {covered} values)"
+                f"{self.folder.name}: a shard of {name} is missing (its shards cover only {int(filled.sum())} values)"
             )
         return result
 
     def _entry(self, name: str) -> Entry:
-        return self._entries[self._aliases.get(name, name)]
+        found = self._aliases.get(name, name)
+        if found not in self._entries:
+            raise CheckpointError(f"{self.folder} has no tensor {found!r}; a file was damaged or changed")
+        return self._entries[found]
 
     def _open(self, name: str) -> Any:
         if name not in self._files:
@@ -200,8 +240,9 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
-def _aliases_in(file: Any) -> dict[str, str]:
-    return dict(json.loads((file.metadata() or {}).get("aliases", "{}")))
+def _aliases_in(file: Any, path: Path) -> dict[str, str]:
+    with restoring(path, "the aliases"):
+        return dict(json.loads((file.metadata() or {}).get("aliases", "{}")))
 
 
 def _overlap(

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
+import math
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ...core.checkpoint.folder import OPTIMIZER
 from ...core.checkpoint.json_files import read_json, write_json
+from ...core.checkpoint.schema import (
+    LARGEST,
+    check as check_shape,
+    label,
+    like,
+    list_of,
+    named,
+    record,
+    restoring,
+    shown,
+    text,
+)
 from ...errors import CheckpointError
 from ..devices import address_of
+
+DESCRIPTION = record(
+    {
+        "groups": list_of(record({"params": list_of(text), "options": named()})),
+        "state": named(named()),
+        "extra": named(),
+    }
+)
+"""optimizer.json: the groups and states of an optimizer, with names of tensors in place of these."""
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
@@ -91,19 +111,6 @@ def copied(value: Any) -> Any:
     return copy.copy(value)
 
 
-@contextmanager
-def full_disk_is_an_os_error() -> Iterator[None]:
-    """Convert safetensors' error for a full disk, recognised by its errno, to an OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        for number in (errno.ENOSPC, errno.EDQUOT):
-            if f"(os error {number})" in str(error):
-                raise OSError(number, os.strerror(number)) from error
-        raise
-
-
-@full_disk_is_an_os_error()
 def write_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], *, keep_aliases: bool = True
 ) -> dict[str, str]:
@@ -141,9 +148,9 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
             aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
     except Exception as error:  # a damaged file fails in many ways
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
 
 
 # ---- model -----------------------------------------------------------------------------------------------------------
@@ -254,6 +261,9 @@ def decode_optimizer(
             f"the checkpoint's optimizer has {len(options)} parameter groups, but this one has "
             f"{len(current['param_groups'])}"
         )
+    for number, (group, saved) in enumerate(zip(current["param_groups"], options, strict=True)):
+        own = {f"group {number}": {name: value for name, value in group.items() if name != "params"}}
+        check_shape({f"group {number}": saved}, like(own, complete=False), Path(f"{OPTIMIZER}.json"))
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
         index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
@@ -270,7 +280,46 @@ def write_optimizer(folder: Path, described: dict[str, Any], tensors: Mapping[st
 
 
 def read_optimizer(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    return read_json(folder / f"{OPTIMIZER}.json"), read_tensors(folder / f"{OPTIMIZER}.safetensors")
+    tensors = read_tensors(folder / f"{OPTIMIZER}.safetensors")
+    return read_description(folder, tensors), tensors
+
+
+def read_description(folder: Path, tensors: Iterable[str]) -> dict[str, Any]:
+    """optimizer.json, which must name every tensor once, at its place."""
+    path = folder / f"{OPTIMIZER}.json"
+    described: dict[str, Any] = read_json(path, DESCRIPTION)
+    places = {"": described["extra"], **{f"{name}/": slots for name, slots in described["state"].items()}}
+    places.update({f"group {number}/": each["options"] for number, each in enumerate(described["groups"])})
+    named = [key for prefix, values in places.items() for name, one in values.items()
+             for key in _tensors_in(one, f"{prefix}{name}", path)]  # fmt: skip
+    missing = sorted(set(tensors) - set(named))
+    unknown = sorted(set(named) - set(tensors))
+    if missing or unknown:
+        problem = f"does not name the tensor {missing[0]!r}" if missing else f"names a tensor {unknown[0]!r}"
+        raise CheckpointError(
+            f"{label(path)} {problem} of {OPTIMIZER}.safetensors. The file was damaged or changed; resume from another "
+            "checkpoint"
+        )
+    return described
+
+
+def _tensors_in(value: Any, key: str, path: Path) -> Iterator[str]:
+    """The tensors that a described value refers to; each has the name of its place."""
+    if isinstance(value, dict) and "tensor" in value:
+        if value["tensor"] != key:
+            found = shown(value["tensor"])
+            raise CheckpointError(f"{label(path)}: {key} refers to the tensor {found}; the file was changed")
+        yield key
+    elif isinstance(value, dict):
+        with restoring(path, key):
+            pairs = list(enumerate(value["tuple"])) if "tuple" in value else [(n, one) for n, one in value["dict"]]
+        for name, one in pairs:
+            yield from _tensors_in(one, f"{key}/{name}", path)
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from _tensors_in(one, f"{key}/{index}", path)
+    elif isinstance(value, (int, float)) and (value != value or LARGEST < abs(value) < math.inf):
+        raise CheckpointError(f"{label(path)}: {key} is {shown(value)}, expected a finite number; the file was changed")
 
 
 def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from ...core.checkpoint.folder import MODEL, MODULE, WEIGHTS
 from ...core.checkpoint.json_files import read_json, write_json
 from ...errors import CheckpointError
 from .conversion import from_exported, is_pretrained, is_sharded_class, reads_own_names, skeleton
-from .shards import INDEX, BoxReader, HeldTensors, fill
-from .tensors import full_disk_is_an_os_error, host_copy, read_tensors, some, write_tensors
+from .shards import INDEX, PLACES, BoxReader, HeldTensors, files_in_index, fill
+from .tensors import host_copy, read_tensors, some, write_tensors
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -42,7 +41,6 @@ def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return host_copy(tensors) if any(tensor.device.type != "cpu" for tensor in tensors.values()) else tensors
 
 
-@full_disk_is_an_os_error()
 def _save_pretrained(model: Any, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Call the model's `save_pretrained`, without its progress bar."""
     try:
@@ -153,7 +151,7 @@ def load_weights(model: nn.Module, folder: str | Path, *, strict: bool = True) -
     if is_exported(folder) and (folder / ADAPTER).is_file() and is_adapter(model):
         _load_adapter(model, folder)
         return
-    complete = not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS)["complete"]
+    complete = not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS, PLACES)["complete"]
     with saved_weights(model, folder) as reader:
         fill(model, reader, strict=strict and complete, optional=_optional(model) if is_exported(folder) else "")
 
@@ -166,7 +164,7 @@ def is_exported(folder: Path) -> bool:
 
 def partly_saved_names(folder: Path) -> frozenset[str]:
     """The names in a checkpoint that does not hold the whole model, such as that of an adapter; otherwise empty."""
-    if not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS)["complete"]:
+    if not (folder / WEIGHTS).is_file() or read_json(folder / WEIGHTS, PLACES)["complete"]:
         return frozenset()
     with BoxReader(folder, "model").opened() as reader:
         return frozenset(reader.names())
@@ -191,8 +189,7 @@ def _optional(model: Any) -> str:
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX).is_file():
-        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        return {name: tensor for file in sorted(files) for name, tensor in read_tensors(folder / file).items()}
+        return {name: tensor for file in files_in_index(folder) for name, tensor in read_tensors(folder / file).items()}
     if (folder / MODEL).is_file():
         return read_tensors(folder / MODEL)
     raise CheckpointError(f"{folder} has no {MODEL}, so there are no weights to load")

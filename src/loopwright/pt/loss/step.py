@@ -6,11 +6,14 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...args.paths import working_folder
+from ...core.checkpoint.folder import PROGRESS
+from ...core.checkpoint.schema import check
 from ...core.incident import write_incident
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
@@ -25,6 +28,7 @@ from .incident import bad_weights, examine
 from .learning import LossLearning
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
+from .saved_parts import PARTS
 from .splitter import BatchSplitter, CannotSplit
 from .targets import USES_ITEMS, LossKind, check_has_gradient, count_samples
 
@@ -358,6 +362,7 @@ class TorchLoss(LossLearning):
         return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
+        check(states, PARTS, Path(PROGRESS))
         self.run.micro_split = states.get("micro_split", 1)
         loss = states.get("loss")
         if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.run.accounting.is_claimed:
