@@ -98,6 +98,7 @@ class BaseArguments(
     def settle(self) -> None:
         """Translate old names, parse, derive and check all values; raises one error with all problems."""
         problems = Problems()
+        self._refuse_arrays(problems)
         apply_legacy(self, problems)
         self._read_fields(problems)
         derive(self, problems)
@@ -109,6 +110,14 @@ class BaseArguments(
 
     def settle_framework(self, problems: Problems) -> None:
         """Add problems for what a framework does not support; overridden by the framework's arguments."""
+
+    def _refuse_arrays(self, problems: Problems) -> None:
+        """Add a problem for arrays and tensors: no argument is one, and most comparisons with one raise."""
+        for name in specs(type(self)):
+            value = getattr(self, name)
+            if isinstance(getattr(value, "shape", None), tuple) and tuple(value.shape):
+                problems.add(f"{name}: a {type(value).__name__} of shape {tuple(value.shape)} is not an argument", name)
+                setattr(self, name, UNSET if specs(type(self))[name].row is not None else None)
 
     def _read_fields(self, problems: Problems) -> None:
         for name, spec in specs(type(self)).items():

@@ -45,6 +45,13 @@ def shown(name: str, value: Any) -> str:
     """'name=value' for a message, shortened and with secrets masked."""
     if name.endswith("_token"):
         return f"{name}=..."
-    text = repr(value.value if isinstance(value, Enum) else value)
-    text = masked_text(text)
-    return f"{name}={text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}"
+    return f"{name}={short(value.value if isinstance(value, Enum) else value)}"
+
+
+def short(value: Any) -> str:
+    """The repr of a value for a message, shortened and with secrets masked; its type if it has none."""
+    try:
+        text = masked_text(repr(value))
+    except Exception:  # a value of the user's may raise anything, and an int has too many digits to print
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."
