@@ -49,7 +49,7 @@ def accepted(names: list[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         for label in VALUES:
             try:
-                meaning = repr(sorted(arguments(name, label).to_dict().items(), key=str))
+                meaning = arguments(name, label).to_json_string()
             except LoopwrightError:
                 continue
             if meaning not in seen:

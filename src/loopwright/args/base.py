@@ -177,13 +177,15 @@ class BaseArguments(
 
     def to_json_string(self) -> str:
         """All arguments as JSON."""
-        return json.dumps(without_secrets(self.to_dict()), indent=2, default=str)
+        return json.dumps(without_secrets(self.to_dict()), indent=2, default=_as_text)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """All arguments as numbers, booleans and strings, for trackers that accept nothing else."""
         sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         values = {**without_secrets(self.to_dict()), **sizes}
-        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
+        return {
+            name: value if type(value) in (bool, int, float, str) else _as_text(value) for name, value in values.items()
+        }
 
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(without_secrets(self.to_dict()).items()))
@@ -201,6 +203,14 @@ def _accepted_names(init: Callable[..., None]) -> frozenset[str] | None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def _as_text(value: Any) -> str:
+    """str() of a value, or its type if that raises."""
+    try:
+        return str(value)
+    except Exception:  # the value is the user's
+        return f"<{type(value).__name__}>"
 
 
 def _masked(name: str, value: Any) -> Any:

@@ -101,11 +101,10 @@ def whole_steps(args: BaseArguments) -> None:
             setattr(args, name, int(value))
 
 
-@derivation("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-def optimizer_numbers(args: OptimizerArgs) -> None:
-    """Numbers of the optimizer are float: torch refuses betas of which one is an int."""
-    for name in ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
-        setattr(args, name, float(getattr(args, name)))
+@derivation("adam_beta1", "adam_beta2")
+def betas(args: OptimizerArgs) -> None:
+    """Betas are float: torch refuses those of which one is an int."""
+    args.adam_beta1, args.adam_beta2 = float(args.adam_beta1), float(args.adam_beta2)
 
 
 @derivation("eval_strategy", "do_eval")

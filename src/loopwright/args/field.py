@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import os
@@ -150,10 +151,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean ...?' if one of the names is similar, else an empty string."""
-    given = str(name)
-    if len(given) > LONGEST_NAME:
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
         return ""
-    close = get_close_matches(given, list(names), n=1, cutoff=0.6)
+    close = get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -230,6 +230,25 @@ def path_or_flag(value: Any) -> str | None:
 def text_or_false(value: Any) -> str | None:
     """Text, or False."""
     return None if isinstance(value, str) or value is False else "must be text, or False"
+
+
+def names_or_pattern(value: Any) -> str | None:
+    """Text, or a list of texts."""
+    return None if isinstance(value, str) or list_of_names(value) is None else "must be text, or a list of names"
+
+
+def names_or_flag(value: Any) -> str | None:
+    """Text, a list of texts, True or False."""
+    fits = isinstance(value, bool | str) or list_of_names(value) is None
+    return None if fits else "must be text, a list of names, True or False"
+
+
+def configuration(value: Any) -> str | None:
+    """A dict with texts as keys, text, a path, or an object with options as attributes."""
+    if isinstance(value, Mapping):
+        return options(value)
+    plain = isinstance(value, bool | numbers.Number | bytes | list | tuple | set | type) or inspect.isroutine(value)
+    return "must be a dict of options, an object with them, text or a path" if plain else None
 
 
 def options(value: Any) -> str | None:

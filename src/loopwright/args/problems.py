@@ -9,6 +9,7 @@ from ..errors import ArgumentsError, NotAvailable
 from .secrets import masked_text
 
 LONGEST_VALUE = 80
+LONGEST_PROBLEM = 1000
 
 
 class Problems:
@@ -21,7 +22,8 @@ class Problems:
 
     def add(self, text: str, *names: str) -> None:
         """Add a problem; rules that depend on the named fields are skipped from now on."""
-        self.found.append(masked_text(text))
+        shortened = text if len(text) <= LONGEST_PROBLEM else f"{text[:600]} ... {text[-300:]}"
+        self.found.append(masked_text(shortened))
         self.broken.update(names)
 
     def concern(self, names: tuple[str, ...]) -> bool:
