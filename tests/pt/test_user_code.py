@@ -40,8 +40,9 @@ def test_an_item_of_the_dataset(workers: int) -> None:
             raise FileNotFoundError("no image")
         return DATA[index % 8]
 
+    options = {"per_device_train_batch_size": 250, "max_steps": 4, "dataloader_num_workers": workers}
     with pytest.raises(FileNotFoundError, match="no image") as caught:
-        train(data=Samples(1000, item), options={"max_steps": 200, "dataloader_num_workers": workers})
+        train(data=Samples(1000, item), options=options)
     note = note_of(caught.value)
     assert "item 986 of the" in note and "try dataset[986] alone" in note and "at step " in note
 
@@ -65,7 +66,7 @@ def test_a_stream() -> None:
     assert "the training dataset, in sample 1 of a batch, at step 2" in note_of(caught.value)
     with pytest.raises(OSError, match="closed") as caught:
         train(data=Stream(lambda: breaks_after(5)), options={"dataloader_num_workers": 1})
-    assert "the loader of the training data at step 1" in note_of(caught.value)
+    assert "sample 5 of the dataset's stream in a worker; at step 1" in note_of(caught.value)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

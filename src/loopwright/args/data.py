@@ -15,7 +15,10 @@ class DataArgs(Group):
 
     dataloader_drop_last: bool = arg(False, "Drop the last batch of an epoch if it is incomplete.")
     dataloader_num_workers: int = arg(
-        0, ("Number of data loading worker processes; 0 loads in the main process."), check=between(0, 4096), ranks="any"
+        0,
+        ("Number of data loading worker processes; 0 loads in the main process."),
+        check=between(0, 4096),
+        ranks="any",
     )
     dataloader_pin_memory: bool = arg(
         True, "Use pinned host memory, from which copies to the device are faster.", ranks="any"
