@@ -144,16 +144,14 @@ class Updating(LoopActions):
         events.fire("on_optimizer_step")
         self.run.learning_rate = self.trainer._get_learning_rate()
         if moved and not self.run.schedule_follows_metric:
-            self._schedule_step()
+            try:
+                self.trainer.lr_scheduler.step()
+            except Exception as error:  # the schedule may be the user's; re-raised with a note
+                name = type(self.trainer.lr_scheduler).__name__
+                add_note(error, f"the step of the schedule {name}", when=self.moment(1))
+                raise
         self.run.meter.add(loss, norm if moved else None)  # a step skipped by loss scaling has an overflowed norm
         strategy.zero_grad()
-
-    def _schedule_step(self) -> None:
-        try:
-            self.trainer.lr_scheduler.step()
-        except Exception as error:  # the schedule may be the user's; re-raised with a note
-            add_note(error, f"the step of the schedule {type(self.trainer.lr_scheduler).__name__}", when=self.moment(1))
-            raise
 
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
         trainer = self.trainer

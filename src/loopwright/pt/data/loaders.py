@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,17 +71,18 @@ class OrderedSampler(Sampler[Any]):
         return rounds * size + min(max(rest - rank * size, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._places(self.epoch, self.start, with_position=self.with_position)
+        return chain.from_iterable(self._lists(self.epoch, self.start, with_position=self.with_position))
 
-    def _places(self, epoch: int, start: int, *, with_position: bool) -> Iterator[Any]:
-        """The indices of this rank, listed a few thousand at a time; for workers with epoch and position."""
+    def _lists(self, epoch: int, start: int, *, with_position: bool) -> Iterator[list[Any]]:
+        """The indices of this rank, a few thousand in a list; for workers with epoch and position."""
         for indices, positions in self.order.places(epoch, start):
             own = self._is_own(positions - start)
             chosen = indices[own].tolist()
             if with_position:
-                yield from ((index, epoch, place) for index, place in zip(chosen, positions[own].tolist(), strict=True))
+                places = positions[own].tolist()
+                yield [(index, epoch, place) for index, place in zip(chosen, places, strict=True)]
             else:
-                yield from chosen
+                yield chosen
 
     def _is_own(self, rows: Any) -> Any:
         """Which rows, counted from the start, belong to this rank: every world-th block of a batch's size."""
