@@ -85,6 +85,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tf.trainer": ("TFTrainer",),
     "errors": (
         "ArgumentsError",
+        "BusyError",
         "CheckpointError",
         "DataError",
         "LoopwrightError",
@@ -278,6 +279,7 @@ if TYPE_CHECKING:
     )
     from .errors import (
         ArgumentsError as ArgumentsError,
+        BusyError as BusyError,
         CheckpointError as CheckpointError,
         DataError as DataError,
         LogError as LogError,

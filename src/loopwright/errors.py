@@ -12,6 +12,8 @@ LoopwrightError
  ├─ MetricError (KeyError)             a requested metric that evaluation does not return
  ├─ NonFiniteError (ArithmeticError)   loss or gradients became NaN or infinite, with on_nonfinite='raise'
  ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not match the model
+ ├─ LogError (TypeError)               a value that cannot be written to a log or a file
+ ├─ BusyError (RuntimeError)           train() while the same trainer is training
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  └─ OutputError (OSError)              the output folder cannot be written
 """
@@ -89,6 +91,10 @@ class MetricError(LoopwrightError, KeyError):
 
 class LogError(LoopwrightError, TypeError):
     """A value in a log, a metric or the state of a callback that cannot be written to a file."""
+
+
+class BusyError(LoopwrightError, RuntimeError):
+    """A call of `train()` while the same trainer is training."""
 
 
 class NonFiniteError(LoopwrightError, ArithmeticError):

@@ -86,7 +86,7 @@ def test_an_error_says_where_it_comes_from() -> None:
 
     with pytest.raises(KeyError) as caught:
         handler(Breaks()).fire("on_log", logs={})
-    assert caught.value.__notes__ == ["raised in the callback Breaks.on_log at step 7"]
+    assert caught.value.__notes__ == ["raised in the callback Breaks.on_log at step 7, epoch 0; given: {logs: {}}"]
 
 
 def test_a_returned_control_is_adopted() -> None:

@@ -262,7 +262,7 @@ def test_an_error_in_a_callback_says_where_it_was(output_dir: str) -> None:
 
     with pytest.raises(ValueError) as caught:
         trainer_of(output_dir, Interfering("on_optimizer_step", 3, fail)).train()
-    assert caught.value.__notes__ == ["raised in the callback Interfering.on_optimizer_step at step 2"]
+    assert caught.value.__notes__ == ["raised in the callback Interfering.on_optimizer_step at step 2, epoch 0.5714"]
 
 
 # ---- changes while training ------------------------------------------------------------------------------------------

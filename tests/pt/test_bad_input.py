@@ -297,7 +297,7 @@ def test_an_error_in_a_callback_names_callback_event_and_step(tmp_path: Path) ->
 
     with pytest.raises(ValueError, match="broken") as caught:
         train(callbacks=[Breaks()], options={"save_steps": 1})
-    assert caught.value.__notes__ == ["raised in the callback Breaks.on_step_end at step 2"]
+    assert caught.value.__notes__ == ["raised in the callback Breaks.on_step_end at step 2, epoch 2"]
     assert (tmp_path / "run/checkpoint-1/manifest.json").is_file()
     assert not list((tmp_path / "run").glob(".checkpoint*"))
 

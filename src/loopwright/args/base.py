@@ -98,6 +98,7 @@ class BaseArguments(
     def settle(self) -> None:
         """Translate old names, parse, derive and check all values; raises one error with all problems."""
         problems = Problems()
+        self._refuse_arrays(problems)
         apply_legacy(self, problems)
         self._read_fields(problems)
         derive(self, problems)
@@ -109,6 +110,14 @@ class BaseArguments(
 
     def settle_framework(self, problems: Problems) -> None:
         """Add problems for what a framework does not support; overridden by the framework's arguments."""
+
+    def _refuse_arrays(self, problems: Problems) -> None:
+        """Add a problem for arrays and tensors: no argument is one, and most comparisons with one raise."""
+        for name in specs(type(self)):
+            value = getattr(self, name)
+            if isinstance(getattr(value, "shape", None), tuple) and tuple(value.shape):
+                problems.add(f"{name}: a {type(value).__name__} of shape {tuple(value.shape)} is not an argument", name)
+                setattr(self, name, UNSET if specs(type(self))[name].row is not None else None)
 
     def _read_fields(self, problems: Problems) -> None:
         for name, spec in specs(type(self)).items():
@@ -168,13 +177,15 @@ class BaseArguments(
 
     def to_json_string(self) -> str:
         """All arguments as JSON."""
-        return json.dumps(without_secrets(self.to_dict()), indent=2, default=str)
+        return json.dumps(without_secrets(self.to_dict()), indent=2, default=_as_text)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """All arguments as numbers, booleans and strings, for trackers that accept nothing else."""
         sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         values = {**without_secrets(self.to_dict()), **sizes}
-        return {name: value if type(value) in (bool, int, float, str) else str(value) for name, value in values.items()}
+        return {
+            name: value if type(value) in (bool, int, float, str) else _as_text(value) for name, value in values.items()
+        }
 
     def __str__(self) -> str:
         lines = "".join(f"  {name}={value!r},\n" for name, value in sorted(without_secrets(self.to_dict()).items()))
@@ -192,6 +203,14 @@ def _accepted_names(init: Callable[..., None]) -> frozenset[str] | None:
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def _as_text(value: Any) -> str:
+    """str() of a value, or its type if that raises."""
+    try:
+        return str(value)
+    except Exception:  # the value is the user's
+        return f"<{type(value).__name__}>"
 
 
 def _masked(name: str, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, list_of_names, non_negative, positive, whole_lengths
+from .field import Group, arg, between, list_of_names, positive, whole_lengths
 
 
 @dataclass
@@ -15,7 +15,10 @@ class DataArgs(Group):
 
     dataloader_drop_last: bool = arg(False, "Drop the last batch of an epoch if it is incomplete.")
     dataloader_num_workers: int = arg(
-        0, ("Number of data loading worker processes; 0 loads in the main process."), check=non_negative, ranks="any"
+        0,
+        ("Number of data loading worker processes; 0 loads in the main process."),
+        check=between(0, 4096),
+        ranks="any",
     )
     dataloader_pin_memory: bool = arg(
         True, "Use pinned host memory, from which copies to the device are faster.", ranks="any"

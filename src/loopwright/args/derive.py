@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from .distributed import DistributedArgs, read_accelerator_config
 from .duration import DurationArgs
+from .field import list_of_names
 from .hub import HubArgs
 from .logging import LoggingArgs
 from .memory import MemoryArgs
 from .names import DebugOption, IntervalStrategy, SaveStrategy, SchedulerType
+from .optimizer import OptimizerArgs
 from .paths import plain_path
-from .problems import Problems
+from .problems import Problems, short
 from .saving import SavingArgs
 from .script import ScriptArgs
 from .tracking import TrackingArgs, named_trackers
@@ -70,13 +72,18 @@ def token_count(args: LoggingArgs) -> None:
 def debug_options(args: ScriptArgs) -> None:
     """A list of options, from a string of names."""
     words = args.debug.split() if isinstance(args.debug, str) else args.debug or []
+    if list_of_names(words) is not None:
+        raise ValueError(f"{short(words)} is neither text nor a list of names")
     args.debug = [DebugOption(word) for word in words]
 
 
 @derivation("report_to")
 def trackers(args: TrackingArgs) -> None:
     """A list of names, from a name, 'all' or 'none'."""
-    args.report_to = named_trackers(args.report_to)
+    names = [args.report_to] if isinstance(args.report_to, str) else args.report_to or []
+    if list_of_names(names) is not None:
+        raise ValueError(f"{short(names)} is neither a name nor a list of names")
+    args.report_to = named_trackers(names)
 
 
 @derivation("accelerator_config")
@@ -92,6 +99,12 @@ def whole_steps(args: BaseArguments) -> None:
         value = getattr(args, name)
         if value is not None and value == int(value):
             setattr(args, name, int(value))
+
+
+@derivation("adam_beta1", "adam_beta2")
+def betas(args: OptimizerArgs) -> None:
+    """Betas are float: torch refuses those of which one is an int."""
+    args.adam_beta1, args.adam_beta2 = float(args.adam_beta1), float(args.adam_beta2)
 
 
 @derivation("eval_strategy", "do_eval")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, nearest, positive
+from .field import Group, arg, configuration, names_or_flag, nearest, positive
 
 
 @dataclass
@@ -26,15 +26,21 @@ class DistributedArgs(Group):
         choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl"),
     )
     ddp_timeout: int = arg(1800, "Timeout in seconds for collective operations.", check=positive)
-    fsdp: str | None = arg(None, "Shard parameters across ranks with FSDP.", as_given=True, nargs="?", const=True)
-    fsdp_config: dict[str, Any] | str | None = arg(None, "FSDP options, as a dict, JSON or the path of a JSON file.")
+    fsdp: str | None = arg(
+        None, "Shard parameters across ranks with FSDP.", as_given=True, nargs="?", const=True, check=names_or_flag
+    )
+    fsdp_config: dict[str, Any] | str | None = arg(
+        None, "FSDP options, as a dict, JSON or the path of a JSON file.", check=configuration
+    )
     deepspeed: dict[str, Any] | str | None = arg(
-        None, "DeepSpeed configuration, as a dict, JSON or the path of a JSON file."
+        None, "DeepSpeed configuration, as a dict, JSON or the path of a JSON file.", check=configuration
     )
     accelerator_config: dict[str, Any] | str | AcceleratorConfig | None = arg(
         None, "How batches are distributed and copied: a dict with the keys of AcceleratorConfig, JSON or a JSON file."
     )
-    parallelism_config: dict[str, Any] | str | None = arg(None, "Sizes of the parallel dimensions.")
+    parallelism_config: dict[str, Any] | str | None = arg(
+        None, "Sizes of the parallel dimensions.", check=configuration
+    )
 
 
 @dataclass

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, get_type_hints
@@ -36,6 +38,12 @@ class Unset:
 
 
 UNSET: Any = Unset()
+
+LONGEST_NAME = 100
+"""Characters of a name that is compared with others: the time of a comparison grows with the square of the length."""
+
+
+LONGEST_PATH = 4096
 
 
 class Help(str):
@@ -143,7 +151,9 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """'; did you mean ...?' if one of the names is similar, else an empty string."""
-    close = get_close_matches(str(name), list(names), n=1, cutoff=0.6)
+    if not isinstance(name, str) or len(name) > LONGEST_NAME:
+        return ""
+    close = get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -151,8 +161,13 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """A finite real number, and not True or False."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite real number of the range of floats, and not True or False."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def positive(value: Any) -> str | None:
@@ -202,6 +217,44 @@ def list_of_names(value: Any) -> str | None:
     """A list of strings."""
     is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
     return None if is_list else "must be a list of names"
+
+
+def path_or_flag(value: Any) -> str | None:
+    """A path, True or False."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, bool) or (isinstance(text, str) and "\0" not in text and len(text) <= LONGEST_PATH):
+        return None
+    return f"must be a path of at most {LONGEST_PATH:,} characters, True or False"
+
+
+def text_or_false(value: Any) -> str | None:
+    """Text, or False."""
+    return None if isinstance(value, str) or value is False else "must be text, or False"
+
+
+def names_or_pattern(value: Any) -> str | None:
+    """Text, or a list of texts."""
+    return None if isinstance(value, str) or list_of_names(value) is None else "must be text, or a list of names"
+
+
+def names_or_flag(value: Any) -> str | None:
+    """Text, a list of texts, True or False."""
+    fits = isinstance(value, bool | str) or list_of_names(value) is None
+    return None if fits else "must be text, a list of names, True or False"
+
+
+def configuration(value: Any) -> str | None:
+    """A dict with texts as keys, text, a path, or an object with options as attributes."""
+    if isinstance(value, Mapping):
+        return options(value)
+    plain = isinstance(value, bool | numbers.Number | bytes | list | tuple | set | type) or inspect.isroutine(value)
+    return "must be a dict of options, an object with them, text or a path" if plain else None
+
+
+def options(value: Any) -> str | None:
+    """A dict whose keys are text."""
+    is_dict = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return None if is_dict else "must be a dict of options, or JSON text of one"
 
 
 def names_in(*allowed: str) -> Check:

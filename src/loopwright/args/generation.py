@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .field import Group, arg, positive
+from .field import Group, arg, configuration, positive
 
 
 @dataclass
@@ -22,5 +22,5 @@ class GenerationArgs(Group):
     )
     generation_num_beams: int | None = arg(None, "Number of beams; defaults to the model's own.", check=positive)
     generation_config: Path | str | Any | None = arg(
-        None, "A GenerationConfig, or the name or path of one.", as_given=True
+        None, "A GenerationConfig, or the name or path of one.", as_given=True, check=configuration
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .field import Group, arg, non_negative, positive
+from .field import Group, arg, non_negative, options, positive
 
 
 @dataclass
@@ -16,7 +16,9 @@ class MemoryArgs(Group):
 
     gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass instead of storing them.")
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
-        None, "Options for gradient checkpointing, as a dict or as JSON; policy=selective keeps matmuls and attention."
+        None,
+        "Options for gradient checkpointing, as a dict or as JSON; policy=selective keeps matmuls and attention.",
+        check=options,
     )
     torch_compile: bool = arg(False, "Compile the model with torch.compile, each repeated block in place.")
     torch_compile_backend: str | None = arg(
@@ -32,7 +34,9 @@ class MemoryArgs(Group):
         None, "Recompilations allowed before the run reports which input changed.", check=non_negative
     )
     use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.")
-    liger_kernel_config: dict[str, Any] | str | None = arg(None, "Options for Liger kernels, as a dict or as JSON.")
+    liger_kernel_config: dict[str, Any] | str | None = arg(
+        None, "Options for Liger kernels, as a dict or as JSON.", check=options
+    )
     use_cache: bool = arg(False, "Let the model return its key-value cache in training.")
     torch_empty_cache_steps: int | None = arg(
         None, "Updates between two releases of the device's unused cached memory.", check=positive

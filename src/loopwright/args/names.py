@@ -6,6 +6,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from .field import nearest
+from .problems import short
 
 
 class Name(StrEnum):
@@ -18,7 +19,7 @@ class Name(StrEnum):
         valid = [member.value for member in cls]
         if value is False and "no" in valid:  # YAML reads a bare `no` as false
             return cls("no")
-        raise ValueError(f"{value!r} is not one of {', '.join(valid)}{nearest(str(value), valid)}")
+        raise ValueError(f"{short(value)} is not one of {', '.join(valid)}{nearest(str(value), valid)}")
 
 
 class IntervalStrategy(Name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, between, non_negative
+from .field import Group, arg, between, names_or_pattern, non_negative
 from .names import OptimizerNames
 
 
@@ -22,6 +22,8 @@ class OptimizerArgs(Group):
     adam_beta2: float = arg(0.999, "Adam's beta2.", check=between(0, 1, below=True))
     adam_epsilon: float = arg(1e-8, "Adam's epsilon.", check=non_negative)
     optim_target_modules: None | str | list[str] = arg(
-        None, "Modules for low-rank optimizers (GaLore, APOLLO): names, a regular expression, or 'all-linear'."
+        None,
+        "Modules for low-rank optimizers (GaLore, APOLLO): names, a regular expression, or 'all-linear'.",
+        check=names_or_pattern,
     )
     max_grad_norm: float = arg(1.0, "Maximum gradient norm for clipping; 0 disables it.", check=non_negative)

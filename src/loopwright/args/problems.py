@@ -9,6 +9,7 @@ from ..errors import ArgumentsError, NotAvailable
 from .secrets import masked_text
 
 LONGEST_VALUE = 80
+LONGEST_PROBLEM = 1000
 
 
 class Problems:
@@ -21,7 +22,8 @@ class Problems:
 
     def add(self, text: str, *names: str) -> None:
         """Add a problem; rules that depend on the named fields are skipped from now on."""
-        self.found.append(masked_text(text))
+        shortened = text if len(text) <= LONGEST_PROBLEM else f"{text[:600]} ... {text[-300:]}"
+        self.found.append(masked_text(shortened))
         self.broken.update(names)
 
     def concern(self, names: tuple[str, ...]) -> bool:
@@ -45,6 +47,13 @@ def shown(name: str, value: Any) -> str:
     """'name=value' for a message, shortened and with secrets masked."""
     if name.endswith("_token"):
         return f"{name}=..."
-    text = repr(value.value if isinstance(value, Enum) else value)
-    text = masked_text(text)
-    return f"{name}={text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + '...'}"
+    return f"{name}={short(value.value if isinstance(value, Enum) else value)}"
+
+
+def short(value: Any) -> str:
+    """The repr of a value for a message, shortened and with secrets masked; its type if it has none."""
+    try:
+        text = masked_text(repr(value))
+    except Exception:  # a value of the user's may raise anything, and an int has too many digits to print
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 3] + "..."

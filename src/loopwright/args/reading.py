@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 
 from .field import Spec, one_of
 from .names import Name
+from .problems import short
 
 Reader = Callable[[Any], Any]
 """Converts a given value to the declared type; raises ValueError with the problem."""
@@ -54,7 +55,7 @@ def read_bool(value: Any) -> bool:
     """True or False, also as text or as 0 and 1."""
     word = str(value).strip().lower()
     if word not in _WORDS:
-        raise ValueError(f"{value!r} is not True or False")
+        raise ValueError(f"{short(value)} is not True or False")
     return _WORDS[word]
 
 
@@ -62,20 +63,22 @@ def read_int(value: Any) -> int:
     """An integer, also as text or as a float without a fraction."""
     number = read_float(value)
     if number != int(number):
-        raise ValueError(f"{value!r} is not an integer")
+        raise ValueError(f"{short(value)} is not an integer")
+    if abs(int(number)) >= 2**63:
+        raise ValueError(f"{short(value)} is not an integer of 64 bits")
     return int(number)
 
 
 def read_float(value: Any) -> float:
     """A finite number, also as text (YAML reads 5e-5 as text); integers keep their type."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
     try:
         number = value if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several numbers
         number = None
+    if isinstance(value, numbers.Integral) and number is not None and not isinstance(value, bool):
+        return int(value)
     if number is None or isinstance(number, bool) or number - number != 0:  # the last: infinities and NaN
-        raise ValueError(f"{value!r} is not a finite number")
+        raise ValueError(f"{short(value)} is not a finite number")
     return number
 
 
@@ -83,9 +86,12 @@ def read_str(value: Any) -> str:
     """Text, or a path as text."""
     if isinstance(value, Enum):
         value = value.value
-    if isinstance(value, str | os.PathLike):
-        return str(os.fspath(value))
-    raise ValueError(f"{value!r} is not text")
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise ValueError(f"{short(value)} is not text")
+    if "\0" in text:
+        raise ValueError(f"{short(value)} contains a NUL character")
+    return str(text)
 
 
 def read_dict(value: Any) -> Any:
@@ -98,16 +104,17 @@ def read_dict(value: Any) -> Any:
     try:
         return {key: _plain(item) for key, item in json.loads(text).items()}
     except (json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"{value!r} does not hold a JSON object: {error}") from None
+        raise ValueError(f"{short(value)} does not hold a JSON object: {error}") from None
 
 
 def _text_of(path: str) -> str:
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
             return file.read()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or type(error).__name__
         raise ValueError(
-            f"{path!r} is neither JSON text starting with '{{' nor a readable JSON file: {error}"
+            f"{short(path)} is neither JSON text starting with '{{' nor a readable JSON file: {reason}"
         ) from None
 
 

@@ -205,7 +205,7 @@ def sharding_makes_sense(args: DistributedArgs) -> str | None:
         return None
     try:
         read_fsdp(args.fsdp, args.fsdp_config)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         return f"fsdp, fsdp_config: {error}"
     return None
 
@@ -215,7 +215,7 @@ def parallel_sizes_make_sense(args: DistributedArgs) -> str | None:
     """Parallel dimensions must be known, with integer sizes."""
     try:
         read_parallelism(args.parallelism_config)
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         return f"parallelism_config: {error}"
     return None
 

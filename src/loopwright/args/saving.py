@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .field import Group, arg, positive, steps_or_share
+from .field import Group, arg, path_or_flag, positive, steps_or_share
 from .names import SaveStrategy
 
 
@@ -39,5 +39,8 @@ class SavingArgs(Group):
     ignore_data_skip: bool = arg(False, "When resuming, restart the epoch's data instead of continuing within it.")
     restore_callback_states_from_checkpoint: bool = arg(True, "When resuming, restore the saved state of callbacks.")
     resume_from_checkpoint: str | None = arg(
-        None, "The checkpoint to resume from, or True for the last one in output_dir.", as_given=True
+        None,
+        "The checkpoint to resume from, or True for the last one in output_dir.",
+        check=path_or_flag,
+        as_given=True,
     )

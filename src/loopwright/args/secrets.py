@@ -7,9 +7,9 @@ import re
 MASK = "<masked>"
 NAMES = re.compile(r"(^|[-_.])(token|key|password|passwd|pwd|secret|auth|credentials?)$", re.IGNORECASE)
 """Names of options and parameters whose value is a secret."""
-CREDENTIALS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
-"""The user and password of a URL."""
-PARAMETERS = re.compile(r"([?&;]([^=&;#\s]+)=)([^&;#\s]+)")
+CREDENTIALS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{0,30}://)[^/\s@]+@")
+"""The user and password of a URL. Lengths are bounded, so that the time of a search grows with the text only."""
+PARAMETERS = re.compile(r"([?&;]([^?=&;#\s]+)=)([^&;#\s]+)")
 """The parameters of a URL."""
 TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{16,}|AKIA[0-9A-Z]{16})\b")
 """Tokens that are known by their form: Hugging Face, GitHub, OpenAI, AWS."""

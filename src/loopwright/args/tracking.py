@@ -9,7 +9,7 @@ from datetime import datetime
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from .field import Group, arg
+from .field import Group, arg, text_or_false
 from .paths import working_folder
 
 SERVED = ("tensorboard",)
@@ -56,7 +56,7 @@ class TrackingArgs(Group):
     trackio_space_id: str | None = arg(None, "The Space that shows Trackio's metrics live.", ranks="any")
     trackio_bucket_id: str | None = arg(None, "The bucket behind a Trackio Space.", ranks="any")
     trackio_static_space_id: str | None | Literal[False] = arg(
-        None, "A read-only Trackio Space; False for none.", ranks="any"
+        None, "A read-only Trackio Space; False for none.", check=text_or_false, ranks="any"
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..args.paths import working_folder
+from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.json_files import write_json
@@ -273,6 +274,11 @@ class LoopActions(HookUser):
         if self.args.metric_for_best_model is None:
             return False
         value = metrics[self._metric_name(metrics)]
+        if not isinstance(value, (int, float)):
+            raise MetricError(
+                f"metric_for_best_model={self.args.metric_for_best_model!r} is {short(value)}, which cannot be "
+                "compared; return a number from compute_metrics"
+            )
         if not better(value, self.state.best_metric, greater_is_better=bool(self.args.greater_is_better)):
             return False
         self.state.best_metric = value

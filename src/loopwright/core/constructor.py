@@ -10,6 +10,7 @@ from ..args.field import nearest
 from ..errors import ArgumentsError, ModelError, UnknownArgument
 from ..notices import logger
 from .evaluation.loop import needs_compute_result
+from .user_code import add_note, describe
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -55,7 +56,11 @@ def make_model(model_init: Callable[..., Any], trial: Any = None) -> Any:
     parameters = inspect.signature(model_init).parameters
     if len(parameters) > 1:
         raise ArgumentsError("model_init takes no argument, or one (the trial)")
-    model = model_init(trial) if parameters else model_init()
+    try:
+        model = model_init(trial) if parameters else model_init()
+    except Exception as error:  # a function of the user's; re-raised with a note
+        add_note(error, "model_init", given=f"the trial {describe(trial)}" if parameters else "")
+        raise
     if model is None:
         raise ModelError("model_init() returned None; it must return the model")
     return model

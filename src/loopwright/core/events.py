@@ -1,25 +1,29 @@
 """The sixteen events of a run, and the callbacks that handle them.
 
-    on_init_end
-    on_train_begin
-      on_epoch_begin
-        on_step_begin
-          (micro-batch; on_substep_end between two of them)
-        on_pre_optimizer_step, on_optimizer_step
-        on_step_end
-        [on_log] [on_prediction_step ... on_evaluate] [on_save] [on_push_begin]
-      on_epoch_end      (then again log, evaluate, save as requested)
-    on_train_end
-    on_predict
+on_init_end
+on_train_begin
+  on_epoch_begin
+    on_step_begin
+      (micro-batch; on_substep_end between two of them)
+    on_pre_optimizer_step, on_optimizer_step
+    on_step_end
+    [on_log] [on_prediction_step ... on_evaluate] [on_save] [on_push_begin]
+  on_epoch_end      (then again log, evaluate, save as requested)
+on_train_end
+on_predict
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..args.problems import short
+from ..errors import ArgumentsError, OverrideError
 from .overrides import accepts, names_parameter
 from .state import TrainerControl, TrainerState
+from .user_code import add_note, describe, is_wrong_call, moment
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -146,8 +150,7 @@ class CallbackHandler:
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: Any) -> None:
-        instance = callback() if isinstance(callback, type) else callback
-        self.callbacks.append(instance)
+        self.callbacks.append(_checked(callback))
 
     def pop_callback(self, callback: Any) -> Any:
         for index, each in enumerate(self.callbacks):
@@ -172,12 +175,21 @@ class CallbackHandler:
             try:
                 answer = method(self.args, self.state, control, **self.context, **extra)
             except Exception as error:  # a callback may raise anything; the error is re-raised with a note
-                where = f"{type(callback).__name__}.{event} at step {self.state.global_step}"
-                error.add_note(f"raised in the callback {where}")
+                self._add_note(error, callback, event, extra)
                 raise
             if answer is not None and answer is not control:
+                _check_control(answer, callback, event)
                 control.adopt(answer)
         return control
+
+    def _add_note(self, error: Exception, callback: Any, event: str, extra: dict[str, Any]) -> None:
+        add_note(
+            error,
+            f"the callback {type(callback).__name__}.{event}",
+            when=moment(self.state.global_step, self.state.epoch),
+            given=describe(extra) if extra else "",
+            advice=f"define it as {event}(self, args, state, control, **kwargs)" if is_wrong_call(error) else "",
+        )
 
     def leave_training(self) -> None:
         """Call `left` of callbacks that have it; called when training ends, also after an error."""
@@ -232,6 +244,35 @@ class CallbackHandler:
             return method(args, state, control, **{k: v for k, v in kwargs.items() if accepts(method, k)})
 
         return call
+
+
+def _check_control(answer: Any, callback: Any, event: str) -> None:
+    """Raise if what a callback returned is not a control."""
+    if not hasattr(answer, "should_training_stop"):
+        raise OverrideError(
+            f"the callback {type(callback).__name__}.{event} returned {short(answer)}; return nothing, or the control"
+        )
+
+
+def _checked(callback: Any) -> Any:
+    """The callback, created if it is a class; raises for objects that have no event."""
+    is_class = isinstance(callback, type)
+    if not any(callable(getattr(callback, event, None)) for event in EVENTS):
+        raise ArgumentsError(
+            f"{short(callback)} is not a callback: it has no method of an event, such as on_step_end; pass an instance "
+            "of TrainerCallback"
+        )
+    if not is_class:
+        return callback
+    try:
+        inspect.signature(callback).bind()
+    except TypeError as error:
+        raise ArgumentsError(
+            f"the callback class {callback.__name__} cannot be created without arguments ({error}); pass an instance"
+        ) from None
+    except ValueError:  # a class whose signature is unknown
+        pass
+    return callback()
 
 
 def _overrides(callback: Any, event: str) -> bool:

@@ -6,15 +6,13 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, cast
+from typing import Any
 
 from ..args.base import BaseArguments
 from ..args.paths import working_folder
-from ..errors import CheckpointError, DataError, LoopwrightError, NotAvailable
+from ..errors import BusyError, CheckpointError, LoopwrightError, NotAvailable
 from ..notices import Notices, logger
-from .actions import LoopActions
 from .agreement import Agreement
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
@@ -27,12 +25,12 @@ from .run import Run
 from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
-from .strategy import StepwiseStrategy, Strategy
 from .trainer import BaseTrainer
-from .update import Update, whole_batch
+from .updating import Updating
+from .user_code import add_note_of_call
 
 
-class Internals(LoopActions):
+class Internals(Updating):
     """Runs training through a strategy; subclasses add a framework.
 
     A trainer holds one instance under its only private name and has no other attribute of the library, so a user's
@@ -40,12 +38,11 @@ class Internals(LoopActions):
     overrides take effect.
     """
 
-    strategy: Strategy
     run_class: type[Run] = Run
     handler_class: type[CallbackHandler] = CallbackHandler
     agreement_class: type[Agreement] = Agreement
-    is_alone: bool = True
-    """Whether this process holds all the data of an update."""
+    is_training: bool = False
+    """Whether `train()` is running."""
 
     def __init__(self, trainer: Hooks) -> None:
         self.trainer = trainer
@@ -101,6 +98,12 @@ class Internals(LoopActions):
             )
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
+        if self.is_training:
+            raise BusyError(
+                f"train() was called while this trainer is training (step {self.state.global_step}), by a callback or "
+                "another thread; wait until it returns, or create another Trainer"
+            )
+        self.is_training = True
         self.new_run()
         self.run.ignore_keys_for_eval = ignore_keys_for_eval
         self.trainer.is_in_train = True
@@ -116,6 +119,9 @@ class Internals(LoopActions):
                     return self._finish_training()
                 except Interrupted:  # in an evaluation of a callback, or of getting ready
                     self.leave()
+        except Exception as error:  # anything that the user's code raises; re-raised with a note
+            add_note_of_call(error, "train()", self.moment())
+            raise
         finally:
             with suppress(Exception):  # after an error: write the deferred logs if the device still responds
                 self.write_late_logs()
@@ -124,7 +130,7 @@ class Internals(LoopActions):
             self.data.release()
             self.run.close()
             self.callback_handler.leave_training()
-            self.trainer.is_in_train = False
+            self.trainer.is_in_train = self.is_training = False
 
     def _begin_run(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Claim the output folder; returns the checkpoint to resume from."""
@@ -186,47 +192,6 @@ class Internals(LoopActions):
             mean=None if self.is_alone else self.strategy.reduce,
         )
 
-    def updates(self, epoch: int) -> Iterator[Update]:
-        """The updates of an epoch, starting at the run's current position."""
-        self.run.snapshot, self.run.undone = None, False
-        batches = self.data.epoch_batches(epoch)
-        found = self.run.progress.batches_in_epoch > 0
-        pace, clock = self.run.pace, time.perf_counter
-        while True:
-            if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
-                self.changes.follow_accumulation()
-            self.changes.follow_overrides()
-            if (found or self.run.snapshot is None) and self.may_be_undone():
-                self.run.snapshot = self.strategy.snapshot()
-            asked = clock()
-            micro_batches = self.data.next_batches(batches)
-            pace.last_wait = clock() - asked
-            pace.waited += pace.last_wait
-            if self.is_alone:
-                if not micro_batches:
-                    break
-                update = self.loss.make_update(micro_batches)
-            elif (shared := self.loss.sync_update(micro_batches)) is None:
-                break
-            else:
-                update = shared
-            found = True
-            yield update
-        if not found:
-            self._no_batches(epoch)
-
-    def may_be_undone(self) -> bool:
-        """Whether a signal can interrupt an update between two of its micro-batches."""
-        return self.run.plan.accumulation > 1 or bool(self.args.auto_find_batch_size) or not self.is_alone
-
-    def _no_batches(self, epoch: int) -> None:
-        if epoch == 0:
-            raise DataError(
-                "the training data returned no batch; with dataloader_drop_last the dataset may be too small"
-            )
-        self.notices.warn_once(f"the training data returned no batch in epoch {epoch}; stopping training")
-        self.control.should_training_stop = True
-
     def part_states(self) -> dict[str, Any]:
         """State of the run and its parts for a checkpoint, as JSON values."""
         states = {"spikes": self.run.spikes.state_dict()}
@@ -241,114 +206,6 @@ class Internals(LoopActions):
         for part in (self.saving, self.data, self.loss):
             part.load_part_states(states)
 
-    def run_micro_batches(self, update: Update) -> Any:
-        """Forward and backward of every micro-batch; returns the loss of the update."""
-        self._begin_update(update)
-        run, events = self.run, self.callback_handler
-        strategy = cast(StepwiseStrategy, self.strategy)  # backends with compiled updates override this method
-        while True:
-            total = loss = None
-            try:
-                with self.loss.around_update():
-                    strategy.begin_update(update)
-                    for index in range(len(update.batches)):
-                        micro = run.micro_batch = self.loss.micro_batch(update, index)
-                        with strategy.micro_batch(micro):
-                            loss = run.step(self.trainer.model_wrapped, micro.inputs, num_items_in_batch=micro.items)
-                            total = strategy.add(total, loss, micro)
-                        if not micro.is_last:
-                            events.fire("on_substep_end")
-                return self.loss.end_update(update, total)
-            except Interrupted:
-                run.undone = True
-                strategy.restore(run.snapshot)
-                self.save_and_exit()
-            except (RuntimeError, MemoryError) as error:
-                total = loss = None  # these tensors may hold the memory that is missing
-                micro = run.micro_batch = whole_batch()
-                if not self.loss.recover(error, update):
-                    raise
-
-    def _begin_update(self, update: Update) -> None:
-        """Apply changes made since the last update; called before the micro-batches of an update."""
-        if self.run.split is not None:
-            self.run.split.data_is_there()
-        self._follow_optimizer()
-        self.changes.follow_changes()
-        if not self.run.has_agreed:
-            self.agreement.before_updates()
-        self.loss.begin_update(update)
-
-    def apply_update(self, loss: Any) -> None:
-        """Clip gradients, then step the optimizer and the schedule."""
-        self.run.may_leave = False
-        strategy, events = self.strategy, self.callback_handler
-        if self.run.split is not None:
-            self.run.split.gradients_are_done()
-        self._follow_optimizer()
-        limit = self.args.max_grad_norm
-        norm = strategy.clip_gradients(limit, want_norm=not limit and self._wants_norm())
-        events.fire("on_pre_optimizer_step")
-        self._follow_optimizer(is_clipped=True)
-        moved = strategy.optimizer_step(self._veto(loss, norm) if self.args.on_nonfinite != "continue" else None)
-        events.fire("on_optimizer_step")
-        self.run.learning_rate = self.trainer._get_learning_rate()
-        if moved and not self.run.schedule_follows_metric:
-            self.trainer.lr_scheduler.step()
-        self.run.meter.add(loss, norm if moved else None)  # a step skipped by loss scaling has an overflowed norm
-        strategy.zero_grad()
-
-    def _follow_optimizer(self, *, is_clipped: bool = False) -> None:
-        trainer = self.trainer
-        if trainer.optimizer is not self.run.optimizer or trainer.lr_scheduler is not self.run.schedule:
-            self.changes.follow_optimizer(is_clipped=is_clipped)
-
-    def _veto(self, loss: Any, norm: Any) -> Any:
-        """A device flag that prevents this step if loss or gradients are not finite."""
-        return self.strategy.nonfinite(loss, norm, sticky=self.args.on_nonfinite == "raise")
-
-    def finish_update(self, update: Update) -> None:
-        """Count the update."""
-        progress, state, pace = self.run.progress, self.state, self.run.pace
-        if self.args.on_nonfinite == "raise":
-            self._remember_place(update)
-        progress.batches_in_epoch += update.micro_batches
-        progress.samples_in_epoch += update.samples
-        progress.samples_seen += update.samples
-        pace.updates += 1
-        pace.samples += update.samples
-        pace.micro_batches += update.micro_batches
-        pace.real_tokens += update.real_tokens
-        pace.computed_tokens += update.computed_tokens
-        pace.squared_lengths += update.squared_lengths
-        state.global_step += 1
-        if state.global_step == self.run.split_at:
-            self.pacing.toggle_step_timing(update)
-        state.samples_seen = progress.samples_seen
-        state.total_flos += update.flos
-        state.num_input_tokens_seen += update.tokens
-        state.epoch = self.run.plan.epoch_after(progress.epoch, progress.batches_in_epoch)
-        if self.args.torch_empty_cache_steps and state.global_step % self.args.torch_empty_cache_steps == 0:
-            self.strategy.free_memory()
-        if self.run.checkpoints.failure is not None:
-            self.run.checkpoints.raise_if_failed()
-        self.run.may_leave = True
-        if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
-            self._stop_if_nonfinite()
-
-    def finish_epoch(self) -> None:
-        """Close the epoch, unless training stops inside it: a longer run can then resume within it."""
-        whole = self.run.plan.batches_in(self.run.progress.epoch)
-        inside = whole is None or self.run.progress.batches_in_epoch < whole
-        if not (self.control.should_training_stop and inside):
-            self.run.progress.close_epoch()
-        self.changes.tell_unfollowed()
-
-    def _wants_norm(self) -> bool:
-        """Whether this update's gradient norm is needed when it is not clipped."""
-        logged = self.args.logging_strategy != "steps" or (self.state.global_step + 1) % self.state.logging_steps == 0
-        return logged or self.args.on_nonfinite != "continue"
-
     def start_clock(self) -> None:
         self.run.started = time.time()
         self.run.pace = self.pacing.make_meter()
@@ -356,7 +213,18 @@ class Internals(LoopActions):
         self.run.first_sample = self.run.progress.samples_seen
         self.run.first_token = self.state.num_input_tokens_seen
 
+    def _warn_if_short(self) -> None:
+        """Say that the data ended before the planned number of updates, unless a callback stopped the run."""
+        done, planned = self.state.global_step, self.run.plan.max_steps
+        if done < planned and not self.control.should_training_stop:
+            self.notices.warn_once(
+                f"training ended after {done:,} of {planned:,} updates: {self.run.progress.epoch:,} epochs of the "
+                "training data had fewer batches than its length says. Correct the length, or set max_steps for data "
+                "without a length"
+            )
+
     def _finish_training(self) -> TrainOutput:
+        self._warn_if_short()
         self.write_late_logs()
         steps = self.state.global_step - self.run.first_step
         loss = self.run.meter.mean_loss()

@@ -78,9 +78,9 @@ class MapSource(Source):
     def open(
         self, epoch: int, *, samples: int = 0, batches: int = 0, state: Any = None, skipping: Skipping = None
     ) -> Iterator[HostBatch]:
-        indices = self.order.epoch(epoch)[samples:]
+        indices = self.order.epoch(epoch)
         self.position = batches
-        for start in range(0, len(indices), self._size):
+        for start in range(samples, len(indices), self._size):
             chosen = indices[start : start + self._size]
             if self._drop and len(chosen) < self._size:
                 return

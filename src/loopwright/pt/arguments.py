@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..args.base import BaseArguments
 from ..args.generation import GenerationArgs
+from ..args.problems import Problems
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,15 @@ class TrainingArguments(BaseArguments):
     def n_gpu(self) -> int:
         """Accelerators this process uses: one, or 0 on the CPU. DataParallel is not supported."""
         return 0 if self.device.type == "cpu" else 1
+
+    def settle_framework(self, problems: Problems) -> None:
+        super().settle_framework(problems)
+        if self.torch_compile and not problems.concern(("torch_compile_backend", "torch_compile_mode")):
+            from .model.compile_names import problem_of_compilation
+
+            wrong = problem_of_compilation(self.torch_compile_backend or "inductor", self.torch_compile_mode)
+            if wrong is not None:
+                problems.add(wrong)
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:

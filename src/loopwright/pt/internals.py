@@ -33,6 +33,7 @@ from .model.changes import TorchChanges
 from .model.neftune import add_embedding_noise
 from .model.options import (
     buffers_and_parameters_on,
+    check_has_values,
     checkpoint_activations,
     compile_as_asked,
     convert_to_fp8,
@@ -117,6 +118,13 @@ class TorchInternals(Internals):
             args,
             (train_dataset, eval_dataset),
             compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            functions={
+                "data_collator": data_collator,
+                "compute_loss_func": compute_loss_func,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+                "model_init": model_init,
+            },
         )
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         set_tf32(args.tf32)
@@ -155,6 +163,7 @@ class TorchInternals(Internals):
 
     def adopt_model(self, model: nn.Module) -> None:
         """Place the model and inspect the parameters of its forward."""
+        check_has_values(model, may_be_empty=self.strategy.makes_empty)
         self.trainer.model = model
         self.trainer.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
         set_use_cache(model, self.args.use_cache)

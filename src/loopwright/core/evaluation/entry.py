@@ -10,6 +10,7 @@ from ...errors import DataError
 from ..outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from ..part import Part
 from ..randomness import untouched_rng
+from ..user_code import add_note_of_call
 from .loop import EvalPlan
 from .metric_objects import MetricObjects
 
@@ -61,7 +62,11 @@ class Evaluation(Part):
         if not self.args.skip_memory_metrics:
             self.internals.memory.start()
         with self.strategy.alarm, untouched_rng(self.strategy), self.internals.data.ended_with_errors():
-            output = self._run_loop(make_loader(), description, loss_only, ignore_keys, prefix)
+            try:
+                output = self._run_loop(make_loader(), description, loss_only, ignore_keys, prefix)
+            except Exception as error:  # anything that the user's code raises; re-raised with a note
+                add_note_of_call(error, description.lower(), self.internals.moment())
+                raise
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         self.internals.add_memory_metrics(prefix, output.metrics)
@@ -82,6 +87,7 @@ class Evaluation(Part):
             # On the CPU, keeping a small tensor fragments the memory that its batch frees.
             read_every=1 if self.strategy.reads_are_free else 512,
             keep_always=self._wants_predictions,
+            moment=self.internals.moment(),
         )
 
     # ---- what users call --------------------------------------------------------------------------------------------

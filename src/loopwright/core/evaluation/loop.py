@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..outputs import EvalLoopOutput, EvalPrediction
-from .metrics import plain_numbers, with_prefix
+from ..user_code import add_note, describe
+from .metrics import checked_metrics, plain_numbers, with_prefix
 from .predictions import PredictionStore
 
 
@@ -43,8 +44,21 @@ class EvalPlan:
     expected_rows: int | None = None
     read_every: int = 512
     """Batches whose losses are read together; reading waits for the device."""
+    moment: str = ""
+    """The position of the run, for notes about errors."""
     keep_always: bool = False
     """Whether predictions are returned, and therefore always kept."""
+
+    def computed(self, prediction: EvalPrediction, **options: Any) -> dict[str, Any]:
+        """The result of the metrics function."""
+        assert self.compute_metrics is not None
+        try:
+            found = self.compute_metrics(prediction, **options)
+        except Exception as error:  # a function of the user's; re-raised with a note
+            given = f"predictions {describe(prediction.predictions)}, label_ids {describe(prediction.label_ids)}"
+            add_note(error, "compute_metrics", when=self.moment, given=given)
+            raise
+        return checked_metrics(found) if options.get("compute_result", True) else {}
 
     def weight_of(self, step: EvalStep) -> Any:
         """The weight of a batch's mean loss."""
@@ -119,7 +133,7 @@ class KeptPredictions:
             return {}
         extra = {"inputs": self.result("inputs"), "losses": self.result("loss")}
         given = {name: value for name, value in extra.items() if value is not None}
-        return self._plan.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **given)) or {}
+        return self._plan.computed(EvalPrediction(predictions=predictions, label_ids=labels, **given))
 
 
 class BatchMetrics:
@@ -143,14 +157,13 @@ class BatchMetrics:
         return {} if self._last is None else self._compute(self._last, final=True)
 
     def _compute(self, step: EvalStep, *, final: bool) -> dict[str, Any]:
-        assert self._plan.compute_metrics is not None
         extra: dict[str, Any] = {}
         if "inputs" in self._plan.include:
             extra["inputs"] = step.inputs
         if "loss" in self._plan.include:
             extra["losses"] = _loss_per_sample(step)
         prediction = EvalPrediction(predictions=step.logits, label_ids=step.labels, **extra)
-        return self._plan.compute_metrics(prediction, compute_result=final) or {}
+        return self._plan.computed(prediction, compute_result=final)
 
 
 class WeightedLoss:

@@ -11,10 +11,27 @@ from typing import Any
 
 import numpy as np
 
+from ...args.problems import short
+from ...errors import MetricError
+
 
 def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """The metrics with `prefix_` before every name that does not have it."""
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def checked_metrics(metrics: Any) -> dict[str, Any]:
+    """The result of a metrics function: a dict of names and values; None is an empty one."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise MetricError(f"compute_metrics returned {short(metrics)}; return a dict of names and numbers")
+    names = [name for name in metrics if not isinstance(name, str)]
+    if names:
+        raise MetricError(
+            f"compute_metrics returned a metric named {short(names[0])}, a {type(names[0]).__name__}; use text as names"
+        )
+    return dict(metrics)
 
 
 def full_name(metric: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from ...args.data import DataArgs
 from ...args.hardware import HardwareArgs
 from ...core.order import Order
 from ...core.packing import Packing
+from ...core.user_code import add_note, describe_items
 from ...errors import ArgumentsError, DataError
 from ...snapshot import restore_rng
+from .loading_errors import NotedInWorker, NotedSamples, raise_for_main
 from .streams import Start, StreamLoader, become_worker, has_exact_state
 from .workers import begin_worker
 
@@ -33,6 +36,11 @@ def has_length(data: Any) -> bool:
         return True
     except (TypeError, NotImplementedError, AttributeError):
         return False
+    except Exception as error:  # the length is the user's method, and may be negative or too large
+        raise DataError(
+            f"len() of {type(data).__name__} raised {type(error).__name__}: {error}; return the number of samples as "
+            "an int, or use an IterableDataset without a length"
+        ) from error
 
 
 class OrderedSampler(Sampler[Any]):
@@ -63,18 +71,25 @@ class OrderedSampler(Sampler[Any]):
         return rounds * size + min(max(rest - rank * size, 0), size)
 
     def __iter__(self) -> Iterator[Any]:
-        indices = self._own(self.order.epoch(self.epoch)[self.start :]).tolist()
-        if not self.with_position:
-            return iter(indices)
-        positions = self._own(np.arange(self.start, self.order.n)).tolist()
-        return iter([(index, self.epoch, position) for index, position in zip(indices, positions, strict=True)])
+        return chain.from_iterable(self._lists(self.epoch, self.start, with_position=self.with_position))
 
-    def _own(self, values: Any) -> Any:
-        """The values of this rank: every world-th block of a batch's size."""
+    def _lists(self, epoch: int, start: int, *, with_position: bool) -> Iterator[list[Any]]:
+        """The indices of this rank, a few thousand in a list; for workers with epoch and position."""
+        for indices, positions in self.order.places(epoch, start):
+            own = self._is_own(positions - start)
+            chosen = indices[own].tolist()
+            if with_position:
+                places = positions[own].tolist()
+                yield [(index, epoch, place) for index, place in zip(chosen, places, strict=True)]
+            else:
+                yield chosen
+
+    def _is_own(self, rows: Any) -> Any:
+        """Which rows, counted from the start, belong to this rank: every world-th block of a batch's size."""
         if self.part is None:
-            return values
+            return slice(None)
         rank, world, size = self.part
-        return values[np.arange(len(values)) // size % world == rank]
+        return rows // size % world == rank
 
     def samples_ahead(self, batches: int, done: int) -> int:
         """Samples in this rank's next batches, after `done` samples over all ranks."""
@@ -89,20 +104,34 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed = dataset, seed
         self._epoch: int | None = None
+        self._places: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, places: list[tuple[int, int, int]]) -> list[Any]:
-        if hasattr(self.dataset, "__getitems__"):
-            self._begin(*places[0][1:])
-            return self.dataset.__getitems__([index for index, _, _ in places])
-        return [self[place] for place in places]
+        self._places = places
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self[place] for place in places]
+        self._begin(*places[0][1:])
+        try:
+            return self.dataset.__getitems__(self.latest())
+        except Exception as error:  # the dataset is the user's; re-raised with a note
+            add_note(error, f"items {describe_items(self.latest())} of the dataset in a worker")
+            raise_for_main(error)
+
+    def latest(self) -> list[int]:
+        """The indices that were loaded last."""
+        return [index for index, _, _ in self._places]
 
     def __getitem__(self, place: tuple[int, int, int]) -> Any:
         index, epoch, position = place
         self._begin(epoch, position)
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except Exception as error:  # the dataset is the user's; re-raised with a note
+            add_note(error, f"item {index} of the dataset in a worker", advice=f"try dataset[{index}] alone")
+            raise_for_main(error)
 
     def _begin(self, epoch: int, position: int) -> None:
         """Seed for the sample; calls set_epoch here, because each worker has a copy of the dataset."""
@@ -144,6 +173,7 @@ class SeededStream(IterableDataset[Any]):
             if start is not None and role in start.workers:
                 self.dataset.load_state_dict(start.workers[role]["stream"])
                 restore_rng(start.workers[role]["rng"])
+            return NotedSamples(iter(self.dataset))
         return iter(self.dataset)
 
 
@@ -265,6 +295,9 @@ def build_loader(
     if workers and isinstance(sampler, OrderedSampler):
         sampler.with_position = True
         dataset = SeededSamples(dataset, sampler.order.seed)
+    if workers:
+        loaded = dataset.latest if isinstance(dataset, SeededSamples) else None
+        options["collate_fn"] = NotedInWorker(collate_fn, loaded)
     if isinstance(sampler, OrderedSampler) and sampler.packing is not None:
         del options["batch_size"]
         return DataLoader(dataset, batch_sampler=sampler, **options)
@@ -304,5 +337,11 @@ def check_not_empty(dataset: Any, what: str) -> None:
         raise DataError(
             f"the {what} dataset is a {type(dataset).__name__}; pass a list of samples, a Dataset or an IterableDataset"
         )
-    if isinstance(dataset, Sized) and has_length(dataset) and len(dataset) == 0:
+    if not has_length(dataset):
+        if not isinstance(dataset, IterableDataset):
+            raise DataError(
+                f"the {what} dataset {type(dataset).__name__} has no length; define __len__ to return the number of "
+                "samples as an int, or use an IterableDataset"
+            )
+    elif len(dataset) == 0:
         raise DataError(f"the {what} dataset is empty")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 from ...args.base import BaseArguments
@@ -28,10 +28,9 @@ class PackedSampler(OrderedSampler):
         return self.packing.count(self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        start = self.start
-        places = list(super().__iter__())
-        ends = [start, *self.packing.ends(self.epoch, start)]
-        return iter([places[first - start : end - start] for first, end in pairwise(ends)])
+        places = super().__iter__()
+        ends = [self.start, *self.packing.ends(self.epoch, self.start)]
+        return (list(islice(places, end - first)) for first, end in pairwise(ends))
 
 
 def packed_sampler(sampler: OrderedSampler, dataset: Any, args: BaseArguments, input_names: list[str]) -> PackedSampler:

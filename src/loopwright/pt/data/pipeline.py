@@ -31,6 +31,7 @@ from .loaders import (
     ordered_sampler,
     training_sampler,
 )
+from .loading_errors import add_note_of_loading
 from .packing import packed_plan, packed_sampler, packed_samples
 from .shape_checks import Shapes
 from .shard import Share, batches_of_all, share_loader, share_stream, whole_dataset
@@ -346,10 +347,14 @@ class TorchData(Shapes):
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self.run.order_sampler is None and self.internals.may_be_undone():
             self.run.stream_before = stream_state(self.run.loader)
-        if self.run.batches_overridden:
-            override = adapt(self.trainer.get_batch_samples, "device")
-            return override(batches, self.run.plan.accumulation, device=self.device)[0]
-        return list(islice(batches, self.run.plan.accumulation))
+        try:
+            if self.run.batches_overridden:
+                override = adapt(self.trainer.get_batch_samples, "device")
+                return override(batches, self.run.plan.accumulation, device=self.device)[0]
+            return list(islice(batches, self.run.plan.accumulation))
+        except Exception as error:  # dataset and collator may raise anything; re-raised with a note
+            add_note_of_loading(error, "training", self.internals.moment(ahead=1))
+            raise
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """The next micro-batches of one update, and their number of targets."""

@@ -19,9 +19,11 @@ from ...core.outputs import EvalLoopOutput
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update
+from ...core.user_code import add_note, add_note_of_step, describe
 from ...errors import DataError
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
+from ..data.loading_errors import add_note_of_loading
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
 from ..loss.targets import check_loss, count_samples
@@ -75,9 +77,7 @@ class TorchEvaluation(TorchPart, Evaluation):
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy, was_training = self.strategy, self.strategy.model.training
-        if (
-            not self.trainer.is_in_train
-        ):  # a run has bound them, and may have replaced its training step by graphs
+        if not self.trainer.is_in_train:  # a run has bound them, and may have replaced its training step by graphs
             if self.model is not strategy.model:
                 self.internals.adopt_model(self.model)
             self.internals.loss.bind_overrides()
@@ -114,13 +114,16 @@ class TorchEvaluation(TorchPart, Evaluation):
             self.run.micro_batch = micro
             try:
                 loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
+            except Exception as error:  # of the model or the loss; re-raised with a note
+                add_note_of_step(error, self.internals.moment(), inputs, "evaluation")
+                raise
             finally:
                 self.run.micro_batch = trained
             self.strategy.boundary()
             if type(inputs) is Static:
                 logits, labels = self.internals.data.trimmed(inputs, logits, labels)
             if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
-                logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
+                logits = self._preprocessed(logits, labels)
             self.callback_handler.fire("on_prediction_step")
             if self.internals.wants_to_leave:
                 raise Interrupted
@@ -133,6 +136,15 @@ class TorchEvaluation(TorchPart, Evaluation):
                 loss, weight = self.internals.loss.weighed(loss, batch, samples)
             yield EvalStep(loss, logits, labels, kept, weight, samples)
 
+    def _preprocessed(self, logits: Any, labels: Any) -> Any:
+        assert self.trainer.preprocess_logits_for_metrics is not None
+        try:
+            return self.trainer.preprocess_logits_for_metrics(logits, labels)
+        except Exception as error:  # a function of the user's; re-raised with a note
+            given = f"{describe(logits)} and labels {describe(labels)}"
+            add_note(error, "preprocess_logits_for_metrics", when=self.internals.moment(), given=given)
+            raise
+
     def _looked_at(self, loader: Any) -> Iterator[Any]:
         """The batches of a loader; the first two are used to determine the weights of batches."""
         if (
@@ -140,15 +152,22 @@ class TorchEvaluation(TorchPart, Evaluation):
             or self.args.eval_loss_reduction != "item_mean"
             or is_overridden(self.trainer, "prediction_step")
         ):
-            yield from loader
+            yield from self._loaded(loader)
             return
-        batches = iter(loader)
+        batches = self._loaded(loader)
         first = list(islice(batches, 2))
         if first and self.has_loss(first[0]):
             self.internals.loss.learn_eval_loss(first)
         yield from first
         first.clear()
         yield from batches
+
+    def _loaded(self, loader: Any) -> Iterator[Any]:
+        try:
+            yield from loader
+        except Exception as error:  # dataset and collator may raise anything; re-raised with a note
+            add_note_of_loading(error, "evaluation", self.internals.moment())
+            raise
 
     def has_loss(self, inputs: Any) -> bool:
         """Whether evaluation computes a loss for such a batch."""

@@ -80,6 +80,8 @@ class TorchChanges(TorchPart, Changes):
         self.strategy.note_change()
 
     def follow_optimizer(self, *, is_clipped: bool = False) -> None:
+        if self.trainer.lr_scheduler is None:
+            raise ModelError("trainer.lr_scheduler was set to None during training; assign another schedule")
         if self.trainer.lr_scheduler is not self.run.schedule:
             self.run.schedule = self.trainer.lr_scheduler
             self.run.schedule_follows_metric = steps_on_metric(self.trainer.lr_scheduler)

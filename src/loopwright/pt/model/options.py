@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ...core.overrides import adapt
 from ...errors import ModelError
@@ -121,6 +122,23 @@ def set_use_cache(model: nn.Module, wanted: bool) -> None:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "use_cache"):
             config.use_cache = wanted
+
+
+def check_has_values(model: Any, *, may_be_empty: bool) -> None:
+    """Raise for models whose parameters have no values yet: lazy modules, and the meta device."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ModelError(
+                f"the parameter {name} of a lazy module has no shape yet; call the model once on a batch before it is "
+                "given to the trainer"
+            )
+        if parameter.is_meta and not may_be_empty:
+            raise ModelError(
+                f"the parameter {name} is on the meta device and has no values; create the model on a real device, or "
+                "load its weights first"
+            )
 
 
 def move_model(model: nn.Module, device: torch.device) -> None:

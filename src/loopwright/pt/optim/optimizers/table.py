@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ....args.optimizer import OptimizerArgs
+from ....core.user_code import add_note
 from ....errors import ArgumentsError, MissingPackage
 from . import builtin, packaged
 from .decay import check_trainable, parameter_groups
@@ -99,7 +100,12 @@ def build_optimizer(
         groups = parameter_groups(model, args, decay_names)
         groups[0]["weight_decay"] = kwargs.get("weight_decay", args.weight_decay)
     packaged.keep_embeddings_in_32_bit(cls, kwargs, model)
-    return cls(groups, **kwargs)
+    try:
+        return cls(groups, **kwargs)
+    except Exception as error:  # the class and its options may be the user's; re-raised with a note
+        options = ", ".join(f"{name}={value}" for name, value in kwargs.items())
+        add_note(error, f"the constructor of the optimizer {cls.__name__}", given=options)
+        raise
 
 
 def register_optimizer(name: str, builder: Builder, *, needs: str | None = None, help: str = "") -> None:

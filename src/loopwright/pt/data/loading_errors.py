@@ -1,0 +1,113 @@
+"""Which sample, or which samples in the collator, raised an error while a batch was loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
+
+from ...core.user_code import BEGINNING, add_note, describe, describe_items, frames_of, is_clear
+
+
+def add_note_of_loading(error: Exception, what: str, when: str) -> None:
+    """A note about an error raised by a loader: the sample or the collator, and what it was given."""
+    if is_clear(error):
+        return
+    line = _line_of_worker(error)
+    if line is not None:
+        error.add_note(f"{line}; {when}")
+        return
+    part, given, advice = _part_in_this_process(error, what)
+    add_note(error, part, when=when, given=given, advice=advice)
+
+
+def _part_in_this_process(error: Exception, what: str) -> tuple[str, str, str]:
+    """The part that was running, by the frame of torch's loader: no sample pays for being found."""
+    for frame in frames_of(error):
+        fetcher = frame.f_locals.get("self")
+        if frame.f_code.co_name != "fetch" or not isinstance(fetcher, (_MapDatasetFetcher, _IterableDatasetFetcher)):
+            continue
+        asked: Any = frame.f_locals.get("possibly_batched_index")
+        data = frame.f_locals.get("data")
+        if isinstance(fetcher, _IterableDatasetFetcher):
+            if data is None or not (fetcher.ended or len(data) == len(asked)):
+                return f"the {what} dataset, in sample {len(data or ())} of a batch,", "", ""
+            return "the data collator", describe(data), ""
+        if data is not None:
+            return f"the data collator on items {describe_items(asked)}", describe(data), ""
+        return _part_of_items(error, what, asked)
+    return f"the loader of the {what} data", "", ""
+
+
+def _part_of_items(error: Exception, what: str, asked: Any) -> tuple[str, str, str]:
+    for frame in frames_of(error):
+        if frame.f_code.co_filename.endswith("fetch.py") and "idx" in frame.f_locals:
+            item = frame.f_locals["idx"]
+            return f"item {item} of the {what} dataset", "", f"try dataset[{item}] alone"
+    return f"items {describe_items(list(asked))} of the {what} dataset", "", ""
+
+
+def _line_of_worker(error: Exception) -> str | None:
+    """Take the note of a loader's worker out of the text that torch made of its error."""
+    text = str(error.args[0]) if error.args else ""
+    line = next((each for each in text.splitlines() if each.startswith(BEGINNING)), None)
+    if line is not None:
+        with suppress(TypeError, AttributeError):
+            error.args = (type(error.args[0])(text.replace(f"{line}\n", "")), *error.args[1:])
+    return line
+
+
+def raise_for_main(error: Exception) -> NoReturn:
+    """Raise an error in a worker; one whose class the main process cannot import is raised as a RuntimeError.
+
+    torch sends the class by its name. If that fails, it sends nothing, and the main process waits for ever.
+    """
+    found: Any = sys.modules.get(type(error).__module__)
+    for name in type(error).__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is type(error):
+        raise error
+    sent = RuntimeError(f"{type(error).__qualname__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        sent.add_note(note)
+    raise sent from error
+
+
+class NotedSamples:
+    """The samples of a stream in a worker of a loader."""
+
+    def __init__(self, samples: Iterator[Any]) -> None:
+        self._samples, self._count = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            sample = next(self._samples)
+        except StopIteration:
+            raise
+        except Exception as error:  # the stream is the user's; re-raised with a note
+            add_note(error, f"sample {self._count} of the dataset's stream in a worker")
+            raise_for_main(error)
+        self._count += 1
+        return sample
+
+
+class NotedInWorker:
+    """A collator in a worker of a loader, whose errors name the samples: only text of them reaches the main process."""
+
+    def __init__(self, collate: Callable[[Any], Any], loaded: Callable[[], list[int]] | None) -> None:
+        self.collate, self._loaded = collate, loaded
+        self.shapes = getattr(collate, "shapes", None)
+
+    def __call__(self, samples: Any) -> Any:
+        try:
+            return self.collate(samples)
+        except Exception as error:  # the collator is the user's; the error is re-raised with a note
+            items = "" if self._loaded is None else f" on items {describe_items(self._loaded())}"
+            add_note(error, f"the data collator{items} in a worker", given=describe(samples))
+            raise_for_main(error)
