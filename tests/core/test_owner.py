@@ -124,6 +124,38 @@ def test_two_threads_of_one_process_refuse_each_other(tmp_path: Path) -> None:
     assert not (folder / LOCK).exists()
 
 
+def contend(folder: Path, start: Any, results: Any, done: Any) -> None:
+    manager = CheckpointManager(folder, notices=Notices(quiet=True))
+    start.wait()
+    try:
+        manager.take()
+        results.put(True)
+        done.wait(20)
+        manager.release()
+    except OwnerError:
+        results.put(False)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_of_many_that_start_together_one_gets_the_folder(left: bool, tmp_path: Path) -> None:
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if left:  # by a run that was killed
+            dead = json.loads(own_claim("dead").encoded())
+            (folder / LOCK).write_text(json.dumps({**dead, "born": "0"}))
+        start, done, results = FORK.Event(), FORK.Event(), FORK.Queue()
+        processes = [FORK.Process(target=contend, args=(folder, start, results, done)) for _ in range(6)]
+        for process in processes:
+            process.start()
+        start.set()
+        assert sum(results.get(timeout=20) for _ in processes) == 1
+        done.set()
+        for process in processes:
+            process.join(20)
+        assert list(folder.iterdir()) == []
+
+
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "GRACE", 20.0)
     with running(tmp_path, seconds=0.02):
@@ -315,6 +347,16 @@ def test_a_lock_that_was_deleted_is_written_again(tmp_path: Path, monkeypatch: A
 
     trainer_of(tmp_path, Interfering("on_step_end", 2, delete)).train()
     assert not (tmp_path / LOCK).exists()
+
+
+def test_a_signal_ends_the_wait_for_another_host(tmp_path: Path) -> None:
+    path = record_of_another_host(tmp_path)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    trainer = trainer_of(tmp_path)
+    timer.start()
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 75 and decoded(path.read_bytes()).token == "theirs"  # type: ignore[union-attr]
 
 
 # ---- taking over ----------------------------------------------------------------------------------------------------

@@ -143,6 +143,8 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
 
     way = torchrun.find_way(request)
     added = torchrun.environment(request, machine, way, os.environ)
+    if request.own.take_over:
+        added[TAKE_OVER] = "1"
     if request.own.dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
         print(" ".join([*shown, "torchrun", *map(shlex.quote, words())]))
@@ -157,13 +159,10 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
 
 
 def _identity(request: LaunchRequest) -> dict[str, str]:
-    """Variables that distinguish this launch, with all its restarts, from others into the same folder."""
+    """A variable that distinguishes this launch, with all its restarts, from others into the same folder."""
     # On several nodes each has its own agent, and a scheduler may have started the same job before.
     is_known = request.nodes[1] == 1 and RESUME not in os.environ
-    return {
-        **({LAUNCH: secrets.token_hex(8)} if is_known else {}),
-        **({TAKE_OVER: "1"} if request.own.take_over else {}),
-    }
+    return {LAUNCH: secrets.token_hex(8)} if is_known else {}
 
 
 def _write_slurm(request: LaunchRequest) -> int:

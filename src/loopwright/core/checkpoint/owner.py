@@ -18,13 +18,15 @@ from typing import NoReturn
 from ...errors import OwnerError
 from ...notices import logger
 from .claim import Claim, own_claim
-from .lock_file import FREE, FoundLock, Lock
+from .lock_file import FREE, HELD, UNKNOWN, FoundLock, Lock
 
 LIMIT = 60.0
 """Seconds without a heartbeat after which an owner on another machine counts as dead."""
 GRACE = 3.0
 """Seconds to wait for an owner on this machine, which may be about to end."""
 POLL = 0.1
+SETTLE = 0.2
+"""Seconds after which a lock that was written without flock is read again: the last of several runs keeps it."""
 
 Pause = Callable[[float], None]
 """Waits so many seconds; raises an exception if the run is to stop."""
@@ -81,6 +83,9 @@ class Owner:
                 f"{self._place} cannot be locked ({error}); nothing prevents another run from using it at the same time"
             )
             return
+        except BaseException:  # a signal may arrive after the lock was replaced
+            self._give_up()
+            raise
         self._is_active = True
         if not self._is_shared:
             self._thread = threading.Thread(target=self._send_heartbeats, name="owner", daemon=True)
@@ -89,20 +94,34 @@ class Owner:
     def _attempt(self, watch: Watch, take_over: bool, pause: Pause) -> bool:
         found = self._lock.find()
         if found is None:
-            return self._lock.create(self.claim) and self._is_own()
+            return self._lock.create(self.claim) and self._is_settled(pause, is_held=self._lock.is_local)
         with closing(found):
             if found.claim is not None and found.claim.token == self.claim.token:
                 self._is_shared = True
                 return True
             if _is_dead(found, watch):
                 self._lock.replace(self.claim)
-            elif take_over:
+                is_here = found.claim is None or found.claim.is_here()
+                return self._is_settled(pause, is_held=found.hold == FREE and is_here)
+            if take_over:
                 self._seize(found, pause)
             elif _is_alive(found, watch):
                 self._refuse(found)
             else:
                 return False
         return self._is_own()
+
+    def _is_settled(self, pause: Pause, *, is_held: bool) -> bool:
+        """Whether this run keeps the lock it has written; at once if flock kept other runs from writing it."""
+        if not is_held:
+            pause(SETTLE)
+        return self._is_own()
+
+    def _give_up(self) -> None:
+        """Remove the lock if it was taken already."""
+        with suppress(OSError):
+            if self._is_own():
+                self._lock.remove()
 
     def _is_own(self) -> bool:
         """Whether the lock holds this claim: without flock another run may have replaced it in the same moment."""
@@ -215,9 +234,12 @@ def _is_dead(found: FoundLock, watch: Watch) -> bool:
     """Whether the owner has ended without releasing the lock."""
     claim = found.claim
     if claim is None or claim.is_here():
-        if found.hold == FREE or (claim is not None and claim.has_ended()):
+        if found.hold == FREE:
             return True
-        if claim is not None and (found.hold != "unknown" or claim.has_ended() is False):
+        if claim is not None and claim.has_ended():
+            # Held although its process has ended: by another run that is taking it now, or by an orphaned child.
+            return found.hold == UNKNOWN or watch.seconds > GRACE
+        if claim is not None and (found.hold != UNKNOWN or claim.has_ended() is False):
             return False
     # On another machine: only its heartbeats show that it lives.
     if watch.has_moved(found):
@@ -229,8 +251,10 @@ def _is_dead(found: FoundLock, watch: Watch) -> bool:
 def _is_alive(found: FoundLock, watch: Watch) -> bool:
     """Whether the owner is known to live; False as long as that is not decided."""
     claim = found.claim
-    if claim is not None and claim.is_here() and (found.hold == "held" or claim.has_ended() is False):
-        return watch.seconds > GRACE
+    if claim is not None and claim.is_here():
+        ended = claim.has_ended()
+        if ended is False or (ended is None and found.hold == HELD):
+            return watch.seconds > GRACE
     return watch.has_moved(found)
 
 
