@@ -14,6 +14,7 @@ LoopwrightError
  ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not match the model
  ├─ LogError (TypeError)               a value that cannot be written to a log or a file
  ├─ BusyError (RuntimeError)           train() while the same trainer is training
+ ├─ OwnerError (RuntimeError)          the output folder is used by another run, or was taken over by one
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  └─ OutputError (OSError)              the output folder cannot be written
 """
@@ -107,6 +108,10 @@ class CheckpointError(LoopwrightError, OSError):
 
 class OutputError(LoopwrightError, OSError):
     """The output folder cannot be created or written."""
+
+
+class OwnerError(LoopwrightError, RuntimeError):
+    """The output folder is used by another run, or was taken over by one."""
 
 
 class PeerError(LoopwrightError, RuntimeError):

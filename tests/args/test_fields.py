@@ -33,6 +33,7 @@ NEW = {
     "save_minutes": None,
     "save_samples": None,
     "save_trigger_file": None,
+    "take_over": False,
     "max_runtime": None,
     "max_recompiles": None,
     "torch_compile_scope": "blocks",

@@ -276,7 +276,7 @@ class NumpyInternals(Internals):
         np.random.seed(args.seed)
         self.strategy = NumpyStrategy(lambda folder: load_file(Path(folder) / MODEL))
         self.set_up(args, [DefaultFlowCallback(), MetricsFileCallback(), *callbacks])
-        self._check_output_dir()
+        self.check_output_dir()
         self.trainer.model_wrapped = self.strategy.setup_model(self.model)
         self.callback_handler.context["model"] = self.model
         self.callback_handler.fire("on_init_end")

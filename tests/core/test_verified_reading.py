@@ -15,6 +15,7 @@ import pytest
 from loopwright.core.checkpoint import reading
 from loopwright.core.checkpoint.folder import MANIFEST, STATE
 from loopwright.core.checkpoint.manager import CheckpointManager
+from loopwright.core.checkpoint.manifest import VERSION
 from loopwright.errors import CheckpointError
 from loopwright.notices import Notices
 
@@ -177,7 +178,7 @@ def changed(folder: Path, **values: Any) -> None:
 
 
 def test_a_newer_manifest_is_refused_and_stays(folder: Path) -> None:
-    changed(folder, version=2)
+    changed(folder, version=VERSION + 1)
     for request in ("auto", str(folder / "checkpoint-3")):
         with pytest.raises(CheckpointError, match="newer version of loopwright"):
             manager(folder).find(request)

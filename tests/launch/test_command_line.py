@@ -173,6 +173,7 @@ def test_an_older_torchrun_is_not_given_what_it_does_not_know():
         (["--nnodes", "2", "--host", "no-such-host.invalid", "train.py"], "cannot be resolved"),
         (["--nnodes", "2", "--host", "h:port", "train.py"], "not a port number"),
         (["--slurm", "-", "--ray", "2", "train.py"], "are mutually exclusive"),
+        (["--slurm", "-", "--take-over", "train.py"], "--take-over with --slurm: not available"),
         (["--kubernetes", "-", "train.py"], "needs --image"),
         (["--ray", "x", "train.py"], "--ray x"),
         (["--ray", "2", "-n", "2", "train.py"], "ignores --processes"),

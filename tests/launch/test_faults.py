@@ -99,5 +99,29 @@ def test_a_new_run_does_not_take_an_older_one_for_its_own(tmp_path):
     for _ in range(2):
         with job(words, tmp_path) as started:
             assert started.wait(300) == 0, started.text()
-    assert "holds checkpoints of an earlier run" in started.text() and "resuming from" not in started.text()
+    assert "holds 1 checkpoint of an earlier run" in started.text() and "resuming from" not in started.text()
     assert [line["step"] for line in lines(run)] == [1, 1]
+
+
+def test_a_restart_before_its_first_checkpoint_does_not_resume_an_older_run(tmp_path):
+    run = tmp_path / "run"
+    words = [*LAUNCH, "-n", "1", "--max-restarts", "1", TRAIN, "--output", str(run), "--rows", "32"]
+    with job(words, tmp_path) as started:
+        assert started.wait(300) == 0, started.text()
+    first = [line["step"] for line in lines(run)]
+    with job([*words, "--die", "0:1"], tmp_path) as started:
+        assert started.wait(300) == 0, started.text()
+        assert "resuming from" not in started.text()
+    assert (run / "died-0-1").exists()
+    assert [line["step"] for line in lines(run)] == first * 2
+
+
+def test_taking_over_stops_the_other_launch(tmp_path):
+    run = tmp_path / "run"
+    words = [TRAIN, "--output", str(run)]
+    with job([*LAUNCH, "-n", "2", *words, "--seconds", "10"], tmp_path, name="first") as first:
+        first.until(lambda: last_step(run) >= 1)
+        with job([*LAUNCH, "-n", "1", "--take-over", *words, "--rows", "16"], tmp_path, name="second") as second:
+            assert second.wait(120) == 0, second.text()
+        assert first.wait(120) == 1
+        assert "was taken over by process" in first.text()

@@ -79,6 +79,7 @@ ELSEWHERE = {
     "restore_callback_states_from_checkpoint": (
         "tests/pt/test_resume.py::test_callbacks_do_not_get_their_state_back_when_told_so"
     ),
+    "take_over": "tests/core/test_owner.py::test_taking_over_stops_the_first_run_which_writes_nothing_more",
     "save_total_limit": "tests/pt/test_resume.py::test_save_total_limit_keeps_the_newest",
     "save_only_model": "tests/pt/test_resume.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
     "use_cache": "tests/pt/test_constructor.py::test_the_cache_of_a_model_is_switched_as_asked",

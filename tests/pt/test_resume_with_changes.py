@@ -59,8 +59,12 @@ def test_a_users_scheduler_resumes(tmp_path: Path) -> None:
 def test_a_new_run_in_an_old_folder_keeps_its_own_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, max_steps=10, save_steps=5)
     run(tmp_path, max_steps=4, save_steps=2, save_total_limit=1)
-    assert (tmp_path / "checkpoint-4").is_dir()
-    assert "checkpoints of an earlier run up to step 10" in caplog.text
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == [
+        "checkpoint-10",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    assert "holds 2 checkpoints of an earlier run" in caplog.text and "steps 5, 10)" in caplog.text
 
 
 def test_patience_given_on_resume_counts(tmp_path: Path) -> None:

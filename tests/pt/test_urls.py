@@ -26,9 +26,10 @@ def make(place: Any, callbacks: Any = None, **options: Any) -> Trainer:
 
 
 def stored(url: str) -> list[str]:
+    """The files of checkpoints; beside them is only the id of the run."""
     fs = fsspec.filesystem("memory")
     root = "/" + url.removeprefix("memory://")
-    return sorted(each.removeprefix(root + "/") for each in fs.find(root))
+    return sorted({each.removeprefix(root + "/") for each in fs.find(root)} - {"current_run.json"})
 
 
 def same_weights(one: Trainer, other: Trainer) -> bool:

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "fp16": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "xla": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "async_save": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
+    "take_over": "tests/core/test_owner.py::test_taking_over_stops_the_first_run_which_writes_nothing_more",
     "save_only_model": "tests/tf/test_checkpoints.py::test_a_checkpoint_that_does_not_fit_or_was_cut_says_so",
     "tpu_name": "tests/tf/test_training.py::test_a_tpu_that_is_not_there_says_so",
     "tpu_zone": "tests/tf/test_training.py::test_a_tpu_that_is_not_there_says_so",

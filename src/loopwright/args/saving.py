@@ -44,3 +44,4 @@ class SavingArgs(Group):
         check=path_or_flag,
         as_given=True,
     )
+    take_over: bool = arg(False, "Take output_dir from another run that is using it; that run stops with an error.")

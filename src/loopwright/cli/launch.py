@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shlex
 import sys
 from pathlib import Path
 
+from ..core.run_record import LAUNCH, RESUME, TAKE_OVER
 from ..errors import ArgumentsError
 from ..launch import kubernetes, slurm, torchrun
 from ..launch.machine import this_machine
@@ -44,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
         help="network interface of all connections (default: loopback; on several nodes that of the route to --host)",
     )
     add("--rejoin", type=float, help="seconds to wait for lost nodes to return (default: 600, or 0 on one node)")
+    add("--take-over", action="store_true", help="take output_dir from a run that is using it; that run stops")
     add("--no-log-files", action="store_true", help="do not write log files per rank")
     add("--dry-run", action="store_true", help="print the command and its environment without running it")
     _add_slurm(own.add_argument_group("a Slurm script"))
@@ -118,6 +121,10 @@ def _check(request: LaunchRequest) -> None:
         if (value := getattr(request.own, name)) is not None and value < 1
     ]
     chosen = [name for name in ("slurm", "kubernetes", "ray") if getattr(request.own, name)]
+    if chosen and request.own.take_over:
+        problems.append(
+            f"--take-over with --{chosen[0]}: not available, since every restart would take over; see docs/launch.md"
+        )
     if len(chosen) > 1:
         problems.append(f"--{' and --'.join(chosen)} are mutually exclusive")
     if request.own.processes is not None and "nproc_per_node" in request.given:
@@ -136,17 +143,26 @@ def _run_here(request: LaunchRequest, knows: frozenset[str]) -> int:
 
     way = torchrun.find_way(request)
     added = torchrun.environment(request, machine, way, os.environ)
+    if request.own.take_over:
+        added[TAKE_OVER] = "1"
     if request.own.dry_run:
         shown = [f"{name}={shlex.quote(value)}" for name, value in added.items()]
         print(" ".join([*shown, "torchrun", *map(shlex.quote, words())]))
         return 0
     from ..launch import agent
 
-    os.environ.update(added)
+    os.environ.update({**added, **_identity(request)})
     patience = request.own.rejoin
     if patience is None:
         patience = 600.0 if request.nodes[1] > 1 and not request.is_static else 0.0
     return agent.run(words, way, elastic=request.is_elastic, patience=patience)
+
+
+def _identity(request: LaunchRequest) -> dict[str, str]:
+    """A variable that distinguishes this launch, with all its restarts, from others into the same folder."""
+    # On several nodes each has its own agent, and a scheduler may have started the same job before.
+    is_known = request.nodes[1] == 1 and RESUME not in os.environ
+    return {LAUNCH: secrets.token_hex(8)} if is_known else {}
 
 
 def _write_slurm(request: LaunchRequest) -> int:

@@ -180,8 +180,9 @@ class LoopActions(HookUser):
             if start_time is not None:
                 tokens = self.state.num_input_tokens_seen - self.run.first_token
                 logs.update(speed_metrics("train", start_time, num_tokens=tokens))
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.callback_handler.fire("on_log", logs=logs)
+        with self.run.checkpoints.writing():
+            self.state.log_history.append({**logs, "step": self.state.global_step})
+            self.callback_handler.fire("on_log", logs=logs)
 
     @property
     def wants_to_leave(self) -> bool:
@@ -329,7 +330,8 @@ class LoopActions(HookUser):
             names = ", ".join(sorted(without))
             self.notices.warn_once(f"the checkpoint has no state of these callbacks: {names}")
 
-    def _check_output_dir(self) -> None:
+    def check_output_dir(self) -> None:
+        """Create the output folder, and check that it can be written."""
         if not self.args.should_save:
             return
         folder = str(self.args.output_dir)

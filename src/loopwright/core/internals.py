@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..args.paths import working_folder
-from ..errors import BusyError, CheckpointError, LoopwrightError, NotAvailable
+from ..errors import BusyError, NotAvailable
 from ..notices import Notices, logger
 from .agreement import Agreement
+from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -22,7 +21,6 @@ from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .run import Run
-from .run_record import is_restart, read_record, write_record
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
@@ -111,7 +109,7 @@ class Internals(Updating):
             with self.strategy.alarm, self.run.signals, self.watched(), self.data.ended_with_errors():
                 try:
                     self.agreement.before_training(resume_from_checkpoint)
-                    self.prepare_training(self._begin_run(resume_from_checkpoint))
+                    self.prepare_training(begin_run(self, resume_from_checkpoint))
                     self.run.is_ready = True
                     self.start_clock()
                     self.changes.begin_following()
@@ -125,48 +123,19 @@ class Internals(Updating):
         finally:
             with suppress(Exception):  # after an error: write the deferred logs if the device still responds
                 self.write_late_logs()
-            self.run.checkpoints.wait()
-            self.finish_with_model()
-            self.data.release()
-            self.run.close()
-            self.callback_handler.leave_training()
-            self.trainer.is_in_train = self.is_training = False
-
-    def _begin_run(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """Claim the output folder; returns the checkpoint to resume from."""
-        self._check_output_dir()
-        checkpoint = self._checkpoint_to_go_on_from(resume_from_checkpoint)
-        if self.args.should_save:
-            write_record(working_folder(self.args.output_dir))
-        older = {} if checkpoint is not None else self.run.checkpoints.complete()
-        if older:
-            self.notices.warn_once(
-                f"{self.args.output_dir} holds checkpoints of an earlier run up to step {max(older)}, and resuming "
-                "would pick the highest step; choose another output_dir, or delete them"
-            )
-        return checkpoint
+            try:
+                self.run.checkpoints.wait()
+                self.finish_with_model()
+                self.data.release()
+                self.run.close()
+                self.callback_handler.leave_training()
+            finally:
+                self.run.checkpoints.release()
+                self.trainer.is_in_train = self.is_training = False
 
     def watched(self) -> AbstractContextManager[Any]:
         """A context in which the ranks report their positions to each other; empty for a single process."""
         return nullcontext()
-
-    def _find_checkpoint(self, request: str | bool | None) -> str | None:
-        """The checkpoint to resume from. Rank 0 searches for it, so that all ranks use the same one."""
-        if self.is_alone:
-            return self.run.checkpoints.find(request)
-        found: str | None = None
-        problem: Exception | None = None
-        if self.strategy.rank == 0:
-            try:
-                found = self.run.checkpoints.find(request)
-            except LoopwrightError as error:
-                problem = error
-        found, problem = self.strategy.broadcast((found, problem))
-        if problem is not None:
-            raise problem
-        if self.strategy.any_rank(found is not None and not os.path.isdir(found)):
-            raise CheckpointError(f"{found} does not exist on every node; resume from a shared folder")
-        return found
 
     def finish_with_model(self) -> None:
         """Remove the hooks and wrappers that training added to the model."""
@@ -244,17 +213,6 @@ class Internals(Updating):
             self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")
         return TrainOutput(self.state.global_step, loss, metrics)
-
-    def _checkpoint_to_go_on_from(self, request: str | bool | None) -> str | None:
-        """The requested checkpoint; for a run restarted by its launcher, the newest one it has saved."""
-        restarted = is_restart(read_record(working_folder(self.args.output_dir)))
-        if request is not False and self.strategy.any_rank(restarted):
-            newest = self._find_checkpoint("auto")
-            if newest is not None:
-                if self.args.should_log:
-                    logger.warning(f"restarted by the launcher, resuming from {newest}")
-                return newest
-        return self._find_checkpoint(request)
 
     def resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:
         if "model_path" in old_names:

@@ -331,7 +331,7 @@ class Resuming(Part):
         assert best is not None
         if not is_url(best) and not os.path.isdir(best):  # the run was resumed in a folder that was moved
             best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
-        if self.state.best_global_step not in self.run.checkpoints.complete() and not os.path.isdir(best):
+        if not self.run.checkpoints.holds(best):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
         self._load_weights_of(self.run.checkpoints.local(best))

@@ -13,6 +13,7 @@ from ..args.secrets import masked_words
 from ..errors import CheckpointError
 from ..notices import logger
 from .checkpoint.json_files import read_json
+from .checkpoint.run_id import CurrentRun
 from .checkpoint.schema import named
 
 FILE = "run.json"
@@ -21,12 +22,16 @@ STOPPED = "LOOPWRIGHT_STOPPED"
 """Variable with the path of a file that marks, for the launcher, that the process has saved and exits with code 75."""
 RESUME = "LOOPWRIGHT_RESUME"
 """Set to `auto` by a launcher that restarts a run: it resumes from the newest checkpoint, if there is one."""
+LAUNCH = "LOOPWRIGHT_LAUNCH"
+"""Identifies one launch with all its restarts; set by launchers that start a run for the first time."""
+TAKE_OVER = "LOOPWRIGHT_TAKE_OVER"
+"""Set by `loopwright launch --take-over`."""
 
 
 def write_record(output_dir: str | os.PathLike[str]) -> None:
     """Write the command, folder and interpreter of this process into the output folder."""
     words = {"argv": masked_words(sys.argv), "command": masked_words(sys.orig_argv)}
-    record = {**words, "folder": os.getcwd(), "python": sys.executable, "job": job_id()}
+    record = {**words, "folder": os.getcwd(), "python": sys.executable}
     path = Path(output_dir) / FILE
     # Rank 0 of several machines may share the folder, so each writes a temporary file first.
     temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
@@ -52,11 +57,29 @@ def job_id() -> str | None:
     return None if name in (None, "", "none") else name  # torchrun uses "none" for no name
 
 
-def is_restart(record: dict[str, Any] | None) -> bool:
-    """Whether this is a restart: set by the launcher, or the folder's record has the same job name."""
-    if os.environ.get(RESUME) == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
+def launch_id() -> str | None:
+    """Identifies this launch with all its restarts; None without a launcher that sets it."""
+    return os.environ.get(LAUNCH) or None
+
+
+def is_started_again() -> bool:
+    """Whether the launcher has started this run before."""
+    return os.environ.get(RESUME) == "auto" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def is_restart(current: CurrentRun | None) -> bool:
+    """Whether this is a restart of the run that the folder belongs to: of the same launch, or of the same job."""
+    if current is not None and job_id() is not None and current.job == job_id():
         return True
-    return record is not None and job_id() is not None and record.get("job") == job_id()
+    if not is_started_again():
+        return False
+    # The first start may have ended before it took the folder, which then belongs to an earlier run.
+    return current is None or launch_id() is None or current.launch == launch_id()
+
+
+def is_take_over() -> bool:
+    """Whether the launcher was started with --take-over."""
+    return os.environ.get(TAKE_OVER) == "1"
 
 
 def note_stop() -> None:

@@ -117,7 +117,7 @@ class KerasInternals(Internals):
         given = [*default_callbacks(args), *writers, *map(adapted, callbacks or [])]
         self.set_up(args, given, processing_class=processing_class)
         if args.should_save:
-            self._check_output_dir()
+            self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
         self.trainer.setup_wandb()
         self.trainer.setup_comet()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import runpy
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
 
-from ..core.run_record import RESUME
+from ..core.run_record import LAUNCH, RESUME
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..errors import ArgumentsError, LoopwrightError, MissingPackage
 from ..notices import logger
@@ -49,7 +50,11 @@ def settings(request: LaunchRequest, machine: Machine) -> dict[str, Any]:
         "restarts": request.values.max_restarts if "max_restarts" in request.given else RESTARTS,
         "name": request.name,
         "storage": own.ray_storage and str(Path(own.ray_storage).absolute()),
-        "environment": {"OMP_NUM_THREADS": str(cores), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        "environment": {
+            "OMP_NUM_THREADS": str(cores),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            LAUNCH: secrets.token_hex(8),
+        },
     }
 
 

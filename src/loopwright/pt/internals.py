@@ -151,7 +151,7 @@ class TorchInternals(Internals):
         for text in unused_options(args):
             self.notices.warn_once(text)
         if args.should_save:
-            self._check_output_dir()
+            self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
         self.callback_handler.fire("on_init_end")
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from .folder import MANIFEST, REPLACED, folder_name, is_staging, staging_name, step_in_name
+from .lock_file import LockFile
 from .manifest import Manifest, damage, read_manifest, refuse_odd_files
+from .reading import bounded_content
+
+MOST = 16 << 20
+"""Bytes of the largest file beside the checkpoints that is read."""
+
+Allow = Callable[[], None]
+"""Called before a write; raises if this run may no longer write here."""
 
 
 class LocalStorage:
@@ -17,6 +26,7 @@ class LocalStorage:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
+        self.allow: Allow = lambda: None
 
     def check_writable(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -51,6 +61,7 @@ class LocalStorage:
         return path, damage(path, manifest) if manifest else None
 
     def staging(self, step: int) -> AbstractContextManager[Path]:
+        self.allow()
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_replaced()
         return staging_folder(self.root, step)
@@ -59,10 +70,12 @@ class LocalStorage:
         for path in (*staged.rglob("*"), staged):
             if path.is_dir():
                 _sync_folder(path)
+        self.allow()
         _replace(staged, self.root / folder_name(step))
         _sync_folder(self.root)
 
     def remove(self, name: str) -> None:
+        self.allow()
         # Under a staging name it is no longer a checkpoint, even after an interruption; the next save removes it.
         going = self.root / staging_name(step_in_name(Path(name)) or 0, f"removed-{os.getpid()}")
         shutil.rmtree(going, ignore_errors=True)
@@ -71,12 +84,32 @@ class LocalStorage:
         shutil.rmtree(going, ignore_errors=True)
 
     def set_aside(self, name: str, reason: str) -> str:
+        self.allow()
         aside, number = self.root / f"damaged-{name}", 1
         while aside.exists():
             number += 1
             aside = self.root / f"damaged-{name}-{number}"
         os.rename(self.root / name, aside)
         return f"It was renamed to {aside.name}"
+
+    def lock(self) -> LockFile:
+        return LockFile(self.root)
+
+    def read(self, file: str) -> bytes | None:
+        return bounded_content(self.root / file, MOST)
+
+    def write(self, file: str, content: bytes) -> None:
+        self.allow()
+        temporary = self.root / f".{file}.{secrets.token_hex(4)}"
+        try:
+            with open(temporary, "wb") as opened:
+                opened.write(content)
+                opened.flush()
+                os.fsync(opened.fileno())
+            os.replace(temporary, self.root / file)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(self.root)
 
     def _remove_replaced(self) -> None:
         """Remove replaced checkpoints whose successor exists."""

@@ -6,16 +6,19 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, OwnerError
 from ...notices import Notices, logger
 from .disk_errors import FULL, disk_error
 from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
-from .manifest import Manifest, describe
+from .manifest import Manifest, describe, read_manifest
+from .owner import Owner, Pause
 from .reading import Unreadable
 from .rotation import to_delete
+from .run_id import CurrentRun, read_current, write_current
 from .storage import Place, Storage, open_storage, split_place
 from .writers import Crew, Keep, publish_together
 
@@ -30,16 +33,73 @@ class CheckpointManager:
         self.storage = open_storage(folder)
         self.folder: Place = self.storage.root
         self._notices = notices
+        self.owner: Owner | None = None
+        """The right to write here; None if the folder is only read, or written without a run."""
+        self.current: CurrentRun | None = None
+        """The run whose checkpoints these are; None before a run has begun."""
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         """The error of a background save that was not raised yet."""
         self.last_seconds = 0.0
         """Duration of the last save."""
 
+    # ---- the run ----------------------------------------------------------------------------------------------------
+
+    def take(self, *, token: str | None = None, take_over: bool = False, pause: Pause = time.sleep) -> str:
+        """Become the only run that writes here, until `release`; returns the token for the other ranks of this run."""
+        self.owner = Owner(self.storage.lock(), str(self.folder), token=token)
+        self.owner.on_loss = self._lose
+        self.owner.take(take_over=take_over, pause=pause)
+        self.storage.allow = self.owner.check
+        return self.owner.claim.token
+
+    def begin(self, current: CurrentRun, *, record: bool) -> None:
+        """Make a run the one that the folder belongs to; only its checkpoints are seen from now on."""
+        self.current = current
+        if record:
+            write_current(self.storage, current)
+        if self.owner is not None:
+            self.owner.name_run(current.run)
+
+    def release(self) -> None:
+        """Let other runs use the folder."""
+        if self.owner is not None:
+            self.owner.release()
+
+    def writing(self) -> AbstractContextManager[None]:
+        """A context for writing files beside the checkpoints; raises `OwnerError` if the folder was taken over."""
+        return nullcontext() if self.owner is None else self.owner.writing()
+
+    def _lose(self, error: OwnerError) -> None:
+        self.failure = error
+
+    def resumed_run(self, checkpoint: str, *, is_chosen: bool) -> CurrentRun:
+        """The run of a checkpoint. If the user chose it, later ones of that run do not lead to the state it has."""
+        manifest, earlier = read_manifest(Path(checkpoint)), read_current(self.storage)
+        run = None if manifest is None else manifest.run
+        left = set(earlier.left) if earlier is not None and earlier.run == run else set()
+        step = step_in_name(Path(checkpoint)) if manifest is None else manifest.step
+        if is_chosen and step is not None:
+            later = [each for _, each in self._all() if each.run == run and each.step > step]
+            left |= {each.check for each in later if each.check is not None}
+        return CurrentRun(run, left=tuple(sorted(left - {manifest and manifest.check})))
+
+    def others(self) -> dict[str | None, list[int]]:
+        """The steps of complete checkpoints that do not belong to this run, by the ids of their runs."""
+        found: dict[str | None, list[int]] = {}
+        for _, manifest in self._all():
+            if self.current is not None and not self.current.holds(manifest):
+                found.setdefault(manifest.run, []).append(manifest.step)
+        return {run: sorted(steps) for run, steps in found.items()}
+
+    def _own(self) -> CurrentRun | None:
+        """The run whose checkpoints are seen; None to see all."""
+        return read_current(self.storage) if self.current is None else self.current
+
     # ---- finding --------------------------------------------------------------------------------------------------
 
     def complete(self) -> dict[int, Place]:
-        """Every published checkpoint by the step in its manifest."""
+        """Every published checkpoint of the run by the step in its manifest."""
         return {step: self.storage.place(name) for step, (name, _) in self._complete().items()}
 
     def find(self, request: str | os.PathLike[str] | bool | None) -> str | None:
@@ -76,9 +136,26 @@ class CheckpointManager:
             raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
         return str(folder)
 
+    def holds(self, place: str) -> bool:
+        """Whether a path or URL is a checkpoint of this run."""
+        root, asked = split_place(place)
+        storage = self.storage if root == str(self.folder) else open_storage(root)
+        name, own = storage.resolve(asked), self._own()
+        manifest = None if name is None else storage.manifest(name)
+        if manifest is None:
+            return name is not None and (own is None or own.may_be_foreign)
+        return own is None or own.holds(manifest)
+
     def _complete(self, *, readable_only: bool = True) -> dict[int, tuple[str, Manifest]]:
-        """Name and manifest of every published checkpoint by its step; without those that cannot be read now."""
-        found: dict[int, tuple[str, Manifest]] = {}
+        """Name and manifest of every published checkpoint of the run by its step."""
+        own = self._own()
+        found = self._all(readable_only=readable_only)
+        ours = {manifest.step: (name, manifest) for name, manifest in found if own is None or own.holds(manifest)}
+        return dict(sorted(ours.items()))
+
+    def _all(self, *, readable_only: bool = True) -> list[tuple[str, Manifest]]:
+        """Name and manifest of every published checkpoint of any run; without those that cannot be read now."""
+        found: list[tuple[str, Manifest]] = []
         for name in self.storage.names():
             try:
                 manifest = self.storage.manifest(name)
@@ -88,8 +165,8 @@ class CheckpointManager:
                 logger.warning(str(error))
                 continue
             if manifest is not None:
-                found[manifest.step] = (name, manifest)
-        return dict(sorted(found.items()))
+                found.append((name, manifest))
+        return found
 
     def _newest_intact(self, *, required: bool) -> str | None:
         self.wait()
@@ -116,16 +193,23 @@ class CheckpointManager:
 
     def _foreign_or_none(self, *, required: bool) -> str | None:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""
-        newest = _newest_foreign(self.storage)
+        own = self._own()
+        newest = _newest_foreign(self.storage) if own is None or own.may_be_foreign else None
         if newest is not None:
             self._notices.warn_once(f"{newest} has no manifest: it was written by another trainer")
             return str(_fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(
                 f'resume_from_checkpoint=True, but {self.folder} holds no complete checkpoint; use "auto" to start '
-                "from scratch if there is none"
+                f"from scratch if there is none{self._advice(own)}"
             )
         return None
+
+    def _advice(self, own: CurrentRun | None) -> str:
+        steps = sorted(each.step for _, each in self._all() if own is not None and not own.holds(each))
+        return (
+            f". Those of an earlier run (steps {', '.join(map(str, steps))}) are resumed by their path" if steps else ""
+        )
 
     # ---- publishing -------------------------------------------------------------------------------------------------
 
@@ -153,10 +237,11 @@ class CheckpointManager:
             publish_it = (
                 self._alone(step, write, format) if crew is None else self._with(crew, step, write, format, records)
             )
-            if self._published(step, publish_it):
-                self.last_seconds = time.monotonic() - started
-                if crew is None or crew.rank == crew.leader:
-                    self._rotate(keep, [step, *protect])  # an older run may have left checkpoints of higher steps
+            with self.writing():
+                if self._published(step, publish_it):
+                    self.last_seconds = time.monotonic() - started
+                    if crew is None or crew.rank == crew.leader:
+                        self._rotate(keep, [step, *protect])
 
         if background:
             self._thread = threading.Thread(target=self._guarded(publish), name=f"save-{step}")
@@ -174,6 +259,8 @@ class CheckpointManager:
     def raise_if_failed(self) -> None:
         """Raise the error of a background save."""
         if self.failure is not None:
+            if isinstance(self.failure, OwnerError):  # from now on nothing can be saved
+                raise OwnerError(str(self.failure))
             failure, self.failure = self.failure, None
             raise CheckpointError(f"saving a checkpoint in the background failed: {failure}") from failure
 
@@ -201,14 +288,19 @@ class CheckpointManager:
         def publish() -> None:
             with self.storage.staging(step) as folder:
                 write(folder)
-                describe(folder, step, format=format).write(folder)
+                describe(folder, step, format=format, run=self._run_id).write(folder)
                 self.storage.publish(folder, step)
 
         return publish
 
     def _with(self, crew: Crew, step: int, write: Write, format: str, records: Keep | None) -> Callable[[], None]:
         keep = records or (lambda folder, found: None)
-        return lambda: publish_together(self.storage, step, write, format=format, crew=crew, keep=keep)
+        run = self._run_id
+        return lambda: publish_together(self.storage, step, write, format=format, run=run, crew=crew, keep=keep)
+
+    @property
+    def _run_id(self) -> str | None:
+        return None if self.current is None else self.current.run
 
     def _publish(self, step: int, publish: Callable[[], None]) -> None:
         try:
@@ -238,12 +330,13 @@ class CheckpointManager:
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The path or URL of the newest complete checkpoint in a folder, or None."""
+    """The path or URL of the newest complete checkpoint of a folder's last run, or None."""
     manager = CheckpointManager(folder, notices=Notices(quiet=True))
     complete = manager.complete()
     if complete:
         return str(complete[max(complete)])
-    newest = _newest_foreign(manager.storage)
+    own = read_current(manager.storage)
+    newest = _newest_foreign(manager.storage) if own is None or own.may_be_foreign else None
     return None if newest is None else str(manager.storage.place(newest))
 
 

@@ -19,7 +19,8 @@ from .folder import MANIFEST
 from .reading import Unreadable, bounded_content, kind_of_file, link_problem, persistent
 from .schema import count, list_of, maybe, named, record, text
 
-VERSION = 1
+VERSION = 2
+"""2: the id of the run was added. Manifests of version 1 are read."""
 MOST = 256 << 20
 """Bytes of the largest manifest that is read; one of 100,000 tensors has about 30 MB."""
 READ = re.compile(
@@ -35,7 +36,7 @@ BOX = record({"file": text, "key": text, "offset": list_of(count()), "size": lis
 TENSOR = record({"dtype": text, "shape": list_of(count()), "boxes": list_of(BOX)})
 SHAPE = record(
     {"step": count(), "files": named(record({"size": count(), "sha256": text}))},
-    {"tensors": named(TENSOR), "format": text, "version": count(), "check": maybe(text)},
+    {"tensors": named(TENSOR), "format": text, "version": count(), "run": maybe(text), "check": maybe(text)},
 )
 """The contents of a manifest."""
 
@@ -54,6 +55,8 @@ class Manifest:
     """File/key -> dtype, global shape and the boxes (index ranges) of its shards."""
     format: str = "native"
     version: int = VERSION
+    run: str | None = None
+    """The id of the run; None for one that began with another trainer, or with a version without ids."""
     check: str | None = None
     """The hash of all other fields, to detect damage to the manifest itself."""
 
@@ -65,7 +68,9 @@ class Manifest:
             os.fsync(file.fileno())
 
 
-def describe(folder: Path, step: int, *, format: str, known: dict[str, Entry] | None = None) -> Manifest:
+def describe(
+    folder: Path, step: int, *, format: str, run: str | None = None, known: dict[str, Entry] | None = None
+) -> Manifest:
     """The manifest of the files in the folder, each of them flushed to disk.
 
     Files in `known` were described, with their tensors, by the rank that wrote them.
@@ -78,7 +83,7 @@ def describe(folder: Path, step: int, *, format: str, known: dict[str, Entry] | 
         files[name] = file_entry(path)
         if path.suffix == ".safetensors":
             tensors.update(_boxes(path, name))
-    return Manifest(step, files, tensors, format=format)
+    return Manifest(step, files, tensors, format=format, run=run)
 
 
 def file_entry(path: Path) -> Entry:

@@ -25,7 +25,8 @@ from typing import Any
 from ...args.paths import is_url, plain_path
 from ...errors import MissingPackage, OutputError
 from .folder import MANIFEST, PREFIX, folder_name
-from .local import staging_folder
+from .local import Allow, staging_folder
+from .lock_object import LockObject
 from .manifest import Manifest, damage, names_outside, parsed
 
 DAMAGED = "damaged.json"
@@ -51,6 +52,7 @@ class FsspecStorage:
         self._working = working
         self._downloads: Path | None = None
         self._is_tidy = False
+        self.allow: Allow = lambda: None
 
     def check_writable(self) -> None:
         probe = self._inside(f".loopwright-write-test-{os.getpid()}")
@@ -110,6 +112,7 @@ class FsspecStorage:
             yield folder
 
     def publish(self, staged: Path, step: int) -> None:
+        self.allow()
         self._remove_leftovers()
         earlier = self._publications(step)
         name = f"{folder_name(step)}.{1 + max(earlier, default=0)}"
@@ -124,18 +127,33 @@ class FsspecStorage:
                 self.remove(each)
 
     def remove(self, name: str) -> None:
+        self.allow()
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._inside(name, MANIFEST))
         with suppress(OSError):
             self._fs.rm(self._inside(name), recursive=True)
 
     def set_aside(self, name: str, reason: str) -> str:
+        self.allow()
         # Moving would copy everything; replacing the manifest has the same effect.
         manifest = self.manifest(name)
         note = {"reason": reason, "manifest": manifest and asdict(manifest)}
         self._fs.pipe_file(self._inside(name, DAMAGED), json.dumps(note, indent=1).encode())
         self._fs.rm_file(self._inside(name, MANIFEST))
         return f"It is kept there, with {DAMAGED} in place of its manifest"
+
+    def lock(self) -> LockObject:
+        return LockObject(self._fs, self._path)
+
+    def read(self, file: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(self._inside(file)))
+        except FileNotFoundError:
+            return None
+
+    def write(self, file: str, content: bytes) -> None:
+        self.allow()
+        self._fs.pipe_file(self._inside(file), content)
 
     # ---- names and listings -----------------------------------------------------------------------------------------
 
@@ -193,9 +211,8 @@ class FsspecStorage:
         for file in files:
             size = (staged / file).stat().st_size
             if arrived.get(file) != size:
-                raise OSError(
-                    f"{file} has {size:,} bytes, but {arrived.get(file, 0):,} arrived at {self.place(name)}"
-                )
+                raise OSError(f"{file} has {size:,} bytes, but {arrived.get(file, 0):,} arrived at {self.place(name)}")
+        self.allow()
         self._fs.put_file(str(staged / MANIFEST), self._inside(name, MANIFEST))
 
     def _download(self, name: str, files: list[str], folder: Path) -> None:

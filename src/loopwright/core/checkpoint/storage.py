@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ...args.paths import is_url, plain_path, working_folder
-from .local import LocalStorage
+from .local import Allow, LocalStorage
+from .lock_file import Lock
 from .manifest import Manifest
 from .remote import FsspecStorage, folder_for, trimmed
 
@@ -18,6 +19,9 @@ Place = Path | str
 
 class Storage(Protocol):
     """The operations that CheckpointManager needs; checkpoints are identified by folder names."""
+
+    allow: Allow
+    """Called before anything is written or removed; raises if this run may no longer do that."""
 
     @property
     def root(self) -> Place:
@@ -55,6 +59,15 @@ class Storage(Protocol):
 
     def set_aside(self, name: str, reason: str) -> str:
         """Keep the files of a damaged checkpoint, but not as a checkpoint; returns a sentence with their location."""
+
+    def lock(self) -> Lock:
+        """The lock that names the run which uses this storage."""
+
+    def read(self, file: str) -> bytes | None:
+        """The content of a small file beside the checkpoints, or None if it does not exist."""
+
+    def write(self, file: str, content: bytes) -> None:
+        """Write a small file beside the checkpoints, atomically and durably."""
 
 
 def open_storage(place: str | os.PathLike[str] | None) -> Storage:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...errors import CheckpointError
 from .disk_errors import disk_error
-from .manifest import Entry, describe, file_entry
+from .manifest import Entry, Manifest, describe, file_entry
 from .storage import Storage
 
 
@@ -49,9 +50,11 @@ class Trouble:
     errno: int | None = None
 
 
-def publish_together(storage: Storage, step: int, write: Write, *, format: str, crew: Crew, keep: Keep) -> None:
+def publish_together(
+    storage: Storage, step: int, write: Write, *, format: str, run: str | None, crew: Crew, keep: Keep
+) -> None:
     """Write a checkpoint with all ranks of the crew; raises on every rank if one fails."""
-    leads = crew.rank == crew.leader
+    leads, described = crew.rank == crew.leader, partial(describe, step=step, format=format, run=run)
     with ExitStack() as stack:
         staged = _attempt(crew, lambda: str(stack.enter_context(storage.staging(step))) if leads else None)
         folder = Path(staged[crew.leader])
@@ -61,7 +64,7 @@ def publish_together(storage: Storage, step: int, write: Write, *, format: str, 
         else:
             _with_leaders(crew, parts)
             own = {}
-        _attempt(crew, lambda: _publish(storage, step, folder, own, format, keep) if leads else None)
+        _attempt(crew, lambda: _publish(storage, folder, own, described, keep) if leads else None)
 
 
 def _with_leaders(crew: Crew, parts: list[Any]) -> list[tuple[int, Any]]:
@@ -78,15 +81,19 @@ def _written(write: Write, folder: Path) -> tuple[Part, dict[str, Entry]]:
 
 
 def _publish(
-    storage: Storage, step: int, folder: Path, parts: dict[int, tuple[Part, dict[str, Entry]]], format: str, keep: Keep
+    storage: Storage,
+    folder: Path,
+    parts: dict[int, tuple[Part, dict[str, Entry]]],
+    described: Callable[..., Manifest],
+    keep: Keep,
 ) -> None:
     records = {rank: part.record for rank, (part, _) in parts.items() if part.record is not None}
     keep(folder, records)
     known = {name: entry for _, entries in parts.values() for name, entry in entries.items()}
-    manifest = describe(folder, step, format=format, known=known)
+    manifest = described(folder, known=known)
     manifest.tensors.update(joined([part.tensors for part, _ in parts.values()]))
     manifest.write(folder)
-    storage.publish(folder, step)
+    storage.publish(folder, manifest.step)
 
 
 def joined(parts: list[dict[str, Entry]]) -> dict[str, Entry]:
