@@ -89,7 +89,7 @@ def arg(
 
 
 class Counterpart(ABCMeta):
-    """The metaclass of classes that other packages have too, with `register` to let `isinstance` know."""
+    """The metaclass of classes that other packages have too, whose objects `register` makes instances of this one."""
 
 
 class Group(metaclass=Counterpart):

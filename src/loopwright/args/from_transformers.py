@@ -23,7 +23,8 @@ def is_from_transformers(args: object) -> bool:
 def converted(args: Any, kind: type[Arguments]) -> Arguments:
     """The same arguments as an object of `kind`; fields that a derived class has added are kept as attributes."""
     known = {each.name for each in dataclasses.fields(kind) if each.init}
-    given, added = {}, {}
+    given: dict[str, Any] = {}
+    added: dict[str, Any] = {}
     for each in dataclasses.fields(args):
         value = getattr(args, each.name, None)
         if each.name not in known:

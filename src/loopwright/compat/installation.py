@@ -98,7 +98,8 @@ def _refuse_subclasses(found: list[tuple[type, type]]) -> None:
 
 
 def _descendants(cls: type) -> list[type]:
-    return [each for child in cls.__subclasses__() for each in (child, *_descendants(child))]
+    children: list[type] = cls.__subclasses__()
+    return [each for child in children for each in (child, *_descendants(child))]
 
 
 def _replace(found: list[tuple[type, type]]) -> None:
@@ -122,7 +123,8 @@ def _adopt_subclasses(old: type, new: type) -> None:
     """Give callbacks the new base class: a handler calls only the events that a callback overrides."""
     if old.__name__ != "TrainerCallback":
         return
-    for child in old.__subclasses__():
+    children: list[type] = old.__subclasses__()
+    for child in children:
         bases = child.__bases__
         child.__bases__ = tuple(new if base is old else base for base in bases)
         _undo.append(partial(setattr, child, "__bases__", bases))

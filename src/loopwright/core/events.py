@@ -139,9 +139,9 @@ class CallbackHandler(TrainerCallback):
     train_dataloader = _Context()
     eval_dataloader = _Context()
 
-    args: Any = None
-    state: Any = None
-    control: Any = None
+    args: BaseArguments
+    state: TrainerState
+    control: TrainerControl
 
     def __init__(
         self,

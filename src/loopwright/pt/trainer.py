@@ -46,6 +46,7 @@ class Trainer(BaseTrainer):
     data_collator: Any
     processing_class: Any
     compute_metrics: Any
+    model_init: Any
     is_in_train: bool = False
     loss_is_scaled_for_ga: bool | None = None
     """Whether your loss is already divided by num_items_in_batch; set it in a subclass to skip the inference."""
