@@ -350,27 +350,6 @@ def setfit(folder: str) -> list[dict[str, Any]]:
     return [*rows, {"metrics": trainer.evaluate()}]
 
 
-@recipe
-def span_marker(folder: str) -> list[dict[str, Any]]:
-    from datasets import Dataset
-    from span_marker import SpanMarkerModel, Trainer
-    from transformers import TrainingArguments
-
-    place = bert_folder(folder)
-    model = SpanMarkerModel.from_pretrained(
-        place, labels=["O", "A", "B"], model_max_length=32, entity_max_length=4, marker_max_length=16
-    )
-    words = [each.split() for each in sentences(16, 5, 9)]
-    data = Dataset.from_dict({"tokens": words, "ner_tags": [[index % 3 for index in range(len(w))] for w in words]})
-    args = TrainingArguments(**options(folder, num_train_epochs=4))
-    return rows_of(Trainer(model=model, args=args, train_dataset=data, eval_dataset=data))
-
-
-@recipe
-def gliner(folder: str) -> list[dict[str, Any]]:
-    raise NotImplementedError
-
-
 def main(argv: list[str]) -> None:
     whose, folder, *names = argv
     if whose == "ours":
