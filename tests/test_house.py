@@ -42,7 +42,8 @@ BELOW: dict[str, set[str]] = {
     "tf": {*SHARED, "keras", "tf"},
     # Of tf only what a user who has TensorFlow passes; see test_jax_imports_tensorflow_for_what_is_made_of_it.
     "jax": {*SHARED, "keras", "tf", "jax"},
-    "cli": {*SHARED, "speed", "launch", "pt", "xla", "neuron", "keras", "tf", "jax", "cli"},
+    "compat": {*SHARED, "pt", "compat", "__init__"},
+    "cli": {*SHARED, "compat", "speed", "launch", "pt", "xla", "neuron", "keras", "tf", "jax", "cli"},
 }
 """What a package may import from, by name or by a string; everything else is above it."""
 
@@ -60,6 +61,7 @@ BY_STRING: dict[str, str] = {
     "cli/drill_child.py": "says in its usage what it is started as",
     "cli/dryrun.py": "the module is the user's",
     "cli/processes.py": "the child of a drill is started with -m",
+    "compat/names.py": "a table of transformers' modules",
     "core/checkpoint/remote.py": "fsspec is optional, and core names no package it cannot be without",
     "pt/data/columns.py": "the home of a collator is compared, nothing is imported",
     "pt/optim/optimizers/packaged.py": "a table of other packages' optimizers",

@@ -24,7 +24,7 @@ NEW = {
     "strict": False,
     "speed": "auto",
     "per_device_train_batch_tokens": None,
-    "packing": None,
+    "batch_packing": None,
     "static_lengths": None,
     "on_nonfinite": "continue",
     "on_spike": None,

@@ -32,6 +32,10 @@ BECOMES = [
     ({"adafactor": True}, {"optim": "adafactor"}),
     ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
     ({"warmup_ratio": "0.1"}, {"warmup_steps": 0.1}),
+    (
+        {"packing": "across_updates", "per_device_train_batch_tokens": 64},
+        {"batch_packing": "across_updates", "per_device_train_batch_tokens": 64},
+    ),
     ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
     ({"include_tokens_per_second": True}, {"include_num_input_tokens_seen": "all"}),
     ({"push_to_hub_model_id": "name"}, {"hub_model_id": "name"}),
@@ -85,6 +89,7 @@ OLD_DEFAULTS = {
     "push_to_hub_token": None,
     "mp_parameters": "",
     "ray_scope": "last",
+    "packing": None,
     "group_by_length": False,
     "warmup_ratio": 0.0,
     "sharded_ddp": "",

@@ -13,7 +13,7 @@ from loopwright.core.state import TrainerControl, TrainerState
 
 def handler(*callbacks: Any, **context: Any) -> CallbackHandler:
     state = TrainerState(global_step=7)
-    return CallbackHandler(callbacks, args="args", state=state, control=TrainerControl(), **context)
+    return CallbackHandler(callbacks, **context).bind("args", state, TrainerControl())
 
 
 def recorder(*names: str) -> Any:

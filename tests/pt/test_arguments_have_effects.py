@@ -49,7 +49,7 @@ ELSEWHERE = {
     "speed": "tests/speed/test_layouts_in_training.py::test_the_level_says_what_is_tried",
     "per_device_train_batch_tokens": "tests/speed/test_layouts_in_training.py::test_a_token_budget_is_kept",
     "static_lengths": "tests/pt/test_static_shapes.py::test_one_length_makes_all_batches_alike",
-    "packing": "tests/speed/test_packing.py::test_a_micro_batch_is_what_fits_and_one_row",
+    "batch_packing": "tests/speed/test_packing.py::test_a_micro_batch_is_what_fits_and_one_row",
     "auto_find_batch_size": "tests/pt/test_oom.py::test_weights_and_logs_are_those_of_the_run_that_fits",
     "bf16": "tests/pt/test_precision.py::test_autocast_computes_in_half_and_keeps_weights_whole",
     "fp16": "tests/pt/test_precision.py::test_a_step_that_overflows_is_skipped_and_the_schedule_waits",

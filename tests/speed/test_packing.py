@@ -1,4 +1,4 @@
-"""packing="across_updates" inside a trainer: which samples share an update, its gradient, its epochs, going on."""
+"""batch_packing="across_updates" in a trainer: which samples share an update, its gradient, its epochs, resuming."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DATA = samples(40, "causal")
 LENGTHS = [len(sample["input_ids"]) for sample in DATA]
 BUDGET = 100
 PACKED: dict[str, Any] = {
-    "packing": "across_updates", "per_device_train_batch_tokens": BUDGET, "gradient_accumulation_steps": 1,
+    "batch_packing": "across_updates", "per_device_train_batch_tokens": BUDGET, "gradient_accumulation_steps": 1,
     "per_device_train_batch_size": 8,
 }  # fmt: skip
 
@@ -400,7 +400,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(place: str, accumulation: int
         {"per_device_train_batch_tokens": 60},
         {"per_device_train_batch_tokens": 250},
         {"gradient_accumulation_steps": 2},
-        {"packing": None, "per_device_train_batch_tokens": None, "speed": "off"},
+        {"batch_packing": None, "per_device_train_batch_tokens": None, "speed": "off"},
     ],
     ids=str,
 )
@@ -448,7 +448,7 @@ class OwnLoader(Trainer):
 @pytest.mark.parametrize(
     ("kind", "data", "reason"),
     [
-        (Trainer, Stream(), "packing='across_updates' needs a map-style dataset with a length"),
+        (Trainer, Stream(), "batch_packing='across_updates' needs a map-style dataset with a length"),
         (OwnSampler, DATA, r"own sampling order.*_get_train_sampler is overridden \(SequentialSampler\)"),
         (OwnLoader, DATA, r"own sampling order.*get_train_dataloader or _get_train_sampler is overridden"),
     ],
@@ -462,7 +462,7 @@ def test_several_processes_are_refused(tmp_path: Any, monkeypatch: pytest.Monkey
     trainer = Trainer(fresh(), TrainingArguments(str(tmp_path), use_cpu=True, **PACKED), train_dataset=DATA)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        NotAvailable, match="packing='across_updates' is not available yet with 2 processes .WORLD_SIZE."
+        NotAvailable, match="batch_packing='across_updates' is not available yet with 2 processes .WORLD_SIZE."
     ):
         trainer.get_train_dataloader()
 
@@ -478,5 +478,5 @@ def test_a_checkpoint_that_only_counts_updates_is_refused(tmp_path: Any) -> None
 
 
 def test_the_budget_is_asked_for(tmp_path: Any) -> None:
-    with pytest.raises(ArgumentsError, match="packing='across_updates' needs per_device_train_batch_tokens"):
-        TrainingArguments(str(tmp_path), packing="across_updates")
+    with pytest.raises(ArgumentsError, match="batch_packing='across_updates' needs per_device_train_batch_tokens"):
+        TrainingArguments(str(tmp_path), batch_packing="across_updates")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..errors import UnknownArgument
 from .availability import apply_availability
@@ -78,6 +78,15 @@ class BaseArguments(
     """All arguments of a run. Derived and checked on construction; only the set_* methods change them later."""
 
     __signature__ = InitSignature()
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        "accelerator_config",
+        "fsdp_config",
+        "deepspeed",
+        "gradient_checkpointing_kwargs",
+        "lr_scheduler_kwargs",
+    ]
+    """Fields that accept a dict as JSON; subclasses of third parties add their own."""
+    deepspeed_plugin = hf_deepspeed_config = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse names that do not exist, with the nearest one that does.
@@ -101,6 +110,7 @@ class BaseArguments(
         self._refuse_arrays(problems)
         apply_legacy(self, problems)
         self._read_fields(problems)
+        self._read_added_dicts(problems)
         derive(self, problems)
         self._check_fields(problems)
         apply_rules(self, problems)
@@ -126,6 +136,16 @@ class BaseArguments(
                     setattr(self, name, read(spec, getattr(self, name)))
                 except ValueError as error:
                     problems.add(f"{name}: {error}", name)
+
+    def _read_added_dicts(self, problems: Problems) -> None:
+        """Parse dicts of fields that a subclass has declared and added to `_VALID_DICT_FIELDS`."""
+        for name in set(type(self)._VALID_DICT_FIELDS) - set(specs(type(self))):
+            value = getattr(self, name, None)
+            if isinstance(value, str) and value.lstrip().startswith("{"):
+                try:
+                    setattr(self, name, json.loads(value))
+                except ValueError as error:
+                    problems.add(f"{shown(name, value)}: not JSON ({error})", name)
 
     def _check_fields(self, problems: Problems) -> None:
         for name, spec in specs(type(self)).items():

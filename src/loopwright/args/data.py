@@ -54,7 +54,7 @@ class DataArgs(Group):
         ),
         check=whole_lengths,
     )
-    packing: str | None = arg(
+    batch_packing: str | None = arg(
         None,
         (
             "across_updates: fill each micro-batch with as many consecutive samples as fit in "

@@ -77,7 +77,6 @@ UNSUITED: dict[str, tuple[Any, str]] = {
     "split_batches": (True, "per_device_train_batch_size is always per rank; divide it yourself"),
     "dispatch_batches": (True, "every rank loads its own batches; leave it at None"),
     "use_seedable_sampler": (False, "the order of samples is always a function of the seed; leave it at True"),
-    "use_configured_state": (True, "there is no accelerator state to configure; leave it at False"),
 }
 """Keys with a value that cannot be honoured, and why."""
 

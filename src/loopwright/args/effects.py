@@ -89,10 +89,13 @@ IDLE = (
     Idle(("torch_compile_scope",), lambda args: not args.torch_compile),
     Idle(("max_recompiles",), lambda args: not args.torch_compile and (args.use_cpu or _nothing_compiles(args))),
     Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
-    Idle(("length_column_name",), lambda args: args.train_sampling_strategy != "group_by_length" and not args.packing),
+    Idle(
+        ("length_column_name",),
+        lambda args: args.train_sampling_strategy != "group_by_length" and not args.batch_packing,
+    ),
     Idle(
         ("per_device_train_batch_size",),
-        lambda args: bool(args.packing) and args.train_sampling_strategy != "group_by_length",
+        lambda args: bool(args.batch_packing) and args.train_sampling_strategy != "group_by_length",
     ),
     Idle(("dataloader_multiprocessing_context", "dataloader_in_order"), lambda args: args.dataloader_num_workers == 0),
     Idle(

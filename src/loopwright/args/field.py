@@ -8,6 +8,7 @@ import inspect
 import math
 import numbers
 import os
+from abc import ABCMeta
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -87,7 +88,11 @@ def arg(
     return dataclasses.field(default=default, metadata=metadata, repr=repr)
 
 
-class Group:
+class Counterpart(ABCMeta):
+    """The metaclass of classes that other packages have too, whose objects `register` makes instances of this one."""
+
+
+class Group(metaclass=Counterpart):
     """Base class of the argument groups."""
 
     title: ClassVar[str] = ""
@@ -122,6 +127,13 @@ def _specs(cls: type) -> dict[str, Spec]:
             hints = get_type_hints(group)
             found.update((name, _spec(field, group.title, hints)) for name, field in _fields_of(group).items())
     return found
+
+
+@functools.cache
+def is_redeclared(cls: type, name: str) -> bool:
+    """Whether a class of a third party declares this old name as a field of its own."""
+    first = next(each for each in cls.__mro__ if name in vars(each).get("__annotations__", ()))
+    return not first.__module__.startswith("loopwright.")
 
 
 def _fields_of(group: Any) -> dict[str, dataclasses.Field[Any]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .distributed import read_accelerator_config
-from .field import UNSET, Group, arg, default_of, specs
+from .field import UNSET, Group, Spec, arg, default_of, is_redeclared, specs
 from .problems import Problems, shown
 from .reading import read, read_dict
 
@@ -147,6 +147,7 @@ class LegacyArgs(Group):
     # Optimizer and data
     adafactor: bool | None = flag("optim", "adafactor")
     warmup_ratio: float | None = renamed("warmup_steps", harmless=(None, 0), to=_ratio)
+    packing: str | None = renamed("batch_packing")
     group_by_length: bool | None = flag("train_sampling_strategy", "group_by_length")
     include_tokens_per_second: bool | None = flag("include_num_input_tokens_seen", "all")
 
@@ -211,8 +212,11 @@ def apply_legacy(args: BaseArguments, problems: Problems) -> None:
 def _move(args: BaseArguments, name: str, problems: Problems) -> None:
     """Translate one old name; its field is UNSET afterwards."""
     spec, given = specs(type(args))[name], getattr(args, name)
-    setattr(args, name, UNSET)
     row: LegacyRow = spec.row
+    if is_redeclared(type(args), name):
+        _follow_redeclared(args, spec, given, problems)
+        return
+    setattr(args, name, UNSET)
     try:
         value = given if row.asks_nothing(given) else read(spec, given)
         if row.refused and not row.asks_nothing(value):
@@ -225,6 +229,19 @@ def _move(args: BaseArguments, name: str, problems: Problems) -> None:
     _tell(args, f"{shown(name, given)} is an old argument{idle}: {row.word}.", problems)
     for new, translated in news.items():
         _set(args, (name, given), (new, translated), problems)
+
+
+def _follow_redeclared(args: BaseArguments, spec: Spec, given: Any, problems: Problems) -> None:
+    """Apply a field that a third party's class declares under an old name; it keeps its value, and any meaning."""
+    row: LegacyRow = spec.row
+    if row.translate is None or row.refused or row.asks_nothing(given):
+        return
+    try:
+        news = row.translate(read(spec, given), args)
+    except ValueError:  # another type: the name means something else there
+        return
+    for new, translated in news.items():
+        _set(args, (spec.name, given), (new, translated), problems)
 
 
 def _set(args: BaseArguments, old: tuple[str, Any], new: tuple[str, Any], problems: Problems) -> None:

@@ -67,11 +67,11 @@ def token_budgets_need_layouts(args: BaseArguments) -> str | None:
     return None
 
 
-@rule("packing", "per_device_train_batch_tokens")
+@rule("batch_packing", "per_device_train_batch_tokens")
 def packing_needs_a_token_budget(args: DataArgs) -> str | None:
     """Packing needs a number of tokens per micro-batch."""
-    if args.packing and not args.per_device_train_batch_tokens:
-        name = shown("packing", args.packing)
+    if args.batch_packing and not args.per_device_train_batch_tokens:
+        name = shown("batch_packing", args.batch_packing)
         return f"{name} needs per_device_train_batch_tokens, the tokens of a micro-batch, for example 8192"
     return None
 

@@ -32,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "dryrun": Command("loopwright.cli.dryrun:run", "compile a training step for TPUs without a TPU; memory per chip"),
     "env": Command("loopwright.cli.env:run", "show versions and devices for a bug report"),
     "launch": Command("loopwright.cli.launch:run", "run a script on several processes, or write a cluster's job file"),
+    "run": Command("loopwright.compat.script:run", "run a script written for transformers' Trainer on loopwright"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the metrics"),
     "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),

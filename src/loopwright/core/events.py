@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from ..args.field import Counterpart
 from ..args.problems import short
 from ..errors import ArgumentsError, OverrideError
 from .overrides import accepts, names_parameter
@@ -49,7 +50,7 @@ EVENTS: dict[str, tuple[str, ...]] = {
 """Each event and the control flags it fulfils, which are cleared before its callbacks are called."""
 
 
-class TrainerCallback:
+class TrainerCallback(metaclass=Counterpart):
     """Base class of callbacks: override the events you need.
 
     Every event gets `args`, `state`, `control` and, by keyword, `model`, `processing_class`, `optimizer`,
@@ -115,28 +116,51 @@ class TrainerCallback:
         """A push to a hub is about to start."""
 
 
-class CallbackHandler:
+class _Context:
+    """An attribute of the handler that every callback receives by keyword."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, handler: CallbackHandler, owner: type | None = None) -> Any:
+        return handler.context[self.name]
+
+    def __set__(self, handler: CallbackHandler, value: Any) -> None:
+        handler.context[self.name] = value
+
+
+class CallbackHandler(TrainerCallback):
     """The list of callbacks, and the dispatch of events to those that override them."""
+
+    model = _Context()
+    processing_class = _Context()
+    optimizer = _Context()
+    lr_scheduler = _Context()
+    train_dataloader = _Context()
+    eval_dataloader = _Context()
+
+    args: BaseArguments
+    state: TrainerState
+    control: TrainerControl
 
     def __init__(
         self,
         callbacks: Iterable[Any],
-        *,
-        args: BaseArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **context: Any,
+        model: Any = None,
+        processing_class: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
     ) -> None:
         self.callbacks: list[Any] = []
-        self.args, self.state, self.control = args, state, control
+        self.agree: Callable[[CallbackHandler, str], None] | None = None
+        """Called after an event: with several ranks, they adopt each other's flags."""
         self.context: dict[str, Any] = {
-            "model": None,
-            "processing_class": None,
-            "optimizer": None,
-            "lr_scheduler": None,
+            "model": model,
+            "processing_class": processing_class,
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
             "train_dataloader": None,
             "eval_dataloader": None,
-            **context,
         }
         self.pace: dict[str, float] | None = None
         """Throughput of the current log interval, passed only to callbacks with a parameter `pace`."""
@@ -144,6 +168,17 @@ class CallbackHandler:
         self._known: list[Any] = []
         for callback in callbacks:
             self.add_callback(callback)
+
+    def bind(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        agree: Callable[[CallbackHandler, str], None] | None = None,
+    ) -> Self:
+        """Set what every callback receives by position; called for a new handler, also one assigned by a user."""
+        self.args, self.state, self.control, self.agree = args, state, control, agree
+        return self
 
     @property
     def callback_list(self) -> str:
@@ -170,6 +205,18 @@ class CallbackHandler:
         control = self.control
         for flag in EVENTS[event]:
             control.__dict__[flag] = False  # one assignment, no call: this runs several times per update
+        if "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event:
+            answer = self.call_event(event, self.args, self.state, control, **extra)
+            if answer is not None and answer is not control:
+                control.adopt(answer)
+        else:
+            self._dispatch(event, extra)
+        if self.agree is not None:
+            self.agree(self, event)
+        return control
+
+    def _dispatch(self, event: str, extra: dict[str, Any]) -> None:
+        control = self.control
         fresh = self._known == self.callbacks and event in self._listeners
         for callback, method in self._listeners[event] if fresh else self.listening_to(event):
             try:
@@ -180,7 +227,6 @@ class CallbackHandler:
             if answer is not None and answer is not control:
                 _check_control(answer, callback, event)
                 control.adopt(answer)
-        return control
 
     def _add_note(self, error: Exception, callback: Any, event: str, extra: dict[str, Any]) -> None:
         add_note(
@@ -199,23 +245,57 @@ class CallbackHandler:
                 left()
 
     def call_event(self, event: str, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
-        """`fire` with the signature of other trainers' handlers."""
-        return self.fire(event, **kwargs)
+        """Call the callbacks of an event; an override is called for every event."""
+        self._dispatch(event, kwargs)
+        return self.control
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any]) -> TrainerControl:
-        return self.fire("on_log", logs=logs)
+    def on_init_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_init_end", **kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
-        return self.fire("on_evaluate", metrics=metrics)
+    def on_train_begin(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_train_begin", **kwargs)
 
-    def on_predict(self, args: Any, state: Any, control: Any, metrics: dict[str, Any]) -> TrainerControl:
-        return self.fire("on_predict", metrics=metrics)
+    def on_train_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_train_end", **kwargs)
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any) -> TrainerControl:
-        return self.fire("on_prediction_step")
+    def on_epoch_begin(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_epoch_begin", **kwargs)
 
-    def on_save(self, args: Any, state: Any, control: Any) -> TrainerControl:
-        return self.fire("on_save")
+    def on_epoch_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_epoch_end", **kwargs)
+
+    def on_step_begin(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_step_begin", **kwargs)
+
+    def on_pre_optimizer_step(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_pre_optimizer_step", **kwargs)
+
+    def on_optimizer_step(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_optimizer_step", **kwargs)
+
+    def on_substep_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_substep_end", **kwargs)
+
+    def on_step_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_step_end", **kwargs)
+
+    def on_prediction_step(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_prediction_step", **kwargs)
+
+    def on_save(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_save", **kwargs)
+
+    def on_push_begin(self, *given: Any, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_push_begin", **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_log", logs=logs, **kwargs)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_evaluate", metrics=metrics, **kwargs)
+
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> TrainerControl:
+        return self.fire("on_predict", metrics=metrics, **kwargs)
 
     def listening_to(self, event: str) -> list[tuple[Any, Callable[..., Any]]]:
         if self._known != self.callbacks:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Hooks(Protocol):
     """The hooks of every trainer."""
 
+    _loopwright: Any
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -67,7 +68,10 @@ class HookUser:
 
     @property
     def callback_handler(self) -> CallbackHandler:
-        return self.trainer.callback_handler
+        handler, state = self.trainer.callback_handler, self.trainer.state
+        if getattr(handler, "state", None) is not state:  # a new one; a user may assign it at any time
+            handler.bind(self.trainer.args, state, self.trainer.control, self.trainer._loopwright.agree)
+        return handler
 
     @property
     def model(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -37,10 +38,11 @@ class Internals(Updating):
     """
 
     run_class: type[Run] = Run
-    handler_class: type[CallbackHandler] = CallbackHandler
     agreement_class: type[Agreement] = Agreement
     is_training: bool = False
     """Whether `train()` is running."""
+    agree: Callable[[CallbackHandler, str], None] | None = None
+    """With several ranks: lets them adopt each other's flags after an event."""
 
     def __init__(self, trainer: Hooks) -> None:
         self.trainer = trainer
@@ -54,9 +56,7 @@ class Internals(Updating):
             is_local_process_zero=args.local_process_index == 0, is_world_process_zero=args.process_index == 0
         )
         self.trainer.control = TrainerControl()
-        self.trainer.callback_handler = self.handler_class(
-            callbacks, args=args, state=self.state, control=self.control, **context
-        )
+        self.trainer.callback_handler = CallbackHandler(callbacks, **context)
         self.new_run()
         self.make_parts()
         self.agreement = self.agreement_class(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..args.field import Counterpart
 from .outputs import TrainOutput
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class derived:
         return self if trainer is None else self._compute(trainer)
 
 
-class BaseTrainer:
+class BaseTrainer(metaclass=Counterpart):
     """The methods that users call and override; everything else is behind one private name."""
 
     _loopwright: Internals

@@ -62,7 +62,7 @@ REFUSED: dict[str, Refusal] = {
     "liger_kernel_config": Refusal("Liger kernels work with PyTorch only"),
     "max_recompiles": Refusal("it counts recompilations of torch.compile", _is_set),
     "static_lengths": Refusal("use padded_batch(padded_shapes=...) in the tf.data pipeline", _is_set),
-    "packing": Refusal("packing works with PyTorch only; pack in the tf.data pipeline"),
+    "batch_packing": Refusal("packing works with PyTorch only; pack in the tf.data pipeline"),
     "per_device_train_batch_tokens": Refusal("use bucket_by_sequence_length in the tf.data pipeline", _is_set),
     "train_sampling_strategy": Refusal("batch_rebalance works with PyTorch only", _is("batch_rebalance")),
     "eval_use_gather_object": Refusal("outputs of a compiled step are tensors, which are always gathered"),

@@ -118,7 +118,7 @@ class Acceleration(TorchPart):
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
-            packs=self.args.packing is not None,
+            packs=self.args.batch_packing is not None,
             only_grouped=self._why_only_grouped(),
             is_shared=self.strategy.world_size > 1,
             is_pair=bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False)),

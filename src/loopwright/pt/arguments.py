@@ -5,10 +5,11 @@ torch is imported when a device is first needed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..args.base import BaseArguments
 from ..args.generation import GenerationArgs
@@ -21,6 +22,28 @@ if TYPE_CHECKING:
 @dataclass
 class TrainingArguments(BaseArguments):
     """All arguments of a run with PyTorch."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "accelerate.state" in sys.modules:
+            from .accelerate_state import initialize_accelerate
+
+            initialize_accelerate(self)
+
+    @property
+    def distributed_state(self) -> Any:
+        """accelerate's PartialState of this process; None if accelerate is not installed."""
+        try:
+            import accelerate.state  # noqa: F401
+        except ModuleNotFoundError:
+            return None
+        from .accelerate_state import initialize_accelerate
+
+        return initialize_accelerate(self)
+
+    @property
+    def _n_gpu(self) -> int:
+        return self.n_gpu
 
     @property
     def device(self) -> torch.device:

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..args.from_transformers import converted, is_from_transformers
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
 from .acceleration import Acceleration
-from .accelerator import AcceleratorFace
+from .accelerator import Accelerator
 from .arguments import TrainingArguments
 from .checkpoint.rank_state import own_random_states
 from .checkpoint.save import TorchSaving
@@ -24,7 +25,7 @@ from .data.columns import find_labels, forward_parameters, innermost, takes_anyt
 from .data.pipeline import TorchData
 from .distributed.agreement import TorchAgreement
 from .distributed.heartbeat import HangDetector, patience_for
-from .distributed.sync import SharedEvaluation, SharedLoss, agreeing
+from .distributed.sync import FlagAgreement, SharedEvaluation, SharedLoss
 from .evaluation.metric_inputs import metrics_function
 from .hooks import TorchHooks
 from .loss.targets import LabelSmoother
@@ -40,6 +41,7 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
+from .model.special_tokens import align_special_tokens
 from .optim.creation import TorchOptim
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
@@ -73,6 +75,9 @@ class TorchInternals(Internals):
     pacing: TorchPacing
     optim: TorchOptim
     acceleration: Acceleration
+
+    arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
+    """The class to which arguments of transformers are converted."""
 
     _noise: Any = None
     fp8: Any = None
@@ -109,6 +114,8 @@ class TorchInternals(Internals):
     ) -> None:
         """Implementation of the trainer's constructor."""
         args = TrainingArguments("tmp_trainer") if args is None else args
+        if is_from_transformers(args):
+            args = converted(args, self.arguments_class)
         processing_class = adopt_tokenizer("Trainer", PARAMETERS, processing_class, old_names)
         check_constructor(
             model,
@@ -139,12 +146,12 @@ class TorchInternals(Internals):
         self.trainer.data_collator = data_collator or default_collator(processing_class)
         self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
         self.is_alone = self.strategy.world_size == 1
-        self.trainer.accelerator = AcceleratorFace(
-            self.strategy, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
+        self.trainer.accelerator = Accelerator(
+            self.strategy, args, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
         )
         self.memory = meter_of(self.device)
         if not self.is_alone:
-            self.handler_class = agreeing(self.processes.host.all_gather_numbers)
+            self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
@@ -233,6 +240,7 @@ class TorchInternals(Internals):
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
+        align_special_tokens(self.model, self.trainer.processing_class, self.notices.warn_once)
         self._switch_on_model_options()
         self.run.loader = self.data.share_loader(self.trainer.get_train_dataloader())
         self.run.plan = self.data.make_plan(self.run.loader)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -206,6 +206,7 @@ class Seq2SeqInternals(TorchInternals):
     trainer: Seq2SeqHooks
     evaluation: Seq2SeqEvaluation
     evaluation_class = Seq2SeqEvaluation
+    arguments_class = Seq2SeqTrainingArguments
 
     def adopt_model(self, model: nn.Module) -> None:
         super().adopt_model(model)
@@ -221,11 +222,39 @@ class Seq2SeqTrainer(Trainer):
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqInternals
 
     def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[Any], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | Mapping[str, Any] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        **old_names: Any,
     ) -> None:
-        args = Seq2SeqTrainingArguments("tmp_trainer") if args is None else args
         self._gen_kwargs: dict[str, Any] = {}
-        super().__init__(model, args, *positional, **keywords)
+        super().__init__(
+            model,
+            Seq2SeqTrainingArguments("tmp_trainer") if args is None else args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+            **old_names,
+        )
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ..core.checkpoint.manager import CheckpointManager
+from ..core.constructor import make_model
 from ..core.events import CallbackHandler
 from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
@@ -45,6 +46,7 @@ class Trainer(BaseTrainer):
     data_collator: Any
     processing_class: Any
     compute_metrics: Any
+    model_init: Any
     is_in_train: bool = False
     loss_is_scaled_for_ga: bool | None = None
     """Whether your loss is already divided by num_items_in_batch; set it in a subclass to skip the inference."""
@@ -53,7 +55,7 @@ class Trainer(BaseTrainer):
 
     # Attributes of other trainers that overrides may read.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
-    deepspeed = hp_search_backend = hp_name = objective = hub_model_id = None
+    deepspeed = hp_search_backend = hp_name = objective = hub_model_id = push_in_progress = None
     current_flos = 0.0
 
     def __init__(
@@ -115,6 +117,16 @@ class Trainer(BaseTrainer):
     def neftune_noise_alpha(self) -> float | None:
         """The scale of the noise on embeddings."""
         return self.args.neftune_noise_alpha
+
+    @derived
+    def _train_batch_size(self) -> int:
+        """Samples per micro-batch of training."""
+        return self.args.train_batch_size
+
+    @derived
+    def _globalstep_last_logged(self) -> int:
+        """The step of the last log point."""
+        return self._loopwright.run.progress.last_logged_step
 
     @derived
     def checkpoints(self) -> CheckpointManager:
@@ -219,12 +231,18 @@ class Trainer(BaseTrainer):
         dataset: Any,
         description: str,
         batch_size: int,
-        sampler: Any = None,
-        drop_last: bool = False,
-        **ignored: Any,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        """A DataLoader over a dataset. Called by the three methods above with "training", "evaluation" or "test"."""
-        return self._loopwright.data._get_dataloader(dataset, description, batch_size, sampler, drop_last, **ignored)
+        """A DataLoader over a dataset, with the sampler that `sampler_fn(dataset)` returns.
+
+        Called by the three methods above with "Training", "Evaluation" or "test". The loader of a `dataloader_key` is
+        kept for the next call if its workers persist.
+        """
+        return self._loopwright.data._get_dataloader(
+            dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+        )
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
         """The sampler of the training data: seed, epoch and position determine the order.
@@ -275,6 +293,8 @@ class Trainer(BaseTrainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """A new model from `model_init`. Called by the constructor, and when training begins."""
+        if "_loopwright" not in vars(self):  # called by a subclass before this class's constructor
+            return make_model(self.model_init, trial)
         return self._loopwright.call_model_init(trial)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -447,6 +467,11 @@ class Trainer(BaseTrainer):
         """Load the weights of a checkpoint. Called when training resumes."""
         self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the states of optimizer and schedule. Called when training resumes, and not otherwise."""
+        if checkpoint is not None:
+            self._loopwright.saving._load_optimizer_and_scheduler(checkpoint)
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 
@@ -467,6 +492,10 @@ class Trainer(BaseTrainer):
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback."""
         self.callback_handler.remove_callback(callback)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        """The output folder."""
+        return str(self.args.output_dir)
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ...errors import DataError
@@ -45,6 +46,10 @@ class Evaluation(Part):
     ) -> EvalLoopOutput:
         """Predictions, labels and metrics of batches."""
         raise NotImplementedError
+
+    def evaluation_mode(self) -> AbstractContextManager[Any]:
+        """A context at whose end a model that was training is in training mode again; logs are written before."""
+        return nullcontext()
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -102,15 +107,16 @@ class Evaluation(Part):
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, Mapping):
             return self._evaluate_each(dataset, ignore_keys, metric_key_prefix)
-        output = self._go_through(
-            lambda: self._eval_batches(eval_dataset),
-            "Evaluation",
-            loss_only=True if self.trainer.compute_metrics is None else None,
-            ignore_keys=ignore_keys,
-            prefix=metric_key_prefix,
-        )
-        self.internals.log_numbers(output.metrics)
-        self.callback_handler.fire("on_evaluate", metrics=output.metrics)
+        with self.evaluation_mode():
+            output = self._go_through(
+                lambda: self._eval_batches(eval_dataset),
+                "Evaluation",
+                loss_only=True if self.trainer.compute_metrics is None else None,
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+            self.internals.log_numbers(output.metrics)
+            self.callback_handler.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 
     def _evaluate_each(self, datasets: Mapping[str, Any], ignore_keys: Any, prefix: str) -> dict[str, float]:

@@ -84,13 +84,9 @@ class TorchResuming(TorchPart, Resuming):
             self._resume_progress(folder)
         else:
             self._guess_progress()
+        self.trainer._load_optimizer_and_scheduler(checkpoint)
         if foreign:
-            self._resume_foreign(folder)
             return
-        self._resume_optimizer(folder)
-        with restoring(folder / SCHEDULER, "the schedule"):
-            schedule = decode_schedule(read_json(folder / SCHEDULER, named()))
-        self._resume_schedule(schedule, folder / SCHEDULER)
         self._resume_scaler(folder / SCALER)
         self._resume_random_states(folder)
 
@@ -109,6 +105,17 @@ class TorchResuming(TorchPart, Resuming):
             self.run.resume_rng = self._random_states(folder)
             # Now, for an evaluation that was pending at a signal; and again where training resumes.
             self.strategy.load_rng_state(self.run.resume_rng)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """Restore the states of optimizer and schedule."""
+        folder = Path(checkpoint)
+        if is_foreign(folder):
+            self._resume_foreign(folder)
+            return
+        self._resume_optimizer(folder)
+        with restoring(folder / SCHEDULER, "the schedule"):
+            schedule = decode_schedule(read_json(folder / SCHEDULER, named()))
+        self._resume_schedule(schedule, folder / SCHEDULER)
 
     def _resume_optimizer(self, folder: Path) -> None:
         """Load the optimizer's state; if it is sharded here or in the checkpoint, read only this rank's shards."""
@@ -154,7 +161,7 @@ class TorchResuming(TorchPart, Resuming):
     def _updates_are_as_large(self, folder: Path) -> bool:
         """Whether updates have the same size as in the run that saved the checkpoint."""
         before = self._saved_arguments(folder)
-        if self.args.packing or before.get("packing"):  # sample counts vary, so arguments are compared
+        if self.args.batch_packing or before.get("batch_packing"):  # sample counts vary, so arguments are compared
             return super()._updates_are_as_large(folder)
         return bool(self.run.plan.total_batch_size == self._samples_per_update(folder))
 
@@ -170,7 +177,7 @@ class TorchResuming(TorchPart, Resuming):
     def accumulation_to_go_on(self, checkpoint: str) -> int | None:
         """The accumulation that preserves the effective batch size with other ranks; None: that of the arguments."""
         folder, args = Path(checkpoint), self.args
-        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.packing:
+        if not (folder / PROGRESS).is_file() or not (folder / ARGUMENTS).is_file() or args.batch_packing:
             return None
         before = self._saved_arguments(folder)
         # The value in its arguments may have been set by a callback, which this run has not called yet.
@@ -221,8 +228,9 @@ class TorchResuming(TorchPart, Resuming):
         plan, step = self.run.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(
-                f"a transformers checkpoint at step {step} counts updates, which with packing={self.args.packing!r} "
-                "do not identify the samples used; resume without packing, or start a new run from its weights"
+                f"a transformers checkpoint at step {step} counts updates, which with batch_packing="
+                f"{self.args.batch_packing!r} do not identify the samples used; resume without packing, or start "
+                "a new run from its weights"
             )
         place = foreign_progress(
             step,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -66,10 +66,11 @@ def takes_loss_flag(model: nn.Module) -> bool:
 
 
 class ColumnFilter:
-    """A collator that removes the columns the model does not accept.
+    """A collator that removes the columns of the dataset that the model does not accept.
 
-    For a collator known to fail on extra columns they are removed before the call; for a user's collator, from its
-    batch.
+    They are removed before the call if a subclass names the columns (`_signature_columns`), or for a collator known to
+    fail on extra columns. Another collator sees all of them, and they are removed from its batch; columns it makes are
+    passed on if the model or a loss of the user can take them (`passes_made`).
     """
 
     def __init__(
@@ -80,12 +81,15 @@ class ColumnFilter:
         notices: Notices,
         description: str = "training",
         in_workers: bool = False,
+        are_named: bool = False,
+        passes_made: bool = False,
     ) -> None:
         self.collator = collator
         self.accepted = accepted
         self.description = description
+        self._passes_made = passes_made
         self._notices = notices
-        self._before = _chokes_on_extras(collator)
+        self._before = are_named or _chokes_on_extras(collator)
         # Every worker of every epoch has a copy of this object, so a flag in shared memory records the warning.
         self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
         self._seen: list[str] = []
@@ -93,7 +97,7 @@ class ColumnFilter:
 
     def __call__(self, features: list[Any]) -> Any:
         if not self._before:
-            return self._of_batch(self._collated(features))
+            return self._of_batch(self._collated(features), features)
         first = features[0] if features else None
         if type(first) is dict or isinstance(first, Mapping):
             names = [*first]
@@ -117,15 +121,20 @@ class ColumnFilter:
             self._before = True
             return batch
 
-    def _of_batch(self, batch: Any) -> Any:
+    def _of_batch(self, batch: Any, features: list[Any]) -> Any:
         if not isinstance(batch, Mapping):
             return batch
-        keep = self._keep if [*batch] == self._seen else self._kept(batch)
+        if [*batch] == self._seen:
+            keep = self._keep
+        else:
+            given = features[0] if features and isinstance(features[0], Mapping) else batch
+            keep = self._kept(batch, made={name for name in batch if self._passes_made and name not in given})
         return batch if len(keep) == len(batch) else {name: batch[name] for name in keep}
 
-    def _kept(self, columns: Mapping[str, Any]) -> list[str]:
+    def _kept(self, columns: Mapping[str, Any], made: Iterable[str] = ()) -> list[str]:
+        """The accepted columns, and those that the collator has made."""
         self._seen = [*columns]
-        self._keep = keep = [name for name in columns if name in self.accepted]
+        self._keep = keep = [name for name in columns if name in self.accepted or name in made]
         if not any(name not in LABEL_COLUMNS for name in keep):
             raise DataError(
                 f"no column of the {self.description} data is an argument of the model's forward (columns: "
@@ -133,7 +142,7 @@ class ColumnFilter:
                 "columns, or set remove_unused_columns=False to pass all of them"
             )
         if len(keep) < len(columns):
-            withheld = ", ".join(name for name in columns if name not in self.accepted)
+            withheld = ", ".join(name for name in columns if name not in keep)
             self._tell(
                 f"removed columns of the {self.description} data that the model's forward does not accept: {withheld}"
             )

@@ -217,10 +217,10 @@ def check_stream_order(args: DataArgs) -> None:
             "train_sampling_strategy='group_by_length' needs a map-style dataset with a length, not a stream; use "
             "'random', or sort the stream itself"
         )
-    if args.packing:
+    if args.batch_packing:
         raise ArgumentsError(
-            f"packing={args.packing!r} needs a map-style dataset with a length, since the lengths of a stream's "
-            "samples are unknown; remove packing, or pack in the stream itself"
+            f"batch_packing={args.batch_packing!r} needs a map-style dataset with a length, since the lengths of a "
+            "stream's samples are unknown; remove packing, or pack in the stream itself"
         )
 
 

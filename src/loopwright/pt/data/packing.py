@@ -1,4 +1,4 @@
-"""packing="across_updates": a sampler with micro-batches of as many consecutive samples as fit."""
+"""batch_packing="across_updates": a sampler with micro-batches of as many consecutive samples as fit."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def packed_sampler(sampler: OrderedSampler, dataset: Any, args: BaseArguments, i
     """The sampler's order in micro-batches of `per_device_train_batch_tokens`; measures all lengths once."""
     if args.world_size > 1:
         raise NotAvailable(
-            f"packing={args.packing!r} is not available yet with {args.world_size} processes (WORLD_SIZE), since "
-            "every rank would need the micro-batches of all ranks; train without packing, or in one process"
+            f"batch_packing={args.batch_packing!r} is not available yet with {args.world_size} processes (WORLD_SIZE), "
+            "since every rank would need the micro-batches of all ranks; train without packing, or in one process"
         )
     # With a fixed seed: a dataset with random samples has the same lengths when the run resumes.
     with untouched_rng():
         seed_all(data_seed(args), 0, 0)
-        lengths = sample_lengths(dataset, args.length_column_name, input_names, what="packing")
+        lengths = sample_lengths(dataset, args.length_column_name, input_names, what="batch_packing")
     budget = args.per_device_train_batch_tokens
     assert budget is not None  # validated with the arguments
     return PackedSampler(Packing(sampler.order, lengths, budget, drop_last=args.dataloader_drop_last))
@@ -79,13 +79,13 @@ def packing_of(loader: Any, args: DataArgs) -> Packing:
         return sampler.packing
     given = type(getattr(loader, "sampler", loader)).__name__
     raise ArgumentsError(
-        f"packing={args.packing!r} needs loopwright's own sampling order, but get_train_dataloader or "
+        f"batch_packing={args.batch_packing!r} needs loopwright's own sampling order, but get_train_dataloader or "
         f"_get_train_sampler is overridden ({given}). Remove the override, or pack in your own loader and remove "
-        "packing"
+        "batch_packing"
     )
 
 
 def sizes_of_updates(args: DataArgs) -> tuple[str, ...]:
     """The arguments that determine which samples share an update."""
-    size = "per_device_train_batch_tokens" if args.packing else "per_device_train_batch_size"
-    return ("packing", size, "gradient_accumulation_steps")
+    size = "per_device_train_batch_tokens" if args.batch_packing else "per_device_train_batch_size"
+    return ("batch_packing", size, "gradient_accumulation_steps")

@@ -21,7 +21,7 @@ from ..arguments import TrainingArguments
 from ..devices import can_pin_memory
 from ..loss.targets import count_samples
 from ..rng import rng_from_json, rng_to_json
-from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters
+from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters, takes_anything
 from .loaders import (
     announce_epoch,
     build_loader,
@@ -42,6 +42,13 @@ from .workers import stop_workers, workers_end_with_errors
 class TorchData(Shapes):
     """Loaders, samplers and columns; users may override every public method on the trainer."""
 
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self.kept_loaders: dict[str, DataLoader[Any]] = {}
+        """Evaluation loaders with persistent workers, by the key of `_get_dataloader`."""
+        self.are_columns_named = True
+        """Whether `_signature_columns` was set by the user, not found by `_set_signature_columns_if_needed`."""
+
     # ---- loaders ----------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -50,14 +57,14 @@ class TorchData(Shapes):
             raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
         check_not_empty(self.trainer.train_dataset, "training")
         dataset = self.trainer._remove_unused_columns(self.trainer.train_dataset, description="training")
-        if is_stream := isinstance(dataset, IterableDataset):
+        if isinstance(dataset, IterableDataset):
             check_stream_order(self.args)
         return self.trainer._get_dataloader(
-            dataset,
-            description="training",
+            dataset=dataset,
+            description="Training",
             batch_size=self.args.train_batch_size,
-            sampler=None if is_stream else self._call_train_sampler(dataset),
-            drop_last=self.args.dataloader_drop_last,
+            sampler_fn=self._call_train_sampler,
+            is_training=True,
         )
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> DataLoader[Any]:
@@ -76,14 +83,11 @@ class TorchData(Shapes):
     def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader[Any]:
         check_not_empty(dataset, description)
         dataset = self.trainer._remove_unused_columns(dataset, description=description)
-        sampler = None if isinstance(dataset, IterableDataset) else self.trainer._get_eval_sampler(dataset)
         return self.trainer._get_dataloader(
-            dataset,
-            description=description,
+            dataset=dataset,
+            description=description.capitalize() if description == "evaluation" else description,
             batch_size=self.args.eval_batch_size,
-            sampler=sampler,
-            # Streams are read to their end, like in transformers.
-            drop_last=self.args.dataloader_drop_last and not isinstance(dataset, IterableDataset),
+            sampler_fn=self.trainer._get_eval_sampler,
         )
 
     def _get_dataloader(
@@ -91,25 +95,36 @@ class TorchData(Shapes):
         dataset: Any,
         description: str,
         batch_size: int,
-        sampler: Any = None,
-        drop_last: bool = False,
-        **ignored: Any,
+        sampler_fn: Callable[[Any], Any] | None = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        if isinstance(dataset, IterableDataset) and self.strategy.data_world > 1:
+        kept = None if dataloader_key is None else self.kept_loaders.get(dataloader_key)
+        if kept is not None:
+            return kept
+        is_stream = isinstance(dataset, IterableDataset)
+        sampler = None if is_stream or sampler_fn is None else sampler_fn(dataset)
+        if is_stream and self.strategy.data_world > 1:
             dataset = share_stream(dataset, self.share(), batch_size)
-        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=description)
-        return build_loader(
+        words = description.lower()
+        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description=words)
+        # Every evaluation creates a new loader, so its workers would not be reused, unless it is kept.
+        persists = self.args.dataloader_persistent_workers and (is_training or dataloader_key is not None)
+        loader = build_loader(
             dataset,
             args=self.args,
             batch_size=batch_size,
-            collate_fn=self._with_static_shapes(collate, dataset, batch_size, description),
+            collate_fn=self._with_static_shapes(collate, dataset, batch_size, words),
             sampler=sampler,
-            drop_last=drop_last,
+            # Evaluation reads streams to their end, like in transformers.
+            drop_last=self.args.dataloader_drop_last and (is_training or not is_stream),
             pin_memory=self.args.dataloader_pin_memory and not self.args.use_cpu and can_pin_memory(self.device),
-            # Every evaluation creates a new loader, so its workers would not be reused.
-            persistent_workers=self.args.dataloader_persistent_workers and description == "training",
-            keep_order=description != "training",
+            persistent_workers=persists,
+            keep_order=not is_training,
         )
+        if dataloader_key is not None and persists:
+            self.kept_loaders[dataloader_key] = loader
+        return loader
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of samples of a loader's dataset; an estimate if the dataset has no length."""
@@ -132,7 +147,7 @@ class TorchData(Shapes):
         dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
-        if sampler is None or not self.args.packing:
+        if sampler is None or not self.args.batch_packing:
             return sampler
         is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         names = [self.input_name(), "labels"] if is_pair else [self.input_name()]
@@ -151,6 +166,7 @@ class TorchData(Shapes):
     def _set_signature_columns_if_needed(self) -> None:
         """Find the parameters of the model's forward; a subclass may set `_signature_columns` itself."""
         if self.trainer._signature_columns is None:
+            self.are_columns_named = False
             names = forward_parameters(self.model)
             if names is not None:
                 self.trainer._signature_columns = [*names, *LABEL_COLUMNS, *self.trainer.label_names]
@@ -168,12 +184,16 @@ class TorchData(Shapes):
         self.trainer._set_signature_columns_if_needed()
         if self.trainer._signature_columns is None:
             return data_collator
+        are_named = self.are_columns_named or is_overridden(self.trainer, "_set_signature_columns_if_needed")
+        steps = ("compute_loss", "training_step", "prediction_step")
         return ColumnFilter(
             data_collator,
             set(self.trainer._signature_columns),
             notices=self.notices,
             description=description or "training",
             in_workers=self.args.dataloader_num_workers > 0,
+            are_named=are_named,
+            passes_made=takes_anything(self.model) or any(is_overridden(self.trainer, name) for name in steps),
         )
 
     # ---- plan and position ------------------------------------------------------------------------------------------
@@ -221,7 +241,7 @@ class TorchData(Shapes):
         )
 
     def _plan_of_arguments(self, loader: Any) -> Plan:
-        if self.args.packing:
+        if self.args.batch_packing:
             return packed_plan(loader, self.args, self.notices)
         sized = has_length(loader)
         if not sized and self.args.max_steps <= 0:

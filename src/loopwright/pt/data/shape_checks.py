@@ -32,7 +32,7 @@ class Shapes(TorchPart, DataPart):
         """The collator, padding to few shapes if required."""
         if not self.wants_static_shapes():
             return collate
-        moving = [name for name in ("packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
+        moving = [name for name in ("batch_packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
         if moving and description == "training":
             raise ArgumentsError(
                 f"{' and '.join(moving)} makes micro-batches of many shapes, but batches must keep few shapes here "

@@ -264,37 +264,34 @@ def _taken_from(waiting: list[Any]) -> Iterator[Any]:
         yield waiting.pop()
 
 
-class AgreeingHandler(CallbackHandler):
-    """Dispatches events; flags that callbacks set on one rank are then set on all ranks."""
+class FlagAgreement:
+    """After an event: flags that callbacks set on one rank are set on all ranks."""
 
     MOMENTS = ("on_train_begin", "on_epoch_begin", "on_step_end", "on_epoch_end", "on_evaluate", "on_save")
     ALONE = ("save_minutes", "save_trigger_file", "max_runtime")
     """Arguments whose effect depends on the clock or the disk of a rank."""
 
-    all_gather_numbers: Callable[[list[float]], list[list[float]]]
+    def __init__(self, all_gather_numbers: Callable[[list[float]], list[list[float]]]) -> None:
+        self._all_gather_numbers = all_gather_numbers
+        self._differs: bool | None = None
+        """Whether callbacks of any rank may set control independently; None before the first all-gather."""
 
-    _differs: bool | None = None
-    """Whether callbacks of any rank may set control independently; None before the first all-gather."""
-
-    def fire(self, event: str, **extra: Any) -> Any:
-        control = super().fire(event, **extra)
-        if event in self.MOMENTS and (self._differs is None or event == "on_train_begin"):
+    def __call__(self, handler: CallbackHandler, event: str) -> None:
+        if event not in self.MOMENTS:
+            return
+        if self._differs is None or event == "on_train_begin":
             # Gathered from all ranks: a callback may exist on one rank only, and then all have to exchange control.
-            self._differs = any(row[0] for row in self.all_gather_numbers([float(self._may_differ())]))
-        if event in self.MOMENTS and self._differs:
+            self._differs = any(row[0] for row in self._all_gather_numbers([float(self._may_differ(handler))]))
+        if self._differs:
+            control = handler.control
             wishes = [each.name for each in dataclasses.fields(control)]
-            rows = self.all_gather_numbers([float(getattr(control, name)) for name in wishes])
+            rows = self._all_gather_numbers([float(getattr(control, name)) for name in wishes])
             for name, values in zip(wishes, zip(*rows, strict=True), strict=True):
                 setattr(control, name, any(values))
-        return control
 
-    def _may_differ(self) -> bool:
+    def _may_differ(self, handler: CallbackHandler) -> bool:
         """Whether a flag can depend on anything but the state of the run, which is the same on all ranks."""
-        if any(getattr(self.args, name) is not None for name in self.ALONE):
+        if any(getattr(handler.args, name) is not None for name in self.ALONE):
             return True
-        return any(not type(each).__module__.startswith(("loopwright.", "transformers.")) for each in self.callbacks)
-
-
-def agreeing(all_gather_numbers: Callable[[list[float]], list[list[float]]]) -> type[CallbackHandler]:
-    """A handler class with which all ranks adopt the flags that callbacks of any rank set."""
-    return type("AgreeingHandler", (AgreeingHandler,), {"all_gather_numbers": staticmethod(all_gather_numbers)})
+        known = ("loopwright.", "transformers.")
+        return any(not type(each).__module__.startswith(known) for each in handler.callbacks)

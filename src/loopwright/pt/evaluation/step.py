@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -34,6 +34,9 @@ from .metric_inputs import metrics_function
 
 class TorchEvaluation(TorchPart, Evaluation):
     """`evaluate` and `predict`."""
+
+    _is_evaluating: bool = False
+    """Whether an evaluation is in progress that restores the training mode at its end."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
         return self.trainer.get_eval_dataloader(eval_dataset)
@@ -76,26 +79,35 @@ class TorchEvaluation(TorchPart, Evaluation):
             )
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
-        strategy, was_training = self.strategy, self.strategy.model.training
+        strategy = self.strategy
         if not self.trainer.is_in_train:  # a run has bound them, and may have replaced its training step by graphs
             if self.model is not strategy.model:
                 self.internals.adopt_model(self.model)
             self.internals.loss.bind_overrides()
         self.internals.changes.follow_overrides()
-        strategy.evaluating()
-        if self.model is not strategy.model:
-            self.model.eval()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
-        try:
-            with casts:
-                steps = self.eval_steps(dataloader, loss_only, ignore_keys)
-                output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
-        finally:
-            if was_training:
-                strategy.training()
+        with self.evaluation_mode(), casts:
+            strategy.evaluating()
+            if self.model is not strategy.model:
+                self.model.eval()
+            steps = self.eval_steps(dataloader, loss_only, ignore_keys)
+            output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
         if output.num_samples == 0:
             raise DataError(f"{description}: the data returned no batch")
         return output
+
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        if self._is_evaluating:
+            yield
+            return
+        was_training, self._is_evaluating = self.strategy.model.training, True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+            if was_training:
+                self.strategy.training()
 
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
         dataset: Any = whole_dataset(dataloader)

@@ -18,7 +18,7 @@ METHODS = attrgetter(
 TAKEN_ONCE = (
     "per_device_train_batch_size", "num_train_epochs", "max_steps", "learning_rate", "weight_decay", "optim",
     "lr_scheduler_type", "warmup_steps", "warmup_ratio", "seed", "data_seed", "label_smoothing_factor", "bf16", "fp16",
-    "gradient_checkpointing", "neftune_noise_alpha", "torch_compile", "packing", "per_device_train_batch_tokens",
+    "gradient_checkpointing", "neftune_noise_alpha", "torch_compile", "batch_packing", "per_device_train_batch_tokens",
     "dataloader_num_workers", "dataloader_drop_last", "train_sampling_strategy", "speed",
 )  # fmt: skip
 """Arguments that are read only when training begins."""

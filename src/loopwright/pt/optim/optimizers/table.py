@@ -95,7 +95,9 @@ def build_optimizer(
     cls, kwargs = cls_and_kwargs[0], dict(cls_and_kwargs[1])
     if is_factory(cls):
         return _from_factory(cls, model, kwargs)
-    groups = kwargs.pop("params", None)
+    # Third-party trainers name the groups "optimizer_dict", and optimizers of whole models "model".
+    given = [kwargs.pop(name) for name in ("params", "model", "optimizer_dict") if name in kwargs]
+    groups = given[-1] if given else None
     if groups is None:
         groups = parameter_groups(model, args, decay_names)
         groups[0]["weight_decay"] = kwargs.get("weight_decay", args.weight_decay)
