@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from loopwright import CheckpointError, EarlyStoppingCallback, Trainer, TrainingArguments
-from loopwright.core.checkpoint.manifest import describe
+from loopwright.core.checkpoint.manifest import describe, file_entry, read_manifest
 from loopwright.pt.checkpoint.shards import INDEX, BoxReader
 from tests.core.tampering import cases, tampered
 
@@ -178,11 +178,20 @@ def test_boxes_that_do_not_fit_are_refused(box: dict[str, Any], tmp_path: Path) 
             reader.whole("w")
 
 
-def test_a_header_of_absurd_size_is_refused(saved: Any, tmp_path: Path) -> None:
-    shutil.copytree(saved[1], tmp_path / "run")
-    path = tmp_path / "run/checkpoint-2/model.safetensors"
-    original = path.read_bytes()
-    for size in (1 << 62, 1 << 40, 2**64 - 1, 99_999_999):
-        path.write_bytes(size.to_bytes(8, "little") + original[8:])
-        with pytest.raises(CheckpointError, match="model.safetensors"):
-            describe(path.parent, 2, format="native")
+@pytest.mark.parametrize("size", [1 << 62, 99_999_999])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
+def test_a_header_of_absurd_size_is_refused(saved: Any, tmp_path: Path, name: str, size: int) -> None:
+    original = saved[1] / "checkpoint-2" / name
+    if not original.is_file():
+        pytest.skip("not a file of this format")
+    folder = tmp_path / "run/checkpoint-2"
+    shutil.copytree(saved[1], folder.parent)
+    (folder / name).write_bytes(size.to_bytes(8, "little") + original.read_bytes()[8:])
+    with pytest.raises(CheckpointError, match=name):
+        describe(folder, 2, format="native")
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    manifest.files[name] = file_entry(folder / name)
+    manifest.write(folder)
+    with pytest.raises(CheckpointError, match=name):
+        make(folder.parent, checkpoint_format=saved[0]).train(resume_from_checkpoint=str(folder))
