@@ -17,6 +17,7 @@ from .checkpoint.schema import (
     check,
     count,
     either,
+    flag,
     like,
     list_of,
     maybe,
@@ -193,7 +194,7 @@ SAVED_PROGRESS = record(
         "samples_seen": count(),
         "last_logged_step": count(),
     },
-    {"pending": list_of(one_of(*_FLAGS)), "has_ended": one_of(False, True)},
+    {"pending": list_of(one_of(*_FLAGS)), "has_ended": flag},
 )
 
 

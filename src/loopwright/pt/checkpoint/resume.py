@@ -250,4 +250,7 @@ class TorchResuming(TorchPart, Resuming):
             self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
             if found["scaler"] is not None:
                 self.strategy.precision.load_state_dict(found["scaler"])
-        self.run.resume_rng = found["rng"]
+        if found["rng"] is not None:
+            with restoring(folder, "the random state of transformers"):
+                self.run.resume_rng = found["rng"]
+                self.strategy.load_rng_state(found["rng"])  # now and again, as above
