@@ -63,13 +63,13 @@ VARIANTS = {
         {"pause": 0.03, "data": "stateful", "checkpoint_format": "transformers", **EVALUATED}
     ),
     "TensorFlow": Variant({"pause": 0.05}, module="tests.faults.tf_runs", seconds=3.0, share=2),
-    "two processes": Variant(LAUNCHED, processes=2, seconds=2.0, share=1),
+    "two processes": Variant(LAUNCHED, processes=2, seconds=1.0, share=1),
     "two processes, transformers": Variant(
-        {**LAUNCHED, "checkpoint_format": "transformers"}, processes=2, seconds=2.0, share=1
+        {**LAUNCHED, "checkpoint_format": "transformers"}, processes=2, seconds=1.0, share=1
     ),
-    "two processes, stream with a state": Variant({**LAUNCHED, "data": "stateful"}, processes=2, seconds=2.0, share=1),
-    "FSDP2": Variant({**LAUNCHED, "fsdp": True}, processes=2, seconds=2.0, share=1),
-    "FSDP2 with BatchNorm": Variant({**LAUNCHED, "fsdp": True, "normed": True}, processes=2, seconds=2.0, share=1),
+    "two processes, stream with a state": Variant({**LAUNCHED, "data": "stateful"}, processes=2, seconds=1.0, share=1),
+    "FSDP2": Variant({**LAUNCHED, "fsdp": True}, processes=2, seconds=1.0, share=1),
+    "FSDP2 with BatchNorm": Variant({**LAUNCHED, "fsdp": True, "normed": True}, processes=2, seconds=1.0, share=1),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .random_kills import VARIANTS, Campaign, available
+from .random_kills import VARIANTS, Campaign, Case, Kill, Runners, available, outcome
 
 pytestmark = pytest.mark.xdist_group("faults-random-kills")
 
@@ -35,6 +35,13 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     more = campaign(tmp_path, FORKED[:1], kills=4)
     assert more["kills"] >= 4 and not more["wrong"], more["wrong"]
     assert (tmp_path / "kills.jsonl").read_text().startswith(before)
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_random_states_in_the_format_of_transformers(tmp_path: Path) -> None:
+    kills = [Kill("SIGTERM", "all", 0.3), Kill("SIGTERM", "one rank", 0.15)]
+    with Runners(tmp_path) as runners:
+        assert outcome(runners, Case(0, "two processes, transformers", kills), lambda kill: None) == []
 
 
 @pytest.mark.grid
