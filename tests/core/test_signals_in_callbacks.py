@@ -1,4 +1,4 @@
-"""A signal while a callback evaluates: the run saves what it has, exits as promised, and resumes exactly."""
+"""A signal while a callback evaluates: the callback is finished, the run exits as promised, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loopwright.core.numpy_strategy import LinearModel
 
 SAMPLES = [(np.array([float(i), 1.0]), np.array([float(i) * 2])) for i in range(16)]
 SAFE = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_step_end", "on_log", "on_save",
-        "on_epoch_end", "on_train_end")  # fmt: skip
+        "on_epoch_end")  # fmt: skip
 INSIDE = ("on_pre_optimizer_step", "on_optimizer_step")
 """Events between the gradients and the count of an update."""
 
@@ -52,10 +52,16 @@ def weights(trainer: NumpyTrainer) -> list[Any]:
     return [value.tolist() for value in trainer.model.parameters.values()]
 
 
+def rows(trainer: NumpyTrainer) -> list[dict[str, Any]]:
+    """What was logged, without what a clock made."""
+    clocked = ("runtime", "per_second")
+    return [{k: v for k, v in row.items() if not k.endswith(clocked)} for row in trainer.state.log_history]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 @pytest.mark.parametrize("event", [*SAFE, *INSIDE])
 def test_a_signal_while_a_callback_evaluates(event: str, number: int, tmp_path: Path) -> None:
-    step = {"on_train_begin": 0, "on_train_end": 6}.get(event, 2)
+    step = {"on_train_begin": 0}.get(event, 2)
     whole = made(tmp_path / "whole", Evaluates(event, None, step))
     whole.train()
     stopped = made(tmp_path / "run", Evaluates(event, number, step))
@@ -68,6 +74,26 @@ def test_a_signal_while_a_callback_evaluates(event: str, number: int, tmp_path: 
         assert left.value.code == 75
         assert (tmp_path / "run" / f"checkpoint-{stopped.state.global_step}").is_dir()
     assert not stopped.is_in_train
-    again = made(tmp_path / "run")
+    again = made(tmp_path / "run", Evaluates(event, None, 7))
     again.train("auto")
     assert again.state.global_step == 6 and weights(again) == weights(whole)
+    if number != signal.SIGINT:  # after which the run goes on from an older checkpoint, before the callback's turn
+        assert rows(again) == rows(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_when_training_is_complete(number: int, tmp_path: Path) -> None:
+    """It has the effect it has without a run: nothing is left to save."""
+    heard: list[int] = []
+    before = signal.signal(number, lambda *given: heard.append(number))
+    try:
+        done = made(tmp_path / "run", Evaluates("on_train_end", number, 6))
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                done.train()
+        else:
+            assert done.train().global_step == 6
+            assert heard == [number]
+    finally:
+        signal.signal(number, before)
+    assert not done.is_in_train

@@ -24,7 +24,9 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def said(folder: Path) -> str:
-    return Path(f"{folder}.out").read_text()
+    """What the processes of a run printed; a process may be killed before it has a file for that."""
+    path = Path(f"{folder}.out")
+    return path.read_text() if path.exists() else ""
 
 
 def trace(folder: Path, word: str) -> list[int]:

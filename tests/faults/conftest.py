@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,12 +32,19 @@ class Forks:
         return json.loads(line)
 
     def run(
-        self, call: str, folder: Path, *, timeout: float = 60, kill_after: float | None = None, **options: Any
+        self,
+        call: str,
+        folder: Path,
+        *,
+        timeout: float = 60,
+        kill_after: float | None = None,
+        kill_with: int = signal.SIGKILL,
+        **options: Any,
     ) -> int:
         """The exit status of one call; what it printed is added to FOLDER.out."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = {"call": call, "options": {"folder": str(folder), **options}, "timeout": timeout,
-               "kill_after": kill_after, "out": f"{folder}.out"}  # fmt: skip
+               "kill_after": kill_after, "kill_with": int(kill_with), "out": f"{folder}.out"}  # fmt: skip
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()

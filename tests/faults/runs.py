@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,7 @@ def make(
     train_dataset: Any = None,
     notes: str | None = None,
     largest: int = 0,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> Traced:
     """The trainer every case uses: four updates (three, with three micro-batches each) make an epoch of 14 samples."""
@@ -235,7 +237,7 @@ def make(
     )
     callbacks = [trace, *([SaveTwice()] if save_twice else []), *([Pause(pause)] if pause else [])]
     trainer = Traced(
-        Net(),
+        Net() if model is None else model,
         arguments,
         train_dataset=DATA[data]() if train_dataset is None else train_dataset,
         eval_dataset=Rows(6),
@@ -246,6 +248,8 @@ def make(
 
 
 def digest(tensor: Any) -> str:
+    """A hash of the values; of a tensor that is divided among ranks, of this rank's."""
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return hashlib.sha256(torch.as_tensor(tensor).detach().contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
@@ -273,9 +277,10 @@ def ending(trainer: Any, loss: float) -> dict[str, Any]:
     return {"same": json.loads(json.dumps(same)), "seen": trainer.model.seen}
 
 
-def finish(trainer: Any, resume: Any, notes: str | None = None) -> None:
-    """Train to the end and write down how it was, beside the run's folder."""
-    output = trainer.train(resume_from_checkpoint=resume)
+def finish(trainer: Any, resume: Any, notes: str | None = None, during: Any = None) -> None:
+    """Train to the end, within a context, and write down how it was, beside the run's folder."""
+    with during or nullcontext():
+        output = trainer.train(resume_from_checkpoint=resume)
     result = json.dumps(ending(trainer, output.training_loss))
     Path(f"{notes or trainer.args.output_dir}.result").write_text(result)
 

@@ -1,8 +1,8 @@
 """A process that has imported everything and forks itself once per case, so that a case costs no import.
 
 Its argument is the module whose functions are called; `warm_up` of that module comes first. Reads one JSON job per
-line, {"call", "options", "out", "timeout", "kill_after"}, and answers {"status", "seconds"}. The status is that of
-`subprocess`: an exit code, or minus the number of the signal that ended the child.
+line, {"call", "options", "out", "timeout", "kill_after", "kill_with"}, and answers {"status", "seconds"}. The status is
+that of `subprocess`: an exit code, or minus the number of the signal that ended the child.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def child(job: dict[str, Any]) -> None:
     os._exit(code if isinstance(code, int) else 1)
 
 
-def wait(pid: int, timeout: float, kill_after: float | None) -> int:
-    """The status of the child; it is killed when asked for, or when it takes too long."""
+def wait(pid: int, timeout: float, kill_after: float | None, kill_with: int) -> int:
+    """The status of the child; it gets a signal when asked for, and is killed when it takes too long."""
     started = time.monotonic()
     end = started + timeout
     due = None if kill_after is None else started + kill_after
@@ -55,7 +55,7 @@ def wait(pid: int, timeout: float, kill_after: float | None) -> int:
             return os.waitstatus_to_exitcode(status)
         now = time.monotonic()
         if due is not None and now >= due:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, kill_with)
             due = None
         if now > end:
             os.kill(pid, signal.SIGKILL)
@@ -78,9 +78,12 @@ def main() -> None:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            os.setpgid(0, 0)
-            child(job)
-        status = wait(pid, job["timeout"], job["kill_after"])
+            try:
+                os.setpgid(0, 0)
+                child(job)
+            except KeyboardInterrupt:  # before the job has begun, or when it is over
+                os._exit(130)
+        status = wait(pid, job["timeout"], job["kill_after"], job["kill_with"])
         try:
             os.killpg(pid, signal.SIGKILL)  # its workers, if it could not end them
         except ProcessLookupError:

@@ -30,6 +30,7 @@ PLACES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "evaluation": ("evaluation", 2, {}),
     "evaluation before a save": ("evaluation", 4, {}),
     "last evaluation": ("evaluation", 10, {}),
+    "evaluation, transformers' format": ("evaluation", 4, {"checkpoint_format": "transformers"}),
     "save": ("save", 0, {"async_save": False}),
     "save in the background": ("save", 0, {}),
     "loading": ("loading", 6, {}),

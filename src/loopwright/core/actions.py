@@ -171,6 +171,7 @@ class LoopActions(HookUser):
         """Add the epoch, append the numbers to the log history and pass them to the callbacks."""
         if self.is_probing:
             return
+        self.run.may_leave = False
         for name, value in logs.items():
             logs[name] = json_value(value, f"the logged value {name!r}")
         if self.state.epoch is not None:
@@ -186,13 +187,11 @@ class LoopActions(HookUser):
 
     @property
     def wants_to_leave(self) -> bool:
-        """Whether a signal was received that may interrupt an evaluation now."""
+        """Whether a signal was received that may interrupt the evaluation that runs now."""
         return bool(self.run.signals.received) and self.trainer.is_in_train and self.run.may_leave
 
     def leave(self) -> NoReturn:
-        """After a signal: save if training has begun, and exit."""
-        if self.run.is_ready:
-            self.save_and_exit()
+        """After a signal before the first update: exit, without anything to save."""
         if self.run.signals.received == "SIGINT":
             raise KeyboardInterrupt
         logger.warning(f"stopped by {self.run.signals.received} before the first update; run again to start")
@@ -206,13 +205,13 @@ class LoopActions(HookUser):
         After Ctrl-C a checkpoint is saved only if one was already requested, and KeyboardInterrupt is raised.
         """
         self.write_late_logs()
+        wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
+        self.run.progress.pending = [name for name in wishes if getattr(self.control, name)]
         if self.run.signals.received == "SIGINT":
             if self.control.should_save:
                 self.save_now()
             self.run.checkpoints.wait()
             raise KeyboardInterrupt
-        wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-        self.run.progress.pending = [name for name in wishes if getattr(self.control, name)]
         self.save_now()
         self.run.checkpoints.wait()
         self.run.checkpoints.raise_if_failed()
@@ -233,9 +232,12 @@ class LoopActions(HookUser):
         """Evaluate within training, and request a checkpoint if the metric is the best so far."""
         try:
             with self._off_the_clock():
+                self.run.may_leave = True
                 metrics = self.trainer._evaluate(None, self.run.ignore_keys_for_eval)
         except Interrupted:
             self.save_and_exit()
+        finally:
+            self.run.may_leave = False
         is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
         if self.args.save_strategy == "best":
             # Keep a request by a timer or a trigger file; the flow of steps and epochs makes none here.

@@ -101,22 +101,18 @@ class Internals(Updating):
                 f"train() was called while this trainer is training (step {self.state.global_step}), by a callback or "
                 "another thread; wait until it returns, or create another Trainer"
             )
-        self.is_training = True
         self.new_run()
         self.run.ignore_keys_for_eval = ignore_keys_for_eval
-        self.trainer.is_in_train = True
+        with self.run.signals:
+            return self._train(resume_from_checkpoint)
+
+    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
+        self.trainer.is_in_train = self.is_training = True
         try:
-            with self.strategy.alarm, self.run.signals, self.watched(), self.data.ended_with_errors():
-                try:
-                    self.agreement.before_training(resume_from_checkpoint)
-                    self.prepare_training(begin_run(self, resume_from_checkpoint))
-                    self.run.is_ready = True
-                    self.start_clock()
-                    self.changes.begin_following()
-                    run_training(self)
-                    return self._finish_training()
-                except Interrupted:  # in an evaluation of a callback, or of getting ready
-                    self.leave()
+            with self.strategy.alarm, self.watched(), self.data.ended_with_errors():
+                self._get_ready(resume_from_checkpoint)
+                run_training(self)
+                return self._finish_training()
         except Exception as error:  # anything that the user's code raises; re-raised with a note
             add_note_of_call(error, "train()", self.moment())
             raise
@@ -132,6 +128,16 @@ class Internals(Updating):
             finally:
                 self.run.checkpoints.release()
                 self.trainer.is_in_train = self.is_training = False
+
+    def _get_ready(self, resume_from_checkpoint: str | bool | None) -> None:
+        try:
+            self.agreement.before_training(resume_from_checkpoint)
+            self.prepare_training(begin_run(self, resume_from_checkpoint))
+        except Interrupted:  # in an evaluation that checks the metric
+            self.leave()
+        self.run.may_leave = False
+        self.start_clock()
+        self.changes.begin_following()
 
     def watched(self) -> AbstractContextManager[Any]:
         """A context in which the ranks report their positions to each other; empty for a single process."""

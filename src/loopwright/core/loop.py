@@ -31,6 +31,9 @@ def run_training(trainer: Internals) -> None:
     act(trainer)
 
     control.should_training_stop |= trainer.state.global_step >= run.plan.max_steps  # resumed after its last update
+    if (control.should_epoch_stop or control.should_training_stop) and progress.is_open:
+        events.fire("on_epoch_begin")
+        end_epoch(trainer)
     while progress.epoch < run.plan.epochs and not control.should_training_stop:
         events.fire("on_epoch_begin")
         for update in trainer.updates(progress.epoch):
@@ -42,9 +45,14 @@ def run_training(trainer: Internals) -> None:
             act(trainer)
             if control.should_epoch_stop or control.should_training_stop:
                 break
-        events.fire("on_epoch_end")
-        trainer.finish_epoch()
-        act(trainer)
+        end_epoch(trainer)
+
+
+def end_epoch(trainer: Internals) -> None:
+    """Call the callbacks of an epoch's end, and do what they request."""
+    trainer.callback_handler.fire("on_epoch_end")
+    trainer.finish_epoch()
+    act(trainer)
 
 
 def act(trainer: Internals) -> None:

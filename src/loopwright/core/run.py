@@ -36,14 +36,13 @@ class Run:
     """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
 
-    is_ready: bool = False
-    """Whether training has begun: then there is a state to save."""
     has_agreed: bool = False
     """Whether the ranks have been compared before the first update."""
     has_diverged: bool = False
     """Whether the weights of the ranks have been found to differ."""
     may_leave: bool = True
-    """Whether a signal may interrupt what runs now: not while the weights move and the update is not counted yet."""
+    """Whether a signal may interrupt an evaluation: one of getting ready, or one of the loop that will be repeated as a
+    whole. Those of callbacks would be lost, and those whose numbers were logged would be reported twice."""
 
     # the current update
     step: Callable[..., Any] = field(init=False)

@@ -82,12 +82,24 @@ class SignalWatch:
         self.received, self.noted, self.chained = None, None, lambda: None
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
+            self._earlier = {number: signal.getsignal(number) for number in WATCHED}
             for number in WATCHED:
-                self._earlier[number] = signal.signal(number, self._note)
+                signal.signal(number, self._note)
+            if self.noted is not None and not _is_launched():  # received between two of them
+                self._restore()
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._restore()
+        if kind is None and self.noted is not None:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """The effect of a signal that was received too late to stop the run, which has finished."""
+        if self.noted == "SIGINT":
+            raise KeyboardInterrupt
+        logger.warning(f"{self.noted} was received while training finished; there is nothing left to save")
+        self.chained()
 
     def _restore(self) -> None:
         for number, handler in self._earlier.items():

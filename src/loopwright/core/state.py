@@ -17,6 +17,7 @@ from .checkpoint.schema import (
     check,
     count,
     either,
+    flag,
     like,
     list_of,
     maybe,
@@ -121,6 +122,8 @@ class Progress:
     batches_in_epoch: int = 0
     samples_seen: int = 0
     last_logged_step: int = 0
+    has_ended: bool = False
+    """Whether training stopped inside this epoch, and the callbacks of its end were called."""
     pending: list[str] = field(default_factory=list)
     """Flags of control that were pending when a signal stopped the run; handled first after resuming."""
 
@@ -128,6 +131,18 @@ class Progress:
     def from_dict(cls, values: dict[str, Any]) -> Progress:
         known = {each.name for each in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
+
+    def add(self, batches: int, samples: int) -> None:
+        """Count an update."""
+        self.has_ended = False
+        self.batches_in_epoch += batches
+        self.samples_in_epoch += samples
+        self.samples_seen += samples
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this epoch has begun and its end is still to come."""
+        return self.batches_in_epoch > 0 and not self.has_ended
 
     def close_epoch(self) -> None:
         """Advance to the next epoch, where a resumed run would then start."""
@@ -179,7 +194,7 @@ SAVED_PROGRESS = record(
         "samples_seen": count(),
         "last_logged_step": count(),
     },
-    {"pending": list_of(one_of(*_FLAGS))},
+    {"pending": list_of(one_of(*_FLAGS)), "has_ended": flag},
 )
 
 

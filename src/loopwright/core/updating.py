@@ -127,7 +127,6 @@ class Updating(LoopActions):
 
     def apply_update(self, loss: Any) -> None:
         """Clip gradients, then step the optimizer and the schedule."""
-        self.run.may_leave = False
         strategy, events = self.strategy, self.callback_handler
         if self.run.split is not None:
             self.run.split.gradients_are_done()
@@ -167,9 +166,7 @@ class Updating(LoopActions):
         progress, state, pace = self.run.progress, self.state, self.run.pace
         if self.args.on_nonfinite == "raise":
             self._remember_place(update)
-        progress.batches_in_epoch += update.micro_batches
-        progress.samples_in_epoch += update.samples
-        progress.samples_seen += update.samples
+        progress.add(update.micro_batches, update.samples)
         pace.updates += 1
         pace.samples += update.samples
         pace.micro_batches += update.micro_batches
@@ -187,7 +184,6 @@ class Updating(LoopActions):
             self.strategy.free_memory()
         if self.run.checkpoints.failure is not None:
             self.run.checkpoints.raise_if_failed()
-        self.run.may_leave = True
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 
@@ -197,6 +193,8 @@ class Updating(LoopActions):
         inside = whole is None or self.run.progress.batches_in_epoch < whole
         if not (self.control.should_training_stop and inside):
             self.run.progress.close_epoch()
+        else:
+            self.run.progress.has_ended = True
         self.changes.tell_unfollowed()
 
     def _wants_norm(self) -> bool:

@@ -250,4 +250,9 @@ class TorchResuming(TorchPart, Resuming):
             self.trainer.lr_scheduler.load_state_dict(found["scheduler"])
             if found["scaler"] is not None:
                 self.strategy.precision.load_state_dict(found["scaler"])
-        self.run.resume_rng = found["rng"]
+        record = record_of(folder, self.strategy.data_rank * self._copies_then(folder))
+        rng = found["rng"] if record is None or record["rng"] is None else rng_from_json(record["rng"])
+        if rng is not None:
+            with restoring(folder, "the random state of transformers"):
+                self.run.resume_rng = rng
+                self.strategy.load_rng_state(rng)  # now and again, as above

@@ -147,9 +147,7 @@ class TorchSaving(TorchResuming):
             pass
         elif self.args.checkpoint_format == "transformers":
             writers += [self._foreign_writer(copy=copy)] if leads else []
-            documents[PROGRESS] = self._resume_documents()[
-                PROGRESS
-            ]  # transformers' format does not hold the position
+            documents[PROGRESS] = self._resume_documents()[PROGRESS]  # their format does not hold the position
         else:
             if self.strategy.saves_itself:
                 writers.append(self.strategy.write_state)
@@ -158,7 +156,7 @@ class TorchSaving(TorchResuming):
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
-        record = None if self.is_alone else {"rng": documents.get(RNG), "parts": self.internals.part_states()}
+        record = None if self.is_alone else self._own_record()
         write_documents = documents_writer(documents if leads else {})
 
         def write(folder: Path) -> Part:
@@ -168,6 +166,11 @@ class TorchSaving(TorchResuming):
             return Part(files, {name: each for part in written for name, each in part.tensors.items()}, record)
 
         return write
+
+    def _own_record(self) -> dict[str, Any]:
+        """The state of this rank, in every format."""
+        rng = None if self.args.save_only_model else rng_to_json(self.strategy.rng_state())
+        return {"rng": rng, "parts": self.internals.part_states()}
 
     def _saves_whole(self) -> bool:
         """Whether shards are gathered for a checkpoint: by the strategy, or because nodes have separate folders."""
