@@ -133,3 +133,13 @@ def test_half_precision_follows_the_policy(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(2, "trained", folder=str(tmp_path / "two"), fsdp=True, **given)[0]
     assert all(value.dtype is torch.float32 for value in found["weights"].values()), "weights stay whole"
     assert abs(found["logs"][0]["loss"] - one["logs"][0]["loss"]) < 0.05
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_without_state_resumes(pool: Pool, tmp_path: Path, world: int) -> None:
+    given = {"fsdp": True, "optim": "sgd", "n": 12, "save_steps": 1, "save_strategy": "steps", "max_steps": 3}
+    whole = pool.run(world, "trained", folder=str(tmp_path / "run"), **given)
+    first = str(tmp_path / "run/checkpoint-1")
+    resumed = pool.run(world, "trained", folder=str(tmp_path / "run"), resume=first, **given)
+    for one, other in zip(whole, resumed, strict=True):
+        assert_same_run(other, one)

@@ -84,7 +84,7 @@ def moved_to(folder: Path, step: int, samples_in_epoch: int, epoch: int = 0) -> 
         )  # fmt: skip
 
     change(PROGRESS, progress)
-    change(STATE, lambda values: values.update(global_step=step))
+    change(STATE, lambda values: values.update(global_step=step, epoch=epoch + samples_in_epoch / SAMPLES))
     change(SCHEDULER, lambda values: values.update(last_epoch=step))
     describe(target, step, format="native").write(target)
     return target

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import LoopwrightError, MissingPackage, NotAvailable
+from ..pt.arguments import TrainingArguments
 from .names import BASES, loaded_modules, pairs
 
 REWRITERS = {
@@ -41,6 +42,8 @@ def install() -> None:
     _refuse_subclasses(found)
     try:
         _replace(found)
+        TrainingArguments.shares_state = True
+        _undo.append(partial(setattr, TrainingArguments, "shares_state", False))
         for old, new in found:
             if old.__name__ in BASES:
                 _adopt_subclasses(old, new)

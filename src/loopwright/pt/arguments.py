@@ -5,11 +5,10 @@ torch is imported when a device is first needed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..args.base import BaseArguments
 from ..args.generation import GenerationArgs
@@ -23,9 +22,12 @@ if TYPE_CHECKING:
 class TrainingArguments(BaseArguments):
     """All arguments of a run with PyTorch."""
 
+    shares_state: ClassVar[bool] = False
+    """Whether accelerate's state is created with the arguments; set by `loopwright.compat`."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "accelerate.state" in sys.modules:
+        if self.shares_state:
             from .accelerate_state import initialize_accelerate
 
             initialize_accelerate(self)

@@ -15,6 +15,7 @@ from ..callbacks.defaults import default_callbacks
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
+from .accelerate_state import initialize_accelerate
 from .acceleration import Acceleration
 from .accelerator import Accelerator
 from .arguments import TrainingArguments
@@ -149,6 +150,8 @@ class TorchInternals(Internals):
         self.trainer.accelerator = Accelerator(
             self.strategy, args, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
         )
+        if args.shares_state:
+            initialize_accelerate(args)
         self.memory = meter_of(self.device)
         if not self.is_alone:
             self.agree = FlagAgreement(self.processes.host.all_gather_numbers)

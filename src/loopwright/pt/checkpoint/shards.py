@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ...core.checkpoint.folder import MODEL, WEIGHTS
+from ...core.checkpoint.folder import MODEL, OPTIMIZER, WEIGHTS
 from ...core.checkpoint.manifest import Entry, names_outside, read_manifest
 from ...core.checkpoint.reading import link_problem
 from ...core.checkpoint.schema import flag, list_of, maybe, named, record, restoring, text
@@ -145,6 +145,8 @@ class BoxReader:
             found = {key.removeprefix(prefix): one for key, one in manifest.tensors.items() if key.startswith(prefix)}
             for name in {box["file"] for entry in found.values() for box in entry["boxes"]} - manifest.files.keys():
                 raise CheckpointError(f"{self.folder.name}: its manifest has shards in {name}, which it does not list")
+            if not found and stem == OPTIMIZER and f"{stem}.safetensors" not in manifest.files:
+                return {}  # an optimizer without state, or before its first step
         return found or self._from_files(stem)
 
     def _from_files(self, stem: str) -> dict[str, Entry]:

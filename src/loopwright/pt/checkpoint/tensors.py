@@ -25,6 +25,7 @@ from ...core.checkpoint.schema import (
     label,
     like,
     list_of,
+    maybe,
     named,
     record,
     restoring,
@@ -262,8 +263,10 @@ def decode_optimizer(
             f"{len(current['param_groups'])}"
         )
     for number, (group, saved) in enumerate(zip(current["param_groups"], options, strict=True)):
-        own = {f"group {number}": {name: value for name, value in group.items() if name != "params"}}
-        check_shape({f"group {number}": saved}, like(own, complete=False), Path(f"{OPTIMIZER}.json"))
+        # Flags such as `foreach` are null where torch chooses by the kind of the tensors.
+        shapes = {name: like(value, complete=False) for name, value in group.items() if name != "params"}
+        own = {name: maybe(shape) if isinstance(group[name], bool) else shape for name, shape in shapes.items()}
+        check_shape({f"group {number}": saved}, record({f"group {number}": record({}, own)}), Path(f"{OPTIMIZER}.json"))
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
         index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
