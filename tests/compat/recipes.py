@@ -346,5 +346,24 @@ def setfit(folder: str) -> list[dict[str, Any]]:
     return [*rows, {"metrics": trainer.evaluate()}]
 
 
+@recipe
+def adapters(folder: str) -> list[dict[str, Any]]:
+    import adapters as library
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, TrainingArguments
+
+    place = bert_folder(folder, "BertForSequenceClassification", num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(place)
+    library.init(model)
+    model.add_adapter("mine", config="seq_bn")
+    model.train_adapter("mine")
+    tokens = tokenizer()
+    data = Dataset.from_dict({**tokens(sentences(32, 8, 8)), "labels": [each % 2 for each in range(32)]})
+    args = TrainingArguments(**options(folder, gradient_accumulation_steps=1, **EVALUATED))
+    trainer = library.AdapterTrainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
+    rows = rows_of(trainer)
+    return [*rows, {"saved": sorted(os.listdir(os.path.join(args.output_dir, "checkpoint-2", "mine")))}]
+
+
 if __name__ == "__main__":
     main(RECIPES)

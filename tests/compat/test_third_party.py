@@ -12,6 +12,7 @@ NEEDS = {
     **dict.fromkeys(("dpo", "reward", "kto", "grpo", "rloo"), "trl"),
     **dict.fromkeys(("sentence_transformer", "cross_encoder", "sparse_encoder"), "sentence_transformers"),
     "setfit": "setfit",
+    "adapters": "adapters",
 }
 """The package of every recipe."""
 

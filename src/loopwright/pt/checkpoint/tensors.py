@@ -277,6 +277,25 @@ def decode_optimizer(
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
 
 
+def plain_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A described state as the optimizer's own `state_dict()`: parameters are numbered in the order of its groups."""
+    names = [name for group in described["groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {
+            **{key: _decode(value, tensors) for key, value in group["options"].items()},
+            "params": [numbers[name] for name in group["params"]],
+        }
+        for group in described["groups"]
+    ]
+    state = {
+        numbers.get(name, name): {slot: _decode(value, tensors) for slot, value in slots.items()}
+        for name, slots in described["state"].items()
+    }
+    extra = {key: _decode(value, tensors) for key, value in described.get("extra", {}).items()}
+    return {"state": state, "param_groups": groups, **extra}
+
+
 def write_optimizer(folder: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
     write_tensors(folder / f"{OPTIMIZER}.safetensors", tensors)
     write_json(folder / f"{OPTIMIZER}.json", described)
