@@ -1,6 +1,6 @@
 """Scripts as users write them for transformers' Trainer: one function for each pattern, with a small model.
 
-    python -m tests.compat.patterns {ours,theirs} FOLDER [PATTERN ...]
+python -m tests.compat.patterns {ours,theirs} FOLDER [PATTERN ...]
 """
 
 from __future__ import annotations
@@ -279,7 +279,8 @@ def control_from_a_callback(folder: str) -> Rows:
     data = samples()
     args = arguments(folder, save_strategy="steps", save_steps=100)
     trainer = Trainer(classifier(), args, train_dataset=data, eval_dataset=data[:8], callbacks=[Steering()])
-    return [*logged(trainer), {"step": trainer.state.global_step, "saved": "checkpoint-3" in os.listdir(args.output_dir)}]
+    found = logged(trainer)
+    return [*found, {"step": trainer.state.global_step, "saved": "checkpoint-3" in os.listdir(args.output_dir)}]
 
 
 @pattern
@@ -321,7 +322,7 @@ def copy_of_a_checkpoint(folder: str) -> Rows:
     trainer = Trainer(classifier(), args, train_dataset=samples(), callbacks=[Copy()])
     found = logged(trainer)
     copies = os.path.join(folder, "copies")
-    return [*found, *({"name": name, "files": files(os.path.join(copies, name))} for name in sorted(os.listdir(copies)))]
+    return [*found, *({"files": files(os.path.join(copies, f"checkpoint-{step}"))} for step in (3, 6))]
 
 
 @pattern
@@ -407,12 +408,22 @@ def schedule_by_name(folder: str) -> Rows:
 def plateau(folder: str) -> Rows:
     from transformers import Trainer
 
+    class EverySecond(Trainer):
+        """Lets every second evaluation have an effect on the schedule."""
+
+        def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> Any:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=self.state.global_step % 2 == 1)
+
     data = samples()
     args = arguments(
         folder, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
         eval_strategy="steps", eval_steps=1, metric_for_best_model="eval_loss", max_steps=8, learning_rate=0.05,
     )  # fmt: skip
-    return logged(Trainer(classifier(), args, train_dataset=data, eval_dataset=data[:8]))
+    return [
+        row
+        for kind in (Trainer, EverySecond)
+        for row in logged(kind(classifier(), args, train_dataset=data, eval_dataset=data[:8]))
+    ]
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
@@ -517,7 +528,8 @@ def extra_columns_for_the_collator(folder: str) -> Rows:
 
     data = Dataset.from_list([{**each, "note": "x" * (number % 4)} for number, each in enumerate(samples())])
     args = arguments(folder, remove_unused_columns=False, eval_strategy="steps", eval_steps=3)
-    return logged(Scaled(classifier(), args, train_dataset=data, eval_dataset=data.select(range(8)), data_collator=collate))
+    test = data.select(range(8))
+    return logged(Scaled(classifier(), args, train_dataset=data, eval_dataset=test, data_collator=collate))
 
 
 @pattern
@@ -537,8 +549,8 @@ def workers(folder: str) -> Rows:
 
     data = samples()
     args = arguments(
-        folder, dataloader_num_workers=2, dataloader_prefetch_factor=2, dataloader_drop_last=True, eval_strategy="steps",
-        eval_steps=3,
+        folder, dataloader_num_workers=2, dataloader_prefetch_factor=2, dataloader_drop_last=True, eval_steps=3,
+        eval_strategy="steps",
     )  # fmt: skip
     return logged(Trainer(classifier(), args, train_dataset=data, eval_dataset=data[:8]))
 
@@ -558,8 +570,7 @@ def predict_and_save(folder: str) -> Rows:
     loaded = type(trainer.model).from_pretrained(os.path.join(folder, "final"))
     with torch.no_grad():
         again = loaded(torch.tensor([each["input_ids"] for each in data[:6]])).logits
-    listed = found.predictions.tolist()
-    return [{"labels": found.label_ids, "values": listed, "metrics": sorted(found.metrics)[:0], "loaded": again.tolist()}]
+    return [{"labels": found.label_ids, "values": found.predictions.tolist(), "loaded": again.tolist()}]
 
 
 @pattern
@@ -688,8 +699,16 @@ def generation_options_of_a_call(folder: str) -> Rows:
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=0,
-            eos_token_id=1, decoder_start_token_id=0,
+            vocab_size=64,
+            d_model=16,
+            d_kv=8,
+            d_ff=32,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
         )  # fmt: skip
     )
     data = [{"input_ids": each["input_ids"], "labels": [*each["input_ids"][:3], 1]} for each in samples()]
@@ -865,7 +884,7 @@ def flags_of_a_command_line(folder: str) -> Rows:
     import runpy
 
     words = [
-        "--output_dir", os.path.join(folder, "run"), "--number", "24", "--do_train", "--do_eval", "True", "--max_steps", "4",
+        "--output_dir", os.path.join(folder, "run"), "--number=24", "--do_train", "--do_eval", "True", "--max_steps=4",
         "--learning_rate", "1e-2", "--logging_steps", "1", "--use_cpu", "--report_to", "none", "--save_strategy", "no",
         "--disable_tqdm", "true", "--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"power": 2.0}',
         "--push_to_hub", "False", "--per_device_train_batch_size=4",

@@ -1,6 +1,6 @@
 """Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's.
 
-    python -m tests.compat.recipes {ours,theirs} FOLDER RECIPE [RECIPE ...]
+python -m tests.compat.recipes {ours,theirs} FOLDER RECIPE [RECIPE ...]
 """
 
 from __future__ import annotations

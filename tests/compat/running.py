@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-
 import pytest
 
 import loopwright
@@ -60,7 +59,7 @@ def cases(recipes: Recipes, always: Iterable[str]) -> list[Any]:
 def selected(request: pytest.FixtureRequest, recipes: Recipes) -> list[str]:
     """The names that a test of the fixture's module runs with."""
     items = [item for item in request.session.items if item.path == request.path]
-    wanted = {getattr(item, "callspec").params.get("name") for item in items if hasattr(item, "callspec")}
+    wanted = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     return [name for name in recipes if name in wanted]
 
 

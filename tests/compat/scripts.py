@@ -1,6 +1,6 @@
 """The tasks of transformers' example scripts, small: models from configurations, generated data, metrics.
 
-    python -m tests.compat.scripts {ours,theirs} FOLDER [TASK ...]
+python -m tests.compat.scripts {ours,theirs} FOLDER [TASK ...]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
     "max_position_embeddings": 64, "pad_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-"""Without dropout: evaluations of transformers draw from the generator that dropout uses, those of loopwright do not."""
+"""No dropout: evaluations of transformers draw from the generator that dropout uses, those of loopwright do not."""
 
 ALL = 16
 """A batch that holds the test data: over several, transformers' loss of tokens is a mean of the batches' means."""
@@ -308,11 +308,13 @@ def masked_language_modeling(folder: str) -> Rows:
             return inputs.masked_fill(labels != -100, self.tokenizer.mask_token_id), labels
 
     tokens = tokenizer()
-    train, test = split({"text": sentences(34, 10, 16)}, lambda rows: tokens(rows["text"], return_special_tokens_mask=True))
+    columns = {"text": sentences(34, 10, 16)}
+    train, test = split(columns, lambda rows: tokens(rows["text"], return_special_tokens_mask=True))
 
     def masked(predicted: Any) -> dict[str, float]:
         kept = predicted.label_ids != -100
-        return {"accuracy": float((predicted.predictions == predicted.label_ids)[kept].mean()), "masked": int(kept.sum())}
+        right = (predicted.predictions == predicted.label_ids)[kept]
+        return {"accuracy": float(right.mean()), "masked": int(kept.sum())}
 
     trainer = Trainer(
         model=bert("BertForMaskedLM"),
@@ -365,9 +367,21 @@ def summarization(folder: str) -> Rows:
     torch.manual_seed(0)
     model = BartForConditionalGeneration(
         BartConfig(
-            vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, pad_token_id=0,
-            eos_token_id=1, bos_token_id=3, decoder_start_token_id=3, forced_eos_token_id=1, dropout=0.0,
+            vocab_size=64,
+            d_model=32,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=3,
+            decoder_start_token_id=3,
+            forced_eos_token_id=1,
+            dropout=0.0,
         )  # fmt: skip
     )
     documents = sentences(34, 10, 16)
@@ -390,8 +404,16 @@ def translation(folder: str) -> Rows:
     torch.manual_seed(0)
     model = T5ForConditionalGeneration(
         T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, pad_token_id=0, eos_token_id=1,
-            decoder_start_token_id=0, dropout_rate=0.0,
+            vocab_size=64,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=1,
+            num_heads=4,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+            dropout_rate=0.0,
         )  # fmt: skip
     )
     texts = sentences(34, 4, 8)
@@ -494,10 +516,24 @@ def _speech_model(kind: Any, **changes: Any) -> Any:
     torch.manual_seed(0)
     return kind(
         Wav2Vec2Config(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, conv_dim=(16, 16),
-            conv_stride=(5, 4), conv_kernel=(10, 3), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2,
-            mask_time_prob=0.0, layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
-            feat_proj_dropout=0.0, final_dropout=0.0, classifier_proj_size=16, **changes,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            conv_dim=(16, 16),
+            conv_stride=(5, 4),
+            conv_kernel=(10, 3),
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2,
+            mask_time_prob=0.0,
+            layerdrop=0.0,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            activation_dropout=0.0,
+            feat_proj_dropout=0.0,
+            final_dropout=0.0,
+            classifier_proj_size=16,
+            **changes,
         )  # fmt: skip
     )
 
@@ -516,11 +552,12 @@ def speech_recognition(folder: str) -> Rows:
         def __call__(self, samples: list[Any]) -> dict[str, Any]:
             from torch.nn.utils.rnn import pad_sequence
 
+            masks = [torch.ones(len(each["input_values"]), dtype=torch.long) for each in samples]
             sounds = [torch.tensor(each["input_values"]) for each in samples]
             texts = [torch.tensor(each["labels"]) for each in samples]
             return {
                 "input_values": pad_sequence(sounds, batch_first=True),
-                "attention_mask": pad_sequence([torch.ones(len(each), dtype=torch.long) for each in sounds], batch_first=True),
+                "attention_mask": pad_sequence(masks, batch_first=True),
                 "labels": pad_sequence(texts, batch_first=True, padding_value=-100),
             }  # fmt: skip
 

@@ -11,8 +11,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 ALWAYS = (
     "weighted_loss", "distillation", "early_stopping", "freezing_in_a_callback", "copy_of_a_checkpoint",
-    "layerwise_learning_rates", "several_evaluation_sets", "iterable_dataset", "predict_and_save", "own_evaluate", "resume",
-    "flags_of_a_command_line",
+    "layerwise_learning_rates", "several_evaluation_sets", "iterable_dataset", "predict_and_save", "own_evaluate",
+    "resume", "flags_of_a_command_line",
 )  # fmt: skip
 
 

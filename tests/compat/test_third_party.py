@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .recipes import RECIPES
-from .running import Results, compare, results_of
+from .running import Results, compare, results_of, selected
 
 NEEDS = {
     **{name: "trl" for name in RECIPES if name.startswith("sft")},
@@ -18,9 +18,9 @@ NEEDS = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each recipe logged, by owner of the Trainer and name."""
-    names = [name for name, package in NEEDS.items() if _is_installed(package)]
+    names = [name for name in selected(request, RECIPES) if _is_installed(NEEDS[name])]
     return results_of("recipes", names, tmp_path_factory.mktemp("third-party"))
 
 

@@ -1,4 +1,4 @@
-"""The generated part of docs/compatibility.md: every public name of transformers' Trainer, compared with ours."""
+"""The generated part of docs/compatibility.md: public names of transformers' Trainer and what loopwright has."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _generated(version: str) -> str:
     ]
     tables = [_table(title, [(name, _status(kind, name, own)) for name, own in rows]) for title, kind, rows in sections]
     head = (
-        f"Compared with transformers {version}. **same**: the same name, meaning and default. **better**: the same, and "
-        "more. **not there**: refused by name, with the reason.\n\n"
+        f"Compared with transformers {version}. **same**: the same name, meaning and default. **better**: the same, "
+        "and more. **not available**: refused by name, with the reason.\n\n"
     )
     return head + "\n".join(tables) + "\n" + _third_parties()
 
@@ -45,8 +45,8 @@ def _generated(version: str) -> str:
 def _status(kind: str, name: str, own: str) -> str:
     """The cell of a name; `own` is empty if it is the same here, or says what differs."""
     if name in ABSENT[kind]:
-        return f"not there: {ABSENT[kind][name]}"
-    if own.startswith("not there"):
+        return f"not available: {ABSENT[kind][name]}"
+    if own.startswith("not available"):
         return own
     better = f"better: {BETTER[kind][name]}" if name in BETTER[kind] else ""
     return "; ".join(filter(None, [better, own])) or "same"
@@ -54,7 +54,7 @@ def _status(kind: str, name: str, own: str) -> str:
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:
     counts = {
-        word: sum(cell.startswith(word) for _, cell in rows) for word in ("same", "better", "differs", "not there")
+        word: sum(cell.startswith(word) for _, cell in rows) for word in ("same", "better", "differs", "not available")
     }
     counted = ", ".join(f"{number} {word}" for word, number in counts.items() if number)
     lines = [f"| `{name}` | {cell} |" for name, cell in rows]
@@ -79,11 +79,11 @@ def arguments() -> list[tuple[str, str]]:
     theirs, ours = _defaults(Theirs), _defaults(Ours)
     rows = []
     for name, default in theirs.items():
-        own = "not there" if name not in ours else ""
+        own = "not available" if name not in ours else ""
         if name in MISSING and MISSING[name].when == "set":
-            own = f"not there: {MISSING[name].part}, not available yet"
+            own = f"not available: {MISSING[name].part}"
         elif name in MISSING and name != "train_sampling_strategy":
-            own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}, not available yet"
+            own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}"
         elif name in ours and repr(ours[name]) != repr(default):
             own = f"differs: the default is `{ours[name]!r}`, not `{default!r}`"
         rows.append((name, own))
@@ -111,7 +111,7 @@ def methods() -> list[tuple[str, str]]:
             continue
         own = ""
         if not hasattr(Ours, name):
-            own = f"not there: override {NEVER_CALLED[name]}" if name in NEVER_CALLED else "not there"
+            own = f"not available: override {NEVER_CALLED[name]}" if name in NEVER_CALLED else "not available"
         else:
             missing = _missing_parameters(method, getattr(Ours, name))
             own = f"differs: no parameter {', '.join(f'`{each}`' for each in missing)}" if missing else ""
@@ -133,7 +133,7 @@ def events() -> list[tuple[str, str]]:
 
     from ..core.events import TrainerCallback as Ours
 
-    return [(name, "" if hasattr(Ours, name) else "not there") for name in dir(Theirs) if name.startswith("on_")]
+    return [(name, "" if hasattr(Ours, name) else "not available") for name in dir(Theirs) if name.startswith("on_")]
 
 
 def callbacks() -> list[tuple[str, str]]:
@@ -149,7 +149,7 @@ def callbacks() -> list[tuple[str, str]]:
         for name, each in vars(module).items()
         if inspect.isclass(each) and name.endswith("Callback")
     )
-    missing = "not there: `report_to` serves tensorboard; other trackers are not available yet"
+    missing = "not available: `report_to` serves tensorboard"
     return [(name, "" if name in loopwright.__all__ else missing) for name in names]
 
 
@@ -163,10 +163,12 @@ def optimizers() -> list[tuple[str, str]]:
 
 def _row_of(table: Any, name: str) -> str:
     if name not in table:
-        return "not there"
-    return "not there: it steps inside backward, which gradient accumulation and clipping do not allow" if (
-        table[name].help == "not available"
-    ) else ""
+        return "not available"
+    return (
+        "not available: it updates weights in the backward pass, before gradients are accumulated or clipped"
+        if (table[name].help == "not available")
+        else ""
+    )
 
 
 def schedules() -> list[tuple[str, str]]:
@@ -175,7 +177,7 @@ def schedules() -> list[tuple[str, str]]:
     from ..args.names import SchedulerType as Ours
 
     known = _values(Ours)
-    return [(each.value, "" if each.value in known else "not there") for each in SchedulerType]
+    return [(each.value, "" if each.value in known else "not available") for each in SchedulerType]
 
 
 def _values(names: Iterable[Any]) -> set[str]:

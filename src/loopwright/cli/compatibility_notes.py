@@ -1,34 +1,28 @@
-"""What docs/compatibility.md says beside names: what is better and how, what is not there and why, and who uses what."""
+"""Notes of docs/compatibility.md: what is better and how, what is not available and why, and who uses which name."""
 
 from __future__ import annotations
 
 BETTER: dict[str, dict[str, str]] = {
     "argument": {
         "output_dir": "also a URL (`s3://...`); a second run in the same place is refused",
-        "resume_from_checkpoint": "bitwise, also in the middle of an epoch; `\"auto\"`: the newest one if there is any",
+        "resume_from_checkpoint": 'bitwise, also in the middle of an epoch; `"auto"`: the newest one if there is any',
         "gradient_accumulation_steps": "the loss is divided by the targets of the whole update for every kind of loss",
         "eval_strategy": "an evaluation does not change the random numbers of training",
         "save_total_limit": "nothing is removed before its successor is complete; a file named `pinned` keeps one",
         "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",
-        "enable_jit_checkpoint": "on by default: SIGTERM saves the last finished update and exits with 75",
-        "restore_callback_states_from_checkpoint": "on by default",
-        "train_sampling_strategy": "the order depends on the seed and the epoch only; `batch_rebalance` is not there",
-        "group_by_length": "the order depends on the seed and the epoch only",
-        "label_names": "inferred from the batch if the model's signature has none",
+        "enable_jit_checkpoint": "SIGTERM saves the last finished update and exits with 75",
+        "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first update",
+        "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` is not available",
     },
     "method": {
         "train": "exact resume; errors of your code end with a line on what was given to it",
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
-        "predict": "the same loss as `evaluate`; rows of different widths are padded",
-        "training_step": "called with the weight of its micro-batch already known, for any kind of loss",
         "compute_loss": "may return the mean, or `(sum, count)`",
         "save_model": "also to a URL",
-        "log_metrics": "numbers in columns",
     },
     "event": {},
     "callback": {
-        "DefaultFlowCallback": "also saves by minutes, by samples and when a file appears",
-        "EarlyStoppingCallback": "its state is in the checkpoint, so a resumed run stops where it would have",
+        "EarlyStoppingCallback": "its state is restored by default, so a resumed run stops where it would have",
     },
     "optimizer": {},
     "schedule": {},
@@ -38,10 +32,10 @@ BETTER: dict[str, dict[str, str]] = {
 ABSENT: dict[str, dict[str, str]] = {
     "argument": {},
     "method": {
-        "hyperparameter_search": "raises: not available yet",
-        "push_to_hub": "raises: not available yet",
-        "init_hf_repo": "raises: not available yet",
-        "create_model_card": "logs that it wrote nothing: not available yet",
+        "hyperparameter_search": "raises",
+        "push_to_hub": "raises",
+        "init_hf_repo": "raises",
+        "create_model_card": "logs that it wrote nothing",
     },
     "event": {"on_push_begin": "never fired: nothing is pushed"},
     "callback": {},
@@ -79,12 +73,20 @@ NAMES: list[tuple[str, str, str]] = [
     ("_train_batch_size", "TRL, GLiNER", "samples per micro-batch"),
     ("_globalstep_last_logged", "TRL", "the step of the last log point"),
     ("push_in_progress", "sentence-transformers", "None: nothing is pushed"),
-    ("accelerator", "TRL, sentence-transformers, setfit", "its methods over the strategy; others raise with an alternative"),
+    (
+        "accelerator",
+        "TRL, sentence-transformers, setfit",
+        "its methods; one that is not available raises",
+    ),
     ("callback_handler", "TRL, sentence-transformers", "`on_*` methods and `callback_list`"),
     ("_inner_training_loop", "TRL (experimental)", "an override is refused by name"),
     ("_maybe_log_save_evaluate", "TRL (online DPO)", "an override is refused by name"),
-    ("_eval_dataloaders", "TRL, sentence-transformers, GLiNER", "not there: loaders with persistent workers are kept inside"),
-    ("_total_loss_scalar", "TRL (online DPO)", "not there: use `state.log_history`"),
+    (
+        "_eval_dataloaders",
+        "TRL, sentence-transformers, GLiNER",
+        "not available: loaders are kept elsewhere",
+    ),
+    ("_total_loss_scalar", "TRL (online DPO)", "not available: use `state.log_history`"),
     ("_push_from_checkpoint", "sentence-transformers", "an override is never called: nothing is pushed"),
     ("axolotl, Unsloth", "they rewrite the source of transformers' Trainer", "`install()` refuses them by name"),
 ]

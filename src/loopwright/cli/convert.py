@@ -8,7 +8,7 @@ from pathlib import Path
 DESCRIPTION = """Write a checkpoint in the format of transformers' Trainer to a new folder.
 
 CHECKPOINT is a folder of loopwright (checkpoint-500) or a .ckpt file of Lightning. loopwright resumes from the result
-and from checkpoints of transformers as they are: --to native only says so."""
+and from checkpoints of transformers without a conversion, so --to native is refused."""
 
 
 def run(words: list[str]) -> int:

@@ -20,7 +20,6 @@ from ...core.checkpoint.folder import (
     MODULE,
     OPTIMIZER,
     PINNED,
-    PROGRESS,
     RANKS,
     RNG,
     SCALER,
@@ -28,13 +27,13 @@ from ...core.checkpoint.folder import (
     STATE,
     WEIGHTS,
 )
-from ...core.checkpoint.json_files import read_json, write_json
+from ...core.checkpoint.json_files import read_json
 from ...core.checkpoint.manifest import damage, describe, read_manifest
 from ...core.state import TrainerState
 from ...errors import CheckpointError
 from ..rng import rng_from_json
 from .shards import BoxReader
-from .tensors import decode_schedule, plain_optimizer, read_description, write_tensors
+from .tensors import decode_schedule, decode_value, read_description, write_tensors
 from .transformers_format import is_foreign, write_foreign
 from .weights import export_writer, is_exported, load_weights
 
@@ -59,7 +58,7 @@ def to_transformers(source: Path, out: Path, *, prefix: str = "") -> list[str]:
     try:
         missing = _from_lightning(source, out, prefix) if is_file else _from_native(source, out)
         describe(out, TrainerState.load_from_json(str(out / STATE)).global_step, format="transformers").write(out)
-    except BaseException:
+    except BaseException:  # also after Ctrl-C: all or nothing
         shutil.rmtree(out, ignore_errors=True)
         raise
     return missing
@@ -97,13 +96,32 @@ def _from_native(folder: Path, out: Path) -> list[str]:
     scaler = folder / SCALER
     write_foreign(
         out,
-        optimizer=plain_optimizer(described, tensors),
+        optimizer=_plain_optimizer(described, tensors),
         scheduler=decode_schedule(read_json(folder / SCHEDULER)),
         scaler=read_json(scaler) if scaler.is_file() else None,
         rng=rng_from_json(read_json(folder / RNG)),
         args=None,
     )
     return ["random states of ranks other than the first"] if (folder / RANKS).is_dir() else []
+
+
+def _plain_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A described state as the optimizer's own `state_dict()`: parameters are numbered in the order of its groups."""
+    names = [name for group in described["groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {
+            **{key: decode_value(value, tensors) for key, value in group["options"].items()},
+            "params": [numbers[name] for name in group["params"]],
+        }
+        for group in described["groups"]
+    ]
+    state = {
+        numbers.get(name, name): {slot: decode_value(value, tensors) for slot, value in slots.items()}
+        for name, slots in described["state"].items()
+    }
+    extra = {key: decode_value(value, tensors) for key, value in described.get("extra", {}).items()}
+    return {"state": state, "param_groups": groups, **extra}
 
 
 def _export_weights(folder: Path, out: Path) -> None:
@@ -129,8 +147,8 @@ def _architecture(folder: Path) -> Any:
     kind = getattr(transformers, names[0], None) if names else None
     if kind is None:
         raise CheckpointError(
-            f"{config} names {names or 'no architecture'}, which is no model class of transformers {transformers.__version__}; "
-            "save with checkpoint_format='transformers' in the run itself"
+            f"{config} names {names or 'no architecture'}, which transformers does not have; save with "
+            "checkpoint_format='transformers' in the run itself"
         )
     return kind
 
