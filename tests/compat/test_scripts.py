@@ -8,7 +8,7 @@ from .running import Results, cases, compare, results_of, selected
 from .scripts import SCRIPTS
 
 pytest.importorskip("datasets")
-ALWAYS = ("token_classification", "causal_language_modeling", "summarization", "image_classification")
+ALWAYS = ("token_classification", "summarization")
 
 
 @pytest.fixture(scope="module")
