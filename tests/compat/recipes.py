@@ -1,24 +1,20 @@
 """Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's.
 
-    python recipes.py {ours,theirs} FOLDER RECIPE [RECIPE ...]     writes FOLDER/RECIPE.json: the logged rows
+python -m tests.compat.recipes {ours,theirs} FOLDER RECIPE [RECIPE ...]
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-RECIPES: dict[str, Callable[[str], list[dict[str, Any]]]] = {}
+from .running import Recipes, main
+
+RECIPES: Recipes = {}
 
 
-def recipe(function: Callable[[str], list[dict[str, Any]]]) -> Callable[[str], list[dict[str, Any]]]:
+def recipe(function: Any) -> Any:
     RECIPES[function.__name__] = function
     return function
 
@@ -350,26 +346,24 @@ def setfit(folder: str) -> list[dict[str, Any]]:
     return [*rows, {"metrics": trainer.evaluate()}]
 
 
-def main(argv: list[str]) -> None:
-    whose, folder, *names = argv
-    if whose == "ours":
-        import loopwright.compat
+@recipe
+def adapters(folder: str) -> list[dict[str, Any]]:
+    import adapters as library
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification, TrainingArguments
 
-        loopwright.compat.install()
-    import torch
-
-    torch.set_num_threads(1)
-    for name in names or RECIPES:
-        found: dict[str, Any] = {}
-        try:
-            with tempfile.TemporaryDirectory() as place:
-                found["rows"] = RECIPES[name](place)
-        except BaseException:
-            found["error"] = traceback.format_exc()
-        Path(folder, f"{name}.json").write_text(json.dumps(found, default=str))
-        print(name, "failed" if "error" in found else "done", flush=True)
+    place = bert_folder(folder, "BertForSequenceClassification", num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(place)
+    library.init(model)
+    model.add_adapter("mine", config="seq_bn")
+    model.train_adapter("mine")
+    tokens = tokenizer()
+    data = Dataset.from_dict({**tokens(sentences(32, 8, 8)), "labels": [each % 2 for each in range(32)]})
+    args = TrainingArguments(**options(folder, gradient_accumulation_steps=1, **EVALUATED))
+    trainer = library.AdapterTrainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
+    rows = rows_of(trainer)
+    return [*rows, {"saved": sorted(os.listdir(os.path.join(args.output_dir, "checkpoint-2", "mine")))}]
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main(sys.argv[1:])
+    main(RECIPES)

@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
+    "convert": Command("loopwright.cli.convert:run", "write a checkpoint in the format of transformers' Trainer"),
     "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
     "drill": Command(

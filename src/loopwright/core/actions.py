@@ -257,9 +257,10 @@ class LoopActions(HookUser):
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         self.callback_handler.fire("on_save")
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
-        if self.run.schedule_follows_metric and self.state.global_step:  # not for eval_on_start: no update was made
+        skips = skip_scheduler or not self.state.global_step  # at eval_on_start no update was made
+        if self.run.schedule_follows_metric and not skips:
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])
         return metrics
 

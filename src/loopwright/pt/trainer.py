@@ -403,9 +403,14 @@ class Trainer(BaseTrainer):
         """Loss, logits and labels of one batch. Called for every batch of an evaluation or prediction."""
         return self._loopwright.evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:
-        """Evaluate within training. Called when `control.should_evaluate` is set."""
-        return self._loopwright._evaluate(trial, ignore_keys_for_eval)
+    def _evaluate(
+        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate within training; a schedule that follows a metric makes a step unless `skip_scheduler` is set.
+
+        Called when `control.should_evaluate` is set.
+        """
+        return self._loopwright._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         """Store the metric in the state if it is the best so far; returns whether it is.

@@ -255,7 +255,7 @@ def decode_optimizer(
     names = _parameter_names(optimizer, model)
     current = optimizer.state_dict()
     options = [
-        {key: _decode(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
+        {key: decode_value(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
     ]
     if len(options) != len(current["param_groups"]):
         raise CheckpointError(
@@ -269,11 +269,11 @@ def decode_optimizer(
         check_shape({f"group {number}": saved}, record({f"group {number}": record({}, own)}), Path(f"{OPTIMIZER}.json"))
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
-        index: {slot: _decode(value, tensors) for slot, value in described["state"][name].items()}
+        index: {slot: decode_value(value, tensors) for slot, value in described["state"][name].items()}
         for index, name in names.items()
         if name in described["state"]
     }
-    extra = {key: _decode(value, tensors) for key, value in described.get("extra", {}).items()}
+    extra = {key: decode_value(value, tensors) for key, value in described.get("extra", {}).items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
 
 
@@ -349,16 +349,17 @@ def _encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which cannot be saved without pickle")
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """A value of a described state, with its tensors."""
     if isinstance(value, list):
-        return [_decode(each, tensors) for each in value]
+        return [decode_value(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
         return tensors[value["tensor"]]
     if "tuple" in value:
-        return tuple(_decode(each, tensors) for each in value["tuple"])
-    return {name: _decode(each, tensors) for name, each in value["dict"]}
+        return tuple(decode_value(each, tensors) for each in value["tuple"])
+    return {name: decode_value(each, tensors) for name, each in value["dict"]}
 
 
 def encode_schedule(state: Any) -> Any:

@@ -41,11 +41,23 @@ def is_foreign(folder: Path) -> bool:
 
 
 def write_foreign(
-    folder: Path, *, optimizer: Any, scheduler: Any, scaler: Any, rng: dict[str, Any], args: TrainingArguments
+    folder: Path,
+    *,
+    optimizer: Any,
+    scheduler: Any,
+    scaler: Any,
+    rng: dict[str, Any] | None,
+    args: TrainingArguments | None,
 ) -> None:
-    """Write everything except weights and trainer_state.json under transformers' names."""
-    parts = {OPTIMIZER: optimizer, SCHEDULER: _their_schedule(scheduler), SCALER: scaler, RNG: _their_rng(rng)}
-    for name, values in {**parts, ARGUMENTS: without_tokens(args)}.items():
+    """Write everything except weights and trainer_state.json under transformers' names; None is left out."""
+    parts = {
+        OPTIMIZER: optimizer,
+        SCHEDULER: _their_schedule(scheduler),
+        SCALER: scaler,
+        RNG: None if rng is None else _their_rng(rng),
+        ARGUMENTS: None if args is None else without_tokens(args),
+    }
+    for name, values in parts.items():
         if values is not None:
             with open(folder / name, "wb") as file:  # with a path, torch hides the error of a full disk
                 torch.save(_in_host_memory(values), file)

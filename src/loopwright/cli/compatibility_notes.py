@@ -1,0 +1,93 @@
+"""Notes of docs/compatibility.md: what is better and how, what is not available and why, and who uses which name."""
+
+from __future__ import annotations
+
+BETTER: dict[str, dict[str, str]] = {
+    "argument": {
+        "output_dir": "also a URL (`s3://...`); a second run in the same place is refused",
+        "resume_from_checkpoint": 'bitwise, also in the middle of an epoch; `"auto"`: the newest one if there is any',
+        "gradient_accumulation_steps": "the loss is divided by the targets of the whole update for every kind of loss",
+        "eval_strategy": "an evaluation does not change the random numbers of training",
+        "save_total_limit": "nothing is removed before its successor is complete; a file named `pinned` keeps one",
+        "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",
+        "enable_jit_checkpoint": "SIGTERM saves the last finished update and exits with 75",
+        "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first update",
+        "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` is not available",
+    },
+    "method": {
+        "train": "exact resume; errors of your code end with a line on what was given to it",
+        "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
+        "compute_loss": "may return the mean, or `(sum, count)`",
+        "save_model": "also to a URL",
+    },
+    "event": {},
+    "callback": {
+        "EarlyStoppingCallback": "its state is restored by default, so a resumed run stops where it would have",
+    },
+    "optimizer": {},
+    "schedule": {},
+}
+"""Names by kind that do more than in transformers. Everything here is shown by a test."""
+
+ABSENT: dict[str, dict[str, str]] = {
+    "argument": {},
+    "method": {
+        "hyperparameter_search": "raises",
+        "push_to_hub": "raises",
+        "init_hf_repo": "raises",
+        "create_model_card": "logs that it wrote nothing",
+    },
+    "event": {"on_push_begin": "never fired: nothing is pushed"},
+    "callback": {},
+    "optimizer": {},
+    "schedule": {},
+}
+"""Names that exist and are not served, and why."""
+
+NAMES: list[tuple[str, str, str]] = [
+    ("compute_loss", "TRL, sentence-transformers, GLiNER", "override point"),
+    ("training_step", "TRL, GLiNER", "override point"),
+    ("prediction_step", "TRL", "override point"),
+    ("log", "TRL, sentence-transformers", "override point"),
+    ("evaluate", "TRL, sentence-transformers", "override point"),
+    ("evaluation_loop", "TRL, sentence-transformers", "override point"),
+    ("call_model_init", "sentence-transformers", "override point"),
+    ("create_optimizer", "GLiNER, adapters", "override point"),
+    ("get_optimizer_cls_and_kwargs", "sentence-transformers", "override point"),
+    ("get_train_dataloader", "TRL, sentence-transformers", "override point"),
+    ("get_eval_dataloader", "TRL, sentence-transformers", "override point"),
+    ("get_test_dataloader", "sentence-transformers", "override point"),
+    ("save_model", "GLiNER", "override point"),
+    ("_save", "sentence-transformers, GLiNER, adapters", "override point"),
+    ("_save_checkpoint", "TRL", "override point"),
+    ("_load_best_model", "sentence-transformers, adapters", "override point"),
+    ("_load_from_checkpoint", "sentence-transformers, adapters", "override point"),
+    ("_load_optimizer_and_scheduler", "TRL (GRPO)", "override point; may call `super()`"),
+    ("_prepare_inputs", "TRL", "override point"),
+    ("_get_train_sampler", "TRL", "override point"),
+    ("_get_eval_sampler", "TRL", "override point"),
+    ("_get_dataloader", "TRL", "called with `sampler_fn`, `is_training` and `dataloader_key`, which have effects"),
+    ("_get_output_dir", "TRL", "returns the output folder"),
+    ("_set_signature_columns_if_needed", "TRL", "override point; columns are removed before the collator"),
+    ("_signature_columns", "TRL", "names columns of the dataset; what a collator makes is passed on"),
+    ("_train_batch_size", "TRL, GLiNER", "samples per micro-batch"),
+    ("_globalstep_last_logged", "TRL", "the step of the last log point"),
+    ("push_in_progress", "sentence-transformers", "None: nothing is pushed"),
+    (
+        "accelerator",
+        "TRL, sentence-transformers, setfit",
+        "its methods; one that is not available raises",
+    ),
+    ("callback_handler", "TRL, sentence-transformers", "`on_*` methods and `callback_list`"),
+    ("_inner_training_loop", "TRL (experimental)", "an override is refused by name"),
+    ("_maybe_log_save_evaluate", "TRL (online DPO)", "an override is refused by name"),
+    (
+        "_eval_dataloaders",
+        "TRL, sentence-transformers, GLiNER",
+        "not available: loaders are kept elsewhere",
+    ),
+    ("_total_loss_scalar", "TRL (online DPO)", "not available: use `state.log_history`"),
+    ("_push_from_checkpoint", "sentence-transformers", "an override is never called: nothing is pushed"),
+    ("axolotl, Unsloth", "they rewrite the source of transformers' Trainer", "`install()` refuses them by name"),
+]
+"""Names that libraries override or read, who does, and how each is served."""
