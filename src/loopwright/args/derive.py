@@ -101,6 +101,15 @@ def whole_steps(args: BaseArguments) -> None:
             setattr(args, name, int(value))
 
 
+@derivation("resume_from_checkpoint")
+def flag_to_resume(args: SavingArgs) -> None:
+    """True and False of a command line are no paths."""
+    if isinstance(args.resume_from_checkpoint, str):
+        words = {"true": True, "false": False, "auto": "auto", "none": None}
+        asked = args.resume_from_checkpoint
+        args.resume_from_checkpoint = words.get(asked.lower(), asked)
+
+
 @derivation("adam_beta1", "adam_beta2")
 def betas(args: OptimizerArgs) -> None:
     """Betas are float: torch refuses those of which one is an int."""
