@@ -115,7 +115,7 @@ def test_a_failed_run_does_not_go_on_and_the_start_says_how(tmp_path: Path) -> N
     life(tmp_path, fail)
     assert status(tmp_path) == "failed"
     step, text = began(tmp_path, fail)
-    assert step == 0 and "the last run failed; it does not go on by itself" in text
+    assert step == 0 and "the last run failed and is not resumed: this run starts over" in text
     assert 'resume_from_checkpoint="auto"' in text and f'pass "{tmp_path}/checkpoint-6"' in text
     assert began(tmp_path, resume="auto")[0] == 6
 
@@ -140,7 +140,7 @@ def test_another_command_starts_over_and_says_how_to_go_on(tmp_path: Path) -> No
         if reason is None:
             assert step in (3, 6) and "resuming the interrupted run" in text
         else:
-            assert step == 0 and f"does not go on by itself ({reason})" in text
+            assert step == 0 and f"was interrupted and is not resumed ({reason})" in text
             assert f'pass "{folder}/checkpoint-' in text
 
     killed_then(None, words)

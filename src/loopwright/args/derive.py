@@ -103,11 +103,10 @@ def whole_steps(args: BaseArguments) -> None:
 
 @derivation("resume_from_checkpoint")
 def flag_to_resume(args: SavingArgs) -> None:
-    """True and False of a command line are no paths."""
-    if isinstance(args.resume_from_checkpoint, str):
-        words = {"true": True, "false": False, "auto": "auto", "none": None}
-        asked = args.resume_from_checkpoint
-        args.resume_from_checkpoint = words.get(asked.lower(), asked)
+    """On a command line, True and False are words, not paths."""
+    asked = args.resume_from_checkpoint
+    if isinstance(asked, str) and asked.lower() in ("true", "false"):
+        args.resume_from_checkpoint = asked.lower() == "true"
 
 
 @derivation("adam_beta1", "adam_beta2")

@@ -47,8 +47,8 @@ class SavingArgs(Group):
     save_on_interrupt: bool = arg(False, "On Ctrl-C save a checkpoint after the current update, then stop.")
     resume_from_checkpoint: Checkpoint = arg(
         None,
-        "The checkpoint to resume from: a path; True for the newest one of the last run in output_dir; 'auto' for the "
-        "same if there is one; False for none. By default an interrupted run goes on if the same command is run again.",
+        "Path of a checkpoint, True: the last one, 'auto': the last one if any, False: none. Default: that of an "
+        "interrupted run.",
         check=path_or_flag,
         as_given=True,
     )

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ..notices import logger
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
-from .continuation import checkpoint_to_go_on_from, count_call, is_interactive, own_command
+from .continuation import interrupted_checkpoint, count_call, is_interactive, own_command
 from .run_record import is_restart, is_started_again, is_take_over, job_id, launch_id, write_record
 from .signals import Interrupted
 
@@ -32,7 +32,7 @@ def begin_run(internals: Internals, request: Request) -> str | None:
     _take_folder(internals)
     args, call = internals.args, count_call(internals.args.output_dir)
     checkpoint, current = _agree(internals, request, call)
-    internals.run.goes_on = request in (None, True, "auto") and call == 1 and not is_interactive()
+    internals.run.resumes_by_command = request in (None, True, "auto") and call == 1 and not is_interactive()
     try:
         internals.run.checkpoints.begin(current, record=args.should_save)
     except OSError as error:
@@ -114,7 +114,7 @@ def _choose(
     if found is not None:
         logger.warning(f"restarted by the launcher, resuming from {found}")
     elif request is None and earlier is not None:
-        found = checkpoint_to_go_on_from(internals, earlier, call)
+        found = interrupted_checkpoint(internals, earlier, call)
     is_chosen = found is None and request not in (None, True, False, "auto")
     found = manager.find(request) if found is None else found
     current = CurrentRun(new_id()) if found is None else manager.resumed_run(found, is_chosen=is_chosen)

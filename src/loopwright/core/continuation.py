@@ -1,8 +1,8 @@
-"""Going on: an interrupted run is resumed by the command that started it.
+"""An interrupted run is resumed by the command that started it.
 
 The record in the output folder says how its last run ended (`run_id.py`). A run that was stopped by a signal, or
-killed, goes on if the same script is started again with the same arguments and without a request to resume. One that
-ended, or failed with an exception, does not.
+killed, is resumed if the same script is started again with the same arguments and without a request to resume. One
+that ended, or failed with an exception, is not.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def own_command() -> tuple[str, ...]:
     return (Path(script).name, content, *masked_words(words))
 
 
-def checkpoint_to_go_on_from(internals: Internals, earlier: CurrentRun, call: int) -> str | None:
+def interrupted_checkpoint(internals: Internals, earlier: CurrentRun, call: int) -> str | None:
     """The newest checkpoint of the folder's last run if that was interrupted and this is the same command, or None."""
     manager = internals.run.checkpoints
     if earlier.status not in (RUNNING, INTERRUPTED, FAILED) or (manager.owner and manager.owner.has_seized):
@@ -82,8 +82,8 @@ def checkpoint_to_go_on_from(internals: Internals, earlier: CurrentRun, call: in
             )
             return found
     logger.warning(
-        f"{manager.folder}: the last run {word}; it does not go on by itself{reason or ''}, so this run starts over. "
-        f'resume_from_checkpoint="auto" resumes such a run; now, stop this one and pass "{newest}"'
+        f"{manager.folder}: the last run {word} and is not resumed{reason or ''}: this run starts over. "
+        f'resume_from_checkpoint="auto" resumes such a run; this one has begun, so stop it and pass "{newest}"'
     )
     return None
 

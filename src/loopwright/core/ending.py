@@ -30,8 +30,8 @@ def leave(internals: LoopActions) -> NoReturn:
     run.status = INTERRUPTED
     if name == "SIGINT":
         interrupt()
-    logger.warning(f"stopped by {name} before the first update; {_how_to_go_on(internals)}")
-    _exit(run)
+    logger.warning(f"stopped by {name} before the first update; {_how_to_resume(internals)}")
+    _exit_after_saving(run)
 
 
 def save_and_exit(internals: LoopActions) -> NoReturn:
@@ -51,15 +51,15 @@ def save_and_exit(internals: LoopActions) -> NoReturn:
     run.checkpoints.wait()
     run.status = INTERRUPTED
     if is_ctrl_c:
-        logger.warning(f"interrupted after step {step}; {_how_to_go_on(internals)}")
+        logger.warning(f"interrupted after step {step}; {_how_to_resume(internals)}")
         interrupt()
     run.checkpoints.raise_if_failed()
     internals.callback_handler.fire("on_train_end")
-    logger.warning(f"stopped by {name} after saving step {step}; {_how_to_go_on(internals)}")
-    _exit(run)
+    logger.warning(f"stopped by {name} after saving step {step}; {_how_to_resume(internals)}")
+    _exit_after_saving(run)
 
 
-def _exit(run: Run) -> NoReturn:
+def _exit_after_saving(run: Run) -> NoReturn:
     note_stop()
     run.signals.chained()
     raise SystemExit(STOPPED_AFTER_SAVING)
@@ -95,7 +95,7 @@ def status_after(error: BaseException, run: Run) -> str:
     return FAILED if run.has_begun else run.status_before
 
 
-def _how_to_go_on(internals: LoopActions) -> str:
+def _how_to_resume(internals: LoopActions) -> str:
     """How the run that ends now can be resumed."""
     saved = max(internals.run.checkpoints.complete(), default=None)
     if saved is None:
@@ -103,6 +103,6 @@ def _how_to_go_on(internals: LoopActions) -> str:
     name = folder_name(saved)
     if internals.args.save_only_model:
         return f"{name} holds the weights only (save_only_model=True), so it cannot be resumed"
-    if internals.run.goes_on:
+    if internals.run.resumes_by_command:
         return f"the same command resumes from {name}"
     return f'train(resume_from_checkpoint="auto") resumes from {name}, train() starts over'

@@ -41,7 +41,7 @@ class Run:
     """How the run ends, as it is recorded in the output folder."""
     status_before: str = FAILED
     """The status to keep if the run fails before its first update: that of the run it resumes."""
-    goes_on: bool = False
+    resumes_by_command: bool = False
     """Whether the same command resumes this run, should it be interrupted."""
     has_begun: bool = False
     """Whether everything is ready for the first update."""

@@ -17,7 +17,7 @@ from .storage import Storage
 
 FILE = "current_run.json"
 RUNNING, INTERRUPTED, FAILED, FINISHED = "running", "interrupted", "failed", "finished"
-"""How a run has ended. One that was killed is recorded as running, and nobody owns its folder."""
+"""How a run has ended. One that was killed is recorded as running, but its folder has no owner."""
 
 
 @dataclass(frozen=True)
