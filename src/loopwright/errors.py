@@ -16,6 +16,7 @@ LoopwrightError
  ├─ BusyError (RuntimeError)           train() while the same trainer is training
  ├─ OwnerError (RuntimeError)          the output folder is used by another run, or was taken over by one
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
+ │   └─ LostRankError                  another rank was killed, or its machine cannot be reached
  └─ OutputError (OSError)              the output folder cannot be written
 """
 
@@ -116,3 +117,7 @@ class OwnerError(LoopwrightError, RuntimeError):
 
 class PeerError(LoopwrightError, RuntimeError):
     """Another rank of this run stopped with an error, so this one stops too."""
+
+
+class LostRankError(PeerError):
+    """Another rank of this run was killed, or its machine cannot be reached."""

@@ -34,6 +34,7 @@ NEW = {
     "save_samples": None,
     "save_trigger_file": None,
     "take_over": False,
+    "save_on_interrupt": False,
     "max_runtime": None,
     "max_recompiles": None,
     "torch_compile_scope": "blocks",

@@ -145,8 +145,10 @@ def test_the_table_of_what_is_missing_has_a_row_each():
 
 
 IDLE_CASES = [
-    ({"do_train": True, "do_predict": True, "local_rank": 0}, ["do_train", "do_predict", "local_rank"]),
-    ({"do_eval": True}, ["do_eval"]),
+    ({"do_train": True, "do_predict": True, "do_eval": True}, []),
+    ({"local_rank": 0}, ["local_rank"]),
+    ({"save_on_interrupt": True}, []),
+    ({"save_on_interrupt": True, "enable_jit_checkpoint": False}, ["save_on_interrupt"]),
     ({"eval_strategy": "epoch"}, []),
     ({"ddp_timeout": 10, "ddp_backend": "gloo"}, ["ddp_backend", "ddp_timeout"]),
     ({"average_tokens_across_devices": False}, ["average_tokens_across_devices"]),

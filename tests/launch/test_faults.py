@@ -58,9 +58,11 @@ def test_an_error_on_one_rank_stops_all_with_that_error(tmp_path):
 def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on(target, workers, tmp_path, reference):
     """Every process leaves at the same step, with 75; started again, the run ends where the undisturbed one does."""
     run = tmp_path / "run"
-    words = [*LAUNCH, "-n", "2", "--rdzv-id", "the-job", TRAIN, "--output", str(run), "--save-steps", "1000",
-             "--workers", str(workers)]  # fmt: skip
-    with job([*words, "--seconds", "0.3"], tmp_path) as started:
+    is_named = target == "rank 1"  # the name of the job is reason enough, also with another argument of the script
+    words = [*LAUNCH, "-n", "2", *(["--rdzv-id", "the-job"] if is_named else []), TRAIN, "--output", str(run),
+             "--save-steps", "1000", "--workers", str(workers)]  # fmt: skip
+    first = [*words, "--seconds", "0.3"]
+    with job(first, tmp_path) as started:
         started.until(lambda: last_step(run) >= 2)
         ranks = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
         # A scheduler that ends a job signals all of its processes, and the launcher passes on what it got.
@@ -69,11 +71,13 @@ def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on
         for pid in chosen:
             os.kill(pid, signal.SIGTERM)
         assert started.wait(300) == 75, started.text()
+        assert "every worker saved and stopped; the same command resumes from there" in started.text()
     (step,) = checkpoints(run)
     assert {max(line["step"] for line in lines(run, rank)) for rank in (0, 1)} == {step}
-    with job(words, tmp_path) as started:
+    with job(words if is_named else first, tmp_path) as started:
         assert started.wait(300) == 0, started.text()
-        assert f"resuming from {run}/checkpoint-{step}" in started.text()
+        reason = f"resuming from {run}/" if is_named else "resuming the interrupted run from "
+        assert f"{reason}checkpoint-{step}" in started.text()
     assert_same_run(run, reference, ROWS)
 
 

@@ -48,7 +48,7 @@ def test_a_machine_is_cut_off_and_the_job_goes_on_when_it_returns(machines, node
         first.until(lambda: "missing: rank 1 on machine-b" in first.text(), seconds=240)
         reached = last_step(run)
         if cut == "long":
-            first.until(lambda: "PeerError" in first.text(), seconds=240)
+            first.until(lambda: "LostRankError" in first.text(), seconds=240)
         if nodes == "1:2":
             first.until(lambda: lines(run)[-1]["world"] == 1 and last_step(run) > reached, seconds=240)
         assert second.process.poll() is None  # it looks for the others

@@ -101,6 +101,14 @@ def whole_steps(args: BaseArguments) -> None:
             setattr(args, name, int(value))
 
 
+@derivation("resume_from_checkpoint")
+def flag_to_resume(args: SavingArgs) -> None:
+    """On a command line, True and False are words, not paths."""
+    asked = args.resume_from_checkpoint
+    if isinstance(asked, str) and asked.lower() in ("true", "false"):
+        args.resume_from_checkpoint = asked.lower() == "true"
+
+
 @derivation("adam_beta1", "adam_beta2")
 def betas(args: OptimizerArgs) -> None:
     """Betas are float: torch refuses those of which one is an int."""

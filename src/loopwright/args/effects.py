@@ -46,8 +46,8 @@ def _no_tracker(*names: str) -> Callable[[TrackingArgs], bool]:
 
 
 IDLE = (
-    Idle(("do_train", "do_predict", "local_rank"), _always),
-    Idle(("do_eval",), lambda args: args.eval_strategy == IntervalStrategy.NO),
+    Idle(("local_rank",), _always),
+    Idle(("save_on_interrupt",), lambda args: not args.enable_jit_checkpoint),
     Idle(
         (
             "ddp_find_unused_parameters",

@@ -108,6 +108,10 @@ def _with_name(name: str, extra: str) -> Translation:
     return translate
 
 
+def _start_over(value: Any, args: BaseArguments) -> dict[str, Any]:
+    return {"resume_from_checkpoint": False} if args.resume_from_checkpoint is None else {}
+
+
 def _in_organization(organization: str, args: BaseArguments) -> dict[str, Any]:
     repository = args.hub_model_id or os.path.basename(os.fspath(args.output_dir or "trainer_output"))
     return {"hub_model_id": f"{organization}/{repository.rpartition('/')[2]}"}
@@ -152,9 +156,7 @@ class LegacyArgs(Group):
     include_tokens_per_second: bool | None = flag("include_num_input_tokens_seen", "all")
 
     # Saving and the Hub
-    overwrite_output_dir: bool | None = gone(
-        "a run starts from scratch in any folder unless resuming is requested; remove it"
-    )
+    overwrite_output_dir: bool | None = added("it became resume_from_checkpoint=False, unless that is set", _start_over)
     save_safetensors: bool | None = refused(
         "weights are always saved as safetensors; for a .bin file call torch.save(model.state_dict(), path)",
         harmless=(None, True),

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .field import Group, arg, path_or_flag, positive, steps_or_share
 from .names import SaveStrategy
+
+if TYPE_CHECKING:
+    Checkpoint = str | bool | None
+else:
+    Checkpoint = str | None  # parsers of command lines build a reader from the type, and cannot do so for the other one
 
 
 @dataclass
@@ -38,9 +44,11 @@ class SavingArgs(Group):
     )
     ignore_data_skip: bool = arg(False, "When resuming, restart the epoch's data instead of continuing within it.")
     restore_callback_states_from_checkpoint: bool = arg(True, "When resuming, restore the saved state of callbacks.")
-    resume_from_checkpoint: str | None = arg(
+    save_on_interrupt: bool = arg(False, "On Ctrl-C save a checkpoint after the current update, then stop.")
+    resume_from_checkpoint: Checkpoint = arg(
         None,
-        "The checkpoint to resume from, or True for the last one in output_dir.",
+        "Path of a checkpoint, True: the last one, 'auto': the last one if any, False: none. Default: that of an "
+        "interrupted run.",
         check=path_or_flag,
         as_given=True,
     )

@@ -101,7 +101,7 @@ class RuntimeLimit(Trigger):
         control.should_save = control.should_training_stop = True
         logger.warning(
             f"max_runtime: stopping at step {state.global_step} after {now - self.started:.0f} of {self.limit:.0f} "
-            "seconds, with a checkpoint to resume from."
+            'seconds, with a checkpoint: resume_from_checkpoint="auto" resumes from it.'
         )
 
     def evaluated(self) -> None:

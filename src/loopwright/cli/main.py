@@ -1,7 +1,7 @@
 """The `loopwright` command: a table of subcommands.
 
-Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (run
-again to resume); 130 interrupted by the user.
+Exit codes: 0 done; 1 failed; 2 bad input (unknown command or arguments); 75 stopped by a signal after saving (the
+same command resumes); 130 interrupted by the user.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def usage() -> str:
         "",
         "see `loopwright <command> --help`",
         (
-            "exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped after saving (run again to resume), 130 "
-            "interrupted"
+            "exit codes: 0 success, 1 failure, 2 invalid input, 75 stopped after saving (the same command resumes), "
+            "130 interrupted"
         ),
     ]
     return "\n".join([*head, *lines, *tail])

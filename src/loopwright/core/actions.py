@@ -16,6 +16,7 @@ from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.json_files import write_json
 from .deferred_logs import LogPoint, can_defer_logs
+from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .hooks import HookUser
 from .host_memory import MemoryMeter
@@ -27,8 +28,7 @@ from .overrides import adapt
 from .pacing import Pacing
 from .part import DataPart, LossPart
 from .run import Run
-from .run_record import note_stop
-from .signals import STOPPED_AFTER_SAVING, Interrupted
+from .signals import Interrupted
 from .state import callback_states, restore_callback_states
 from .strategy import Strategy
 from .update import Place, Update
@@ -192,35 +192,11 @@ class LoopActions(HookUser):
 
     def leave(self) -> NoReturn:
         """After a signal before the first update: exit, without anything to save."""
-        if self.run.signals.received == "SIGINT":
-            raise KeyboardInterrupt
-        logger.warning(f"stopped by {self.run.signals.received} before the first update; run again to start")
-        note_stop()
-        self.run.signals.chained()
-        raise SystemExit(STOPPED_AFTER_SAVING)
+        leave(self)
 
     def save_and_exit(self) -> NoReturn:
-        """After a signal: save the last finished update and the pending requests, and exit with code 75.
-
-        After Ctrl-C a checkpoint is saved only if one was already requested, and KeyboardInterrupt is raised.
-        """
-        self.write_late_logs()
-        wishes = ("should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-        self.run.progress.pending = [name for name in wishes if getattr(self.control, name)]
-        if self.run.signals.received == "SIGINT":
-            if self.control.should_save:
-                self.save_now()
-            self.run.checkpoints.wait()
-            raise KeyboardInterrupt
-        self.save_now()
-        self.run.checkpoints.wait()
-        self.run.checkpoints.raise_if_failed()
-        self.callback_handler.fire("on_train_end")
-        step = self.state.global_step
-        logger.warning(f"stopped by {self.run.signals.received} after saving step {step}; run again to resume")
-        note_stop()
-        self.run.signals.chained()
-        raise SystemExit(STOPPED_AFTER_SAVING)
+        """After a signal: save the last finished update and the pending requests, and exit."""
+        save_and_exit(self)
 
     def resume_pending(self) -> None:
         """Set the control flags that were pending when a signal stopped the run."""
@@ -255,7 +231,19 @@ class LoopActions(HookUser):
             self.agreement.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
-        self.callback_handler.fire("on_save")
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Fire on_save. If the user's code gets it, the checkpoint is complete; changes to its files are adopted."""
+        checkpoints = self.run.checkpoints
+        if checkpoints.is_saving:
+            self.callback_handler.fire("on_save")
+        elif self.strategy.any_rank(checkpoints.was_skipped):
+            self.callback_handler.fire_unfulfilled("on_save")
+        else:
+            self.callback_handler.fire("on_save")
+            if self.saving.leads_saving and self.saving.is_followed_by_user():
+                checkpoints.adopt_changes(self.state.global_step)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)

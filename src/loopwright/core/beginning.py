@@ -11,7 +11,8 @@ from ..args.paths import working_folder
 from ..errors import CheckpointError, LoopwrightError, OutputError, OwnerError
 from ..notices import logger
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.run_id import CurrentRun, new_id, read_current
+from .checkpoint.run_id import INTERRUPTED, RUNNING, CurrentRun, new_id, read_current
+from .continuation import count_call, interrupted_checkpoint, is_interactive, own_command
 from .run_record import is_restart, is_started_again, is_take_over, job_id, launch_id, write_record
 from .signals import Interrupted
 
@@ -29,8 +30,9 @@ def begin_run(internals: Internals, request: Request) -> str | None:
     """Take the output folder and make this run its current one; returns the checkpoint to resume from."""
     internals.check_output_dir()
     _take_folder(internals)
-    checkpoint, current = _agree(internals, request)
-    args = internals.args
+    args, call = internals.args, count_call(internals.args.output_dir)
+    checkpoint, current = _agree(internals, request, call)
+    internals.run.resumes_by_command = request in (None, True, "auto") and call == 1 and not is_interactive()
     try:
         internals.run.checkpoints.begin(current, record=args.should_save)
     except OSError as error:
@@ -79,18 +81,20 @@ def _may_take_over(internals: Internals) -> bool:
     return wanted
 
 
-def _agree(internals: Internals, request: Request) -> tuple[str | None, CurrentRun]:
+def _agree(internals: Internals, request: Request, call: int) -> tuple[str | None, CurrentRun]:
     """The checkpoint to resume from and the run it belongs to. Rank 0 decides, so that all ranks use the same."""
-    strategy, manager = internals.strategy, internals.run.checkpoints
-    restarted = request is not False and strategy.any_rank(is_restart(_recorded(manager)))
+    strategy, earlier = internals.strategy, _recorded(internals.run.checkpoints)
+    restarted = request is not False and strategy.any_rank(is_restart(earlier))
+    if earlier is not None and earlier.status in (RUNNING, INTERRUPTED):
+        internals.run.status_before = INTERRUPTED
     if internals.is_alone:
-        return _choose(manager, request, restarted=restarted)
+        return _choose(internals, request, earlier, call, restarted=restarted)
     found: str | None = None
     current = CurrentRun(None)
     problem: Exception | None = None
     if strategy.rank == 0:
         try:
-            found, current = _choose(manager, request, restarted=restarted)
+            found, current = _choose(internals, request, earlier, call, restarted=restarted)
         except LoopwrightError as error:
             problem = error
     found, current, problem = strategy.broadcast((found, current, problem))
@@ -101,15 +105,22 @@ def _agree(internals: Internals, request: Request) -> tuple[str | None, CurrentR
     return found, current
 
 
-def _choose(manager: CheckpointManager, request: Request, *, restarted: bool) -> tuple[str | None, CurrentRun]:
-    """The requested checkpoint; for a run restarted by its launcher, the newest one it has saved."""
+def _choose(
+    internals: Internals, request: Request, earlier: CurrentRun | None, call: int, *, restarted: bool
+) -> tuple[str | None, CurrentRun]:
+    """The requested checkpoint; for a run that its launcher or the user starts again, the newest one it has saved."""
+    manager = internals.run.checkpoints
     found = manager.find("auto") if restarted else None
     if found is not None:
         logger.warning(f"restarted by the launcher, resuming from {found}")
+    elif request is None and earlier is not None:
+        found = interrupted_checkpoint(internals, earlier, call)
     is_chosen = found is None and request not in (None, True, False, "auto")
     found = manager.find(request) if found is None else found
     current = CurrentRun(new_id()) if found is None else manager.resumed_run(found, is_chosen=is_chosen)
-    return found, replace(current, job=job_id(), launch=launch_id())
+    return found, replace(
+        current, job=job_id(), launch=launch_id(), status=RUNNING, command=own_command(), call=call
+    )
 
 
 def _recorded(manager: CheckpointManager) -> CurrentRun | None:

@@ -102,7 +102,7 @@ class TrainerCallback(metaclass=Counterpart):
         """A prediction ended; `metrics` holds its numbers."""
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """A checkpoint was saved."""
+        """A checkpoint was saved: its folder is complete, and files that are added to it stay in it."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Numbers were logged; `logs` holds them."""
@@ -200,6 +200,12 @@ class CallbackHandler(TrainerCallback):
         """Whether any callback overrides this event."""
         return bool(self.listening_to(event))
 
+    def is_heard_by_user(self, event: str) -> bool:
+        """Whether an event reaches code that is not loopwright's."""
+        if "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event:
+            return True
+        return any(not _is_ours(callback, event) for callback, _ in self.listening_to(event))
+
     def fire(self, event: str, **extra: Any) -> TrainerControl:
         """Clear the flags this event fulfils, then call the callbacks that override it, in order."""
         control = self.control
@@ -214,6 +220,16 @@ class CallbackHandler(TrainerCallback):
         if self.agree is not None:
             self.agree(self, event)
         return control
+
+    def fire_unfulfilled(self, event: str) -> None:
+        """Clear the flags of an event that could not happen; only loopwright's own callbacks get it, for intervals."""
+        for flag in EVENTS[event]:
+            setattr(self.control, flag, False)
+        for callback, method in self.listening_to(event):
+            if _is_ours(callback, event):
+                method(self.args, self.state, self.control, **self.context)
+        if self.agree is not None:
+            self.agree(self, event)
 
     def _dispatch(self, event: str, extra: dict[str, Any]) -> None:
         control = self.control
@@ -353,6 +369,13 @@ def _checked(callback: Any) -> Any:
     except ValueError:  # a class whose signature is unknown
         pass
     return callback()
+
+
+def _is_ours(callback: Any, event: str) -> bool:
+    """Whether a callback's method is loopwright's, or the empty one of transformers' base class."""
+    method = getattr(callback, event)
+    is_empty = getattr(method, "__qualname__", "") == f"{TrainerCallback.__name__}.{event}"
+    return is_empty or (getattr(method, "__module__", None) or "").startswith("loopwright.")
 
 
 def _overrides(callback: Any, event: str) -> bool:

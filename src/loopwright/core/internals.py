@@ -15,6 +15,8 @@ from ..notices import Notices, logger
 from .agreement import Agreement
 from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
+from .checkpoint.run_id import FINISHED
+from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
 from .loop import run_training
@@ -113,8 +115,10 @@ class Internals(Updating):
                 self._get_ready(resume_from_checkpoint)
                 run_training(self)
                 return self._finish_training()
-        except Exception as error:  # anything that the user's code raises; re-raised with a note
-            add_note_of_call(error, "train()", self.moment())
+        except BaseException as error:  # anything, also Ctrl-C: recorded, and re-raised with a note
+            self.run.status = status_after(error, self.run)
+            if isinstance(error, Exception):
+                add_note_of_call(error, "train()", self.moment())
             raise
         finally:
             with suppress(Exception):  # after an error: write the deferred logs if the device still responds
@@ -126,6 +130,7 @@ class Internals(Updating):
                 self.run.close()
                 self.callback_handler.leave_training()
             finally:
+                self.run.checkpoints.end(self.run.status)
                 self.run.checkpoints.release()
                 self.trainer.is_in_train = self.is_training = False
 
@@ -135,7 +140,7 @@ class Internals(Updating):
             self.prepare_training(begin_run(self, resume_from_checkpoint))
         except Interrupted:  # in an evaluation that checks the metric
             self.leave()
-        self.run.may_leave = False
+        self.run.may_leave, self.run.has_begun = False, True
         self.start_clock()
         self.changes.begin_following()
 
@@ -218,6 +223,7 @@ class Internals(Updating):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")
+        self.run.status = FINISHED
         return TrainOutput(self.state.global_step, loss, metrics)
 
     def resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:

@@ -103,6 +103,23 @@ class Resuming(Part):
         """Whether the user overrides the code that writes the model."""
         return is_overridden(self.trainer, "save_model") or is_overridden(self.trainer, "_save")
 
+    def saves_in_background(self) -> bool:
+        """Whether checkpoints are written while training continues: not if code of the user follows on a save.
+
+        A callback with `on_save` or an override of `_save_checkpoint` may read the checkpoint, or add files to it.
+        """
+        return self.args.async_save and not self._saves_models_itself() and not self.is_followed_by_user()
+
+    def is_followed_by_user(self) -> bool:
+        """Whether code of the user runs after a save that may read or change the checkpoint."""
+        is_heard = self.callback_handler.is_heard_by_user("on_save")
+        return is_heard or is_overridden(self.trainer, "_save_checkpoint")
+
+    @property
+    def leads_saving(self) -> bool:
+        """Whether this rank publishes checkpoints and models."""
+        return self.args.should_save
+
     # ---- documents --------------------------------------------------------------------------------------------------
 
     def _saved_state(self, folder: Path) -> TrainerState:

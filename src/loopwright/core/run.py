@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checkpoint.manager import CheckpointManager
+from .checkpoint.run_id import FAILED, RUNNING
 from .deferred_logs import LogPoint
 from .meter import Meter
 from .plan import Plan
@@ -36,6 +37,14 @@ class Run:
     """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
 
+    status: str = RUNNING
+    """How the run ends, as it is recorded in the output folder."""
+    status_before: str = FAILED
+    """The status to keep if the run fails before its first update: that of the run it resumes."""
+    resumes_by_command: bool = False
+    """Whether the same command resumes this run, should it be interrupted."""
+    has_begun: bool = False
+    """Whether everything is ready for the first update."""
     has_agreed: bool = False
     """Whether the ranks have been compared before the first update."""
     has_diverged: bool = False

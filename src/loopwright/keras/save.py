@@ -67,8 +67,7 @@ class KerasSaving(KerasPart, Resuming):
         """Publish a checkpoint of the last finished update."""
         self._note_best_checkpoint()
         if self.args.should_save:
-            own = self._saves_models_itself()
-            background = self.args.async_save and not own and self._fits_in_memory()
+            background = self.saves_in_background() and self._fits_in_memory()
             self.run.checkpoints.save(
                 self.state.global_step,
                 self._checkpoint_writer(),

@@ -200,7 +200,7 @@ def _failed(error: ChildFailedError) -> int:
 
 
 def _saved() -> int:
-    logger.warning("every worker saved and stopped; run again to resume")
+    logger.warning("every worker saved and stopped; the same command resumes from there")
     return STOPPED_AFTER_SAVING
 
 

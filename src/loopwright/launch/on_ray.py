@@ -112,7 +112,7 @@ def _ended(error: BaseException) -> int:
         texts.append(str(chain))
         chain = chain.__cause__ or chain.__context__
     if any(StoppedAfterSaving.MARK in text for text in texts):
-        logger.warning("every worker saved and stopped; run again to resume")
+        logger.warning("every worker saved and stopped; the same command resumes from there")
         return STOPPED_AFTER_SAVING
     raise LoopwrightError(f"the run on Ray failed: {texts[0]}") from error
 

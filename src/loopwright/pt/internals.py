@@ -12,6 +12,7 @@ from torch import nn
 from ..args.from_transformers import converted, is_from_transformers
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
+from ..core.checkpoint.run_id import FAILED
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
@@ -268,6 +269,7 @@ class TorchInternals(Internals):
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:
             return nullcontext()
+        self.processes.alarm.before_exit = lambda: self.run.checkpoints.end(FAILED)
         return HangDetector(
             rank=self.strategy.rank,
             world=self.strategy.world_size,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ...errors import CheckpointError, OwnerError
 from ...notices import Notices, logger
 from .disk_errors import FULL, disk_error
 from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
-from .manifest import Manifest, describe, read_manifest
+from .manifest import Manifest, adopt_changes, describe, read_manifest
 from .owner import Owner, Pause
 from .reading import Unreadable
 from .rotation import to_delete
@@ -37,11 +38,15 @@ class CheckpointManager:
         """The right to write here; None if the folder is only read, or written without a run."""
         self.current: CurrentRun | None = None
         """The run whose checkpoints these are; None before a run has begun."""
+        self._is_recorded = False
+        """Whether this process has recorded the run in the folder."""
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         """The error of a background save that was not raised yet."""
         self.last_seconds = 0.0
         """Duration of the last save."""
+        self.was_skipped = False
+        """Whether the last save published nothing because the disk is full."""
 
     # ---- the run ----------------------------------------------------------------------------------------------------
 
@@ -55,11 +60,26 @@ class CheckpointManager:
 
     def begin(self, current: CurrentRun, *, record: bool) -> None:
         """Make a run the one that the folder belongs to; only its checkpoints are seen from now on."""
-        self.current = current
+        self.current, self._is_recorded = current, False
         if record:
             write_current(self.storage, current)
+            self._is_recorded = True
         if self.owner is not None:
             self.owner.name_run(current.run)
+
+    def end(self, status: str) -> None:
+        """Record how the run has ended."""
+        if self.current is None or not self._is_recorded:
+            return
+        try:
+            write_current(self.storage, replace(self.current, status=status))
+        except OwnerError:  # the folder belongs to another run now
+            pass
+        except OSError as error:
+            logger.warning(
+                f"{self.folder}: it could not be recorded that this run is {status} ({error}). The same command may "
+                "resume it; resume_from_checkpoint=False starts over"
+            )
 
     def release(self) -> None:
         """Let other runs use the folder."""
@@ -238,7 +258,8 @@ class CheckpointManager:
                 self._alone(step, write, format) if crew is None else self._with(crew, step, write, format, records)
             )
             with self.writing():
-                if self._published(step, publish_it):
+                self.was_skipped = not self._published(step, publish_it)
+                if not self.was_skipped:
                     self.last_seconds = time.monotonic() - started
                     if crew is None or crew.rank == crew.leader:
                         self._rotate(keep, [step, *protect])
@@ -249,6 +270,18 @@ class CheckpointManager:
         else:
             publish()
         return self.storage.place(folder_name(step))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the last save was left to the background."""
+        return self._thread is not None
+
+    def adopt_changes(self, step: int) -> None:
+        """Update the manifest of a checkpoint after the user's code has changed, added or removed files of it."""
+        folder = self.storage.place(folder_name(step))
+        if isinstance(folder, Path):
+            with self.writing():
+                adopt_changes(folder)
 
     def wait(self) -> None:
         """Wait until no save is in progress."""

@@ -9,7 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -60,12 +60,18 @@ class Manifest:
     check: str | None = None
     """The hash of all other fields, to detect damage to the manifest itself."""
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, name: str = MANIFEST) -> None:
         values = {**asdict(self), "check": _check(asdict(self))}
-        with open(folder / MANIFEST, "w", encoding="utf-8") as file:
+        with open(folder / name, "w", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=1, sort_keys=True))
             file.flush()
             os.fsync(file.fileno())
+
+    def replace(self, folder: Path) -> None:
+        """Write the manifest of a published checkpoint again; at every moment there is one."""
+        temporary = f".{MANIFEST}"
+        self.write(folder, temporary)
+        os.replace(folder / temporary, folder / MANIFEST)
 
 
 def describe(
@@ -84,6 +90,42 @@ def describe(
         if path.suffix == ".safetensors":
             tensors.update(_boxes(path, name))
     return Manifest(step, files, tensors, format=format, run=run)
+
+
+def adopt_changes(folder: Path) -> None:
+    """Bring the manifest up to date with changed and removed files, and with new ones that change what is loaded.
+
+    Other new files are not listed: they may change, or be removed, later.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return
+    written = _changed_at(folder / MANIFEST)
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    files = {name: path for name, path in files.items() if name != MANIFEST and not link_problem(folder, name)}
+    known = {name: entry for name, entry in manifest.files.items() if name in files}
+    for name, path in files.items():
+        # The clock of a file system is coarse, so a file of the same moment is compared too.
+        if READ.search(name) if name not in known else _changed_at(path) >= written:
+            known[name] = file_entry(path)
+    changed = {name for name in known.keys() | manifest.files.keys() if known.get(name) != manifest.files.get(name)}
+    if not changed:
+        return
+    tensors = {name: each for name, each in manifest.tensors.items() if not _files_of(each) & changed}
+    for name in sorted(changed & known.keys()):
+        if name.endswith(".safetensors"):
+            tensors.update(_boxes(files[name], name))
+    replace(manifest, files=known, tensors=tensors).replace(folder)
+
+
+def _files_of(tensor: Entry) -> set[str]:
+    return {box["file"] for box in tensor["boxes"]}
+
+
+def _changed_at(path: Path) -> int:
+    """When a file was changed, or put in the place of another one, in nanoseconds."""
+    status = path.stat()
+    return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
 def file_entry(path: Path) -> Entry:

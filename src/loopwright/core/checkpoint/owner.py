@@ -60,6 +60,8 @@ class Owner:
         self.claim = own_claim(token or secrets.token_hex(8))
         self.on_loss: Callable[[OwnerError], None] = lambda error: None
         """Called in another thread when the folder was lost."""
+        self.has_seized = False
+        """Whether the folder was taken from a living owner."""
         self._is_active = False
         self._is_shared = False
         """Whether another rank of this run holds the lock."""
@@ -133,6 +135,7 @@ class Owner:
         who = found.claim.name if found.claim else "an unknown process"
         logger.warning(f"taking {self._place} over from {who}; waiting until that run has stopped writing")
         self._lock.replace(self.claim)
+        self.has_seized = True
         started = time.monotonic()
         while (waited := time.monotonic() - started) < LIMIT:
             released = found.is_released()

@@ -16,6 +16,8 @@ from .manifest import Manifest
 from .storage import Storage
 
 FILE = "current_run.json"
+RUNNING, INTERRUPTED, FAILED, FINISHED = "running", "interrupted", "failed", "finished"
+"""How a run has ended. One that was killed is recorded as running, but its folder has no owner."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class CurrentRun:
     """Identifies the command that started the job; the same for all restarts by the launcher."""
     left: tuple[str, ...] = field(default=())
     """Checks of manifests with the run's id that do not lead to its state: it resumed from an earlier step."""
+    status: str | None = None
+    """How it has ended, or `RUNNING`; None for a version that did not record it."""
+    command: tuple[str, ...] = field(default=())
+    """The script and its arguments, without secrets; empty without a script."""
+    call: int = 1
+    """Which call of train() of its process, for this folder."""
 
     def holds(self, manifest: Manifest) -> bool:
         """Whether a checkpoint belongs to this run."""
@@ -53,11 +61,12 @@ def read_current(storage: Storage) -> CurrentRun | None:
         return None
     try:
         values = json.loads(content)
-        found = CurrentRun(**{**values, "left": tuple(values.get("left", ()))})
+        lists = {name: tuple(values.get(name, ())) for name in ("left", "command")}
+        found = CurrentRun(**{**values, **lists})
     except (ValueError, TypeError, AttributeError) as error:
         raise _damaged(storage) from error
-    texts = [each for each in (found.run, found.job, found.launch, *found.left) if each is not None]
-    if not all(type(each) is str for each in texts):
+    texts = (found.run, found.job, found.launch, found.status, *found.left, *found.command)
+    if not all(each is None or type(each) is str for each in texts) or type(found.call) is not int:
         raise _damaged(storage)
     return found
 

@@ -90,8 +90,8 @@ class TorchSaving(TorchResuming):
             return
         self._note_best_checkpoint()
         module = plain_module(self.model)
-        by_others = self._saves_models_itself() or self.strategy.saves_itself or is_saved_by_others(module)
-        background = self.args.async_save and not by_others and self._fits_in_memory()
+        by_others = self.strategy.saves_itself or is_saved_by_others(module)
+        background = self.saves_in_background() and not by_others and self._fits_in_memory()
         background = background if self.is_alone else not self.strategy.any_rank(not background)
         self.run.checkpoints.wait()  # the copies of the previous save are about to be overwritten
         self.run.checkpoints.save(

@@ -11,6 +11,8 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ...errors import PeerError
@@ -37,6 +39,8 @@ class Alarm:
         self._depth = self._rounds = 0
         self._over = threading.Event()
         self.heard: str | None = None
+        self.before_exit: Callable[[], None] = lambda: None
+        """Called before this process is ended because another rank failed."""
 
     def __enter__(self) -> Alarm:
         self._depth += 1
@@ -85,4 +89,6 @@ class Alarm:
                 return
             if not over.wait(GRACE):
                 print(f"{self.heard}\nThis rank was waiting for it and stops too.", file=sys.stderr, flush=True)
+                with suppress(Exception):  # the process ends in any case
+                    self.before_exit()
                 os._exit(1)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from ...core.beacon import Sighting, describe, late_ones, phase_of, stack_text
-from ...errors import PeerError
+from ...errors import LostRankError
 from ...notices import logger
 
 TICK = 1.0
@@ -77,7 +77,7 @@ class HangDetector:
         if is_lost_connection(error):
             reason = self.explain()
             if reason:
-                raise PeerError(f"{reason}\n  ({str(error).splitlines()[0]})") from error
+                raise LostRankError(f"{reason}\n  ({str(error).splitlines()[0]})") from error
 
     def _until_over(self, work: Callable[[Any], None]) -> None:
         try:
