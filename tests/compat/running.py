@@ -51,14 +51,10 @@ def main(recipes: Recipes) -> None:
         print(name, "failed" if "error" in found else "done", flush=True)
 
 
-def cases(recipes: Recipes, always: Iterable[str], failing: Iterable[str] = ()) -> list[Any]:
+def cases(recipes: Recipes, always: Iterable[str]) -> list[Any]:
     """Every name as a case of a test; those that are not in `always` are part of the whole grid."""
-    spread, expected = set(always), set(failing)
-    marks = {
-        name: ([] if name in spread else [pytest.mark.grid]) + ([pytest.mark.xfail] if name in expected else [])
-        for name in recipes
-    }
-    return [pytest.param(name, marks=found) for name, found in marks.items()]
+    spread = set(always)
+    return [pytest.param(name, marks=[] if name in spread else [pytest.mark.grid]) for name in recipes]
 
 
 def selected(request: pytest.FixtureRequest, recipes: Recipes) -> list[str]:
