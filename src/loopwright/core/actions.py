@@ -15,6 +15,7 @@ from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
 from ..notices import Notices, logger
 from .checkpoint.json_files import write_json
+from .console import report_saves
 from .deferred_logs import LogPoint, can_defer_logs
 from .evaluation.metrics import better, full_name, readable, table, write_results
 from .hooks import HookUser
@@ -215,6 +216,7 @@ class LoopActions(HookUser):
         self.save_now()
         self.run.checkpoints.wait()
         self.run.checkpoints.raise_if_failed()
+        report_saves(self)
         self.callback_handler.fire("on_train_end")
         step = self.state.global_step
         logger.warning(f"stopped by {self.run.signals.received} after saving step {step}; run again to resume")
@@ -255,6 +257,7 @@ class LoopActions(HookUser):
             self.agreement.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
+        report_saves(self)
         self.callback_handler.fire("on_save")
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None) -> dict[str, float]:

@@ -15,6 +15,7 @@ from .checkpoint.json_files import read_json
 from .checkpoint.manifest import read_manifest
 from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
 from .checkpoint.space import check_space
+from .console import report_best
 from .log_history import LogHistory
 from .meter import saved_meter
 from .overrides import is_overridden
@@ -335,4 +336,5 @@ class Resuming(Part):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
         self._load_weights_of(self.run.checkpoints.local(best))
+        report_best(self.internals, best)
 

@@ -15,6 +15,7 @@ from ..callbacks.defaults import default_callbacks
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
+from ..speed.measure.peaks import device_name
 from .acceleration import Acceleration
 from .accelerator import Accelerator
 from .arguments import TrainingArguments
@@ -261,6 +262,14 @@ class TorchInternals(Internals):
         self.evaluation.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
+
+    def model_sizes(self) -> tuple[int, int]:
+        sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in self.model.parameters()]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+    def place(self) -> str:
+        name = device_name(self.device)
+        return f"{self.device}{f' ({name})' if name else ''}, {self.pacing.number_format()}"
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:

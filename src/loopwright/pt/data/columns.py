@@ -154,7 +154,7 @@ class ColumnFilter:
             if worker.id or self._told:
                 return
             self._told.fill_(True)
-        self._notices.warn_once(text)
+        self._notices.inform_once(text)
 
 
 def _chokes_on_extras(collator: Any) -> bool:
