@@ -241,7 +241,7 @@ def test_a_run_that_ends_early_says_so(caplog: pytest.LogCaptureFixture) -> None
             return 80
 
     train(data=Lying(lambda: iter(DATA)), options={"max_steps": -1, "num_train_epochs": 2})
-    assert "training ended after 2 of 20 updates: 2 epochs" in caplog.text
+    assert "training ended after 2 of 20 steps: 2 epochs" in caplog.text
     caplog.clear()
     used = iter(DATA)
     train(data=Stream(lambda: used), options={"max_steps": 30})

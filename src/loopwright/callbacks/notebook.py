@@ -170,7 +170,7 @@ def render_html(
         for pace in paces
     )
     if not rows:
-        return bars
+        return f"{text}{bars}"
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(

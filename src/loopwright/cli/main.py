@@ -23,8 +23,8 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
-    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
+    "args": Command("loopwright.cli.reference:run", "list or search the training arguments, with default and meaning"),
+    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation into a folder"),
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
     "drill": Command(
         "loopwright.cli.drill:run", ("run a training script under injected faults and report what survived")

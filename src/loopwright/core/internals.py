@@ -93,7 +93,7 @@ class Internals(Updating):
         resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
             raise NotAvailable(
-                "train(trial=...): hyper-parameter search is not available yet, see docs/availability.md"
+                "train(trial=...): hyper-parameter search is not available yet; create a trainer for each trial"
             )
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)

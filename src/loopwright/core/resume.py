@@ -210,7 +210,7 @@ class Resuming(Part):
         shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
         if args.max_steps <= 0 and not are_alike:
             self.notices.warn_once(
-                f"the effective batch size differs from {folder.name}: after its {step} updates there are "
+                f"the effective batch size differs from {folder.name}: after its {step} steps there are "
                 f"{shifted.max_steps - step} more"
             )
         return shifted

@@ -114,7 +114,7 @@ class TorchInternals(Internals):
         **old_names: Any,
     ) -> None:
         """Implementation of the trainer's constructor."""
-        args = TrainingArguments("tmp_trainer") if args is None else args
+        args = self.arguments_class("tmp_trainer") if args is None else args
         if is_from_transformers(args):
             args = converted(args, self.arguments_class)
         processing_class = adopt_tokenizer("Trainer", PARAMETERS, processing_class, old_names)
