@@ -166,9 +166,8 @@ def test_columns_that_are_not_used_are_reported_once_at_info(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     data = [{**sample, "extra": index} for index, sample in enumerate(DATA)]
-    args = TrainingArguments(str(tmp_path), max_steps=6, use_cpu=True, log_level="info", strict=True, num_train_epochs=3,
-                             per_device_train_batch_size=32, save_strategy="no", report_to="none")  # fmt: skip
-    args.num_train_epochs = 3
+    args = TrainingArguments(str(tmp_path), max_steps=6, per_device_train_batch_size=32, use_cpu=True, log_level="info",
+                             save_strategy="no", strict=True, report_to="none")  # fmt: skip
     Trainer(Regression(), args, train_dataset=data).train()
     found = [record for record in caplog.records if "removed columns" in record.getMessage()]
     assert [record.levelno for record in found] == [logging.INFO]
@@ -184,9 +183,8 @@ def environment() -> dict[str, str]:
 
 
 def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=environment(), timeout=SECONDS
-    )
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert "\x1b" not in done.stdout
@@ -227,7 +225,8 @@ def test_a_terminal_gets_the_lines_above_the_bar(tmp_path: Path) -> None:
 
 def test_a_notebook_gets_the_lines_above_the_table(tmp_path: Path) -> None:
     shown: list[str] = []
-    args = TrainingArguments(str(tmp_path), max_steps=20, save_steps=10, logging_steps=10, use_cpu=True, report_to="none")
+    steps = {"max_steps": 20, "save_steps": 10, "logging_steps": 10}
+    args = TrainingArguments(str(tmp_path), **steps, use_cpu=True, report_to="none")
     trainer = Trainer(Regression(), args, train_dataset=DATA)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(NotebookProgressCallback(show=shown.append))
