@@ -1,4 +1,7 @@
-"""Warnings about dropped, guessed, changed or skipped settings and data, each logged once; errors in strict mode."""
+"""Warnings about dropped, guessed, changed or skipped settings and data, each logged once; errors in strict mode.
+
+What happens as documented (columns that a model does not take are removed) is logged at the level info instead.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,10 @@ class Notices:
             raise LoopwrightError(f"{text} (an error because strict=True)")
         if not self.quiet:
             logger.warning(text)
+
+    def inform_once(self, text: str) -> None:
+        """Log what is done as documented, the first time and at the level info; never an error."""
+        if text not in self.told:
+            self.told.append(text)
+            if not self.quiet:
+                logger.info(text)

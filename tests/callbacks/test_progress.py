@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from loopwright.callbacks.progress import Pace, ProgressCallback
+from loopwright.callbacks.pace import Pace
+from loopwright.callbacks.progress import ProgressCallback
 from loopwright.callbacks.text import clock_time, log_line, rate, short
 from loopwright.core.state import TrainerControl, TrainerState
 
@@ -59,7 +60,7 @@ def test_a_terminal_shows_step_loss_rate_and_time_left(terminal):
     terminal.steps(10, seconds=2.0)
     terminal.fire("on_log", logs={"loss": 1.23456, "grad_norm": 2.0})
     terminal.steps(1, seconds=2.0)
-    assert re.fullmatch(r"training +━+─+ 11/100  loss 1.235  0.5 updates/s, 0:02:58 left", terminal.lines()[-1])
+    assert re.fullmatch(r"training +━+─+ 11/100  loss 1.235  0.5 steps/s, 0:02:58 left", terminal.lines()[-1])
 
 
 def test_a_terminal_shows_each_log_once_above_the_line(terminal):
@@ -82,7 +83,7 @@ def test_a_narrow_terminal_gets_one_line_still(terminal):
 def test_drawing_is_throttled(terminal):
     terminal.fire("on_train_begin")
     terminal.steps(1000, seconds=0.001)
-    assert 8 <= sum("updates/s" in line for line in terminal.lines()) <= 14
+    assert 8 <= sum("steps/s" in line for line in terminal.lines()) <= 14
 
 
 def test_an_update_that_is_not_drawn_costs_next_to_nothing(terminal):
@@ -145,7 +146,7 @@ def test_the_time_of_evaluations_is_not_in_the_rate_but_in_the_time_left(termina
 def test_a_resumed_run_counts_its_own_time_only(terminal):
     terminal.fire("on_train_begin")
     terminal.steps(11, seconds=0.5)
-    assert terminal.lines()[-1].endswith("61/100  2 updates/s, 0:00:19 left")
+    assert terminal.lines()[-1].endswith("61/100  2 steps/s, 0:00:19 left")
 
 
 def test_what_the_user_prints_appears_above_the_line(terminal):
@@ -175,7 +176,7 @@ def test_the_last_state_of_the_line_stays(terminal):
     assert "100/100" in terminal.lines()[-1]
 
 
-def test_without_a_terminal_there_is_one_plain_line_per_log():
+def test_without_a_terminal_there_are_the_first_step_and_one_plain_line_per_log():
     screen = Screen(terminal=False)
     screen.fire("on_train_begin")
     screen.steps(10)
@@ -185,8 +186,9 @@ def test_without_a_terminal_there_is_one_plain_line_per_log():
     screen.fire("on_log", logs={"eval_loss": 2.0, "eval_note": "y" * 200})
     screen.fire("on_evaluate", metrics={})
     screen.fire("on_train_end")
-    first, second = screen.file.getvalue().splitlines()
-    assert first == "step 10/100  loss 1.235  epoch 0.1  (1 updates/s, 0:01:30 left)"
+    begun, first, second = screen.file.getvalue().splitlines()
+    assert begun == "step 1/100"
+    assert first == "step 10/100  loss 1.235  epoch 0.1  (1 steps/s, 0:01:30 left)"
     assert second.startswith(f"step 10/100  eval_loss 2  eval_note {'y' * 100}... (200 characters, max_str_len=100)")
     assert "\x1b" not in screen.file.getvalue()
 
@@ -197,7 +199,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     screen.fire("on_train_begin")
     screen.steps(5)
     screen.fire("on_log", logs={"loss": 1.0})
-    assert screen.lines() == ["step 5/100  loss 1  (1 updates/s, 0:01:35 left)"]
+    assert screen.lines()[1:] == ["step 5/100  loss 1  (1 steps/s, 0:01:35 left)"]
 
 
 def test_the_line_says_how_fast_the_work_is():
@@ -206,9 +208,63 @@ def test_the_line_says_how_fast_the_work_is():
     screen.steps(5)
     screen.fire("on_log", logs={"loss": 1.0}, pace={"tokens_per_second": 58691.0, "mfu": 0.59})
     screen.fire("on_log", logs={"eval_loss": 2.0}, pace=None)
-    first, second = screen.lines()
-    assert first == "step 5/100  loss 1  (58.7k tokens/s, MFU 59.0%, 1 updates/s, 0:01:35 left)"
+    _, first, second = screen.lines()
+    assert first == "step 5/100  loss 1  (58.7k tokens/s, MFU 59.0%, 1 steps/s, 0:01:35 left)"
     assert second == "step 5/100  eval_loss 2"
+
+
+def test_without_logs_there_is_a_line_a_minute():
+    screen = Screen(terminal=False, max_steps=1000)
+    screen.fire("on_train_begin")
+    screen.steps(130)
+    for _ in range(70):
+        screen.now += 1
+        screen.fire("on_prediction_step", eval_dataloader=[0] * 80)
+    begun, first, second, evaluation = screen.lines()
+    assert (begun, first) == ("step 1/1,000", "step 61/1,000  (1 steps/s, 0:15:39 left)")
+    assert second.startswith("step 121/1,000") and evaluation.startswith("evaluation 51/80  (1 batches/s, 0:00:29 left")
+
+
+def test_a_first_step_that_is_logged_has_one_line():
+    screen = Screen(terminal=False)
+    screen.fire("on_train_begin")
+    screen.now, screen.state.global_step = 1.0, 1
+    screen.callback.on_step_end(ARGS, screen.state, TrainerControl(should_log=True))
+    screen.fire("on_log", logs={"loss": 1.0})
+    assert screen.lines() == ["step 1/100  loss 1  (- steps/s)"]
+
+
+def test_lines_about_the_run_are_printed(terminal):
+    plain = Screen(terminal=False)
+    for screen in (plain, terminal):
+        screen.fire("on_train_begin")
+        screen.callback.show_line("saved checkpoint-50 [/bold]")
+        assert "saved checkpoint-50 [/bold]" in screen.lines()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 0.1), (0.1, 1.0), (0.01, 1.0), (30.0, 0.05), (1.0, 20.0)])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_speed_and_time_left_follow_a_change_of_speed(before, after, terminal):
+    screen = Screen(terminal=terminal, max_steps=100_000)
+    screen.fire("on_train_begin")
+    screen.steps(500, seconds=before)
+    screen.steps(max(int(11 / after), 12), seconds=after)
+    pace = screen.callback.training
+    left = (100_000 - pace.done) * after
+    screen.callback._close()
+    assert pace.per_second == pytest.approx(1 / after, rel=0.05)
+    assert pace.seconds_left() == pytest.approx(left, rel=0.05)
+
+
+def test_saving_is_not_in_the_rate_but_in_the_time_left():
+    screen = Screen(terminal=False)
+    screen.fire("on_train_begin")
+    screen.steps(11)
+    screen.now += 40
+    screen.fire("on_save")
+    screen.steps(10)
+    assert screen.callback.training.per_second == pytest.approx(1)
+    assert screen.callback.training.seconds_left() == pytest.approx(79 * 3)
 
 
 def test_logs_outside_training_are_plain_too():
@@ -236,9 +292,9 @@ def test_logs_are_not_changed():
 
 
 def test_pace_without_progress_has_no_time_left():
-    pace = Pace("updates", 0, 10, now=0.0)
+    pace = Pace("steps", 0, 10, now=0.0)
     assert pace.seconds_left() is None
-    assert pace.speed() == "- updates/s"
+    assert pace.speed() == "- steps/s"
 
 
 @pytest.mark.parametrize(
@@ -250,7 +306,7 @@ def test_clock_time(seconds, text):
 
 @pytest.mark.parametrize(
     ("speed", "text"),
-    [(0, "- updates/s"), (0.02, "50.0 s/update"), (3.456, "3.46 updates/s"), (12345.6, "12346 updates/s")],
+    [(0, "- steps/s"), (0.02, "50.0 s/step"), (3.456, "3.46 steps/s"), (12345.6, "12,346 steps/s")],
 )
 def test_rate(speed, text):
     assert rate(speed) == text
@@ -258,4 +314,5 @@ def test_rate(speed, text):
 
 def test_short_keeps_what_is_not_a_float():
     assert [short(value) for value in (1, True, None, "x", 0.123456, 5e-5)] == [1, True, None, "x", "0.1235", "5e-05"]
+    assert [short(value) for value in (12345.6, 1234567, -98765, 1e20)] == ["12,346", "1,234,567", "-98,765", "1e+20"]
     assert log_line({"loss": 2.0, "total_flos": 3.0, "n": 4}) == "loss 2  n 4"

@@ -61,6 +61,33 @@ def test_args_prints_the_reference(capsys):
     assert "per_device_train_batch_size" in text and "learning_rate" in text
 
 
+def names_found(capsys, *words):
+    assert cli.main(["args", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return [line.partition(":")[0] for line in lines if line and not line.startswith(" ")]
+
+
+def test_args_searches_names_and_help_texts(capsys):
+    assert "lr_scheduler_type" in names_found(capsys, "schedule")  # in its help
+    assert names_found(capsys, "grad-NORM") == names_found(capsys, "grad_norm") == ["max_grad_norm"]
+    both = names_found(capsys, "eval", "batch")
+    assert "per_device_eval_batch_size" in both and "eval_steps" not in both
+    assert "predict_with_generate" in names_found(capsys, "generate")
+
+
+def test_args_shows_default_and_help(capsys):
+    assert cli.main(["args", "max_grad_norm"]) == 0
+    head, text = capsys.readouterr().out.splitlines()
+    assert head.startswith("max_grad_norm: ") and head.endswith(" = 1.0") and text.startswith("    ")
+
+
+def test_args_without_a_match_suggests_names(capsys):
+    assert cli.main(["args", "learning_rat_"]) == 1
+    assert "learning_rate" in capsys.readouterr().err
+    assert cli.main(["args", "qqqqqq"]) == 1
+    assert "'qqqqqq'" in capsys.readouterr().err
+
+
 def raising(error):
     def run(words):
         raise error

@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    assert outdated(DOCS) == [], "run `loopwright docs` and commit the result"
+    assert outdated(DOCS) == [], "run `loopwright docs docs` and commit the result"
 
 
 def test_the_command_writes_and_checks(tmp_path: Path) -> None:
@@ -53,3 +53,14 @@ def test_names_of_other_libraries_are_served_as_the_page_says(tmp_path: Path) ->
     absent = [name for name, _, how in NAMES if how.startswith(("not available", "an override is", "`install()`"))]
     assert [name for name, *_ in NAMES if name not in absent and not hasattr(trainer, name)] == []
     assert [name for name in absent if hasattr(trainer, name)] == []
+
+
+def test_the_command_writes_nothing_unless_a_folder_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 2 and "folder" in capsys.readouterr().err
+    assert [*tmp_path.rglob("*.md")] == []

@@ -47,7 +47,7 @@ def test_skipped_updates_change_nothing_and_are_counted(bad: int, value: float, 
     assert result.global_step == 12, "a skipped update is an update of the plan"
     assert all(np.isfinite(each).all() for each in trainer.model.parameters.values())
     assert all(np.isfinite(each).all() for each in trainer.optimizer.velocity.values())
-    told = sum(row.get("nonfinite_updates", 0) for row in logged)
+    told = sum(row.get("nonfinite_steps", 0) for row in logged)
     assert told == len([step for step in bad_steps(bad) if step <= 12 // log * log])
     assert trainer._loopwright.run.meter.nonfinite == 3
 
@@ -70,7 +70,7 @@ def test_going_on_all_the_same_is_told(bad: int, output_dir: str) -> None:
     trainer.train()
     assert np.isnan(trainer.model.parameters["weight"]).all()
     first = bad_steps(bad)[0]
-    told = [row["step"] for row in rows(output_dir) if row.get("nonfinite_updates")]
+    told = [row["step"] for row in rows(output_dir) if row.get("nonfinite_steps")]
     assert told == list(range(first, 13)), "what is not finite once stays so"
 
 

@@ -52,7 +52,7 @@ def test_a_layer_added_to_a_model_in_shards_is_refused(pool: Pool, tmp_path: Pat
 def test_what_an_update_makes_trainable_itself_is_refused_under_ddp(pool: Pool, tmp_path: Path) -> None:
     outcomes = pool.outcomes(2, "changed", folder=str(tmp_path), change="unfreeze", event="on_substep_end",
                              gradient_accumulation_steps=2)  # fmt: skip
-    assert all(each.kind == "raised" and "in the middle of an update: embed.weight" in each.value for each in outcomes)
+    assert all(each.kind == "raised" and "in the middle of a step: embed.weight" in each.value for each in outcomes)
 
 
 def test_another_accumulation_on_one_process_only_is_refused(pool: Pool, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_events_split_an_update_without_a_wait() -> None:
     assert {"forward", "backward", "optimizer"} <= set(report.split)
     assert report.split["backward"] > report.split["forward"] > 0
     # The events' own sum is the length of an update as the wall clock sees it, to a factor.
-    assert 0.2 < report.update_seconds * report.numbers["updates_per_second"] < 5
+    assert 0.2 < report.update_seconds * report.numbers["steps_per_second"] < 5
 
 
 def test_every_log_point_says_how_well_the_device_is_used() -> None:
@@ -100,7 +100,7 @@ def test_every_log_point_says_how_well_the_device_is_used() -> None:
     )
     assert all(0 < row["mfu"] < 1 for row in rows)
     # All updates of the run cannot have taken longer than the run.
-    assert sum(5 / row["updates_per_second"] for row in rows) < seconds
+    assert sum(5 / row["steps_per_second"] for row in rows) < seconds
 
 
 if __name__ == "__main__":

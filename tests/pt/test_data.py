@@ -491,6 +491,7 @@ def test_a_lazy_transform_may_use_a_column_the_model_does_not_take(caplog: Any) 
 
 def test_withheld_columns_are_named_once(caplog: Any) -> None:
     data = [{"ids": i, "name": f"sample {i}", "url": "..."} for i in range(8)]
+    caplog.set_level(logging.INFO, "loopwright")
     train(data)
     told = [record.getMessage() for record in caplog.records if "removed columns" in record.getMessage()]
     assert len(told) == 1
@@ -503,12 +504,15 @@ def test_withheld_columns_are_named_once_with_workers_too(start: str, capfd: Any
     terminal = logging.StreamHandler()  # its stream is that of the process it runs in
     logger = logging.getLogger("loopwright")
     logger.addHandler(terminal)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     try:
         data = [{"ids": i, "name": f"sample {i}"} for i in range(8)]
         options = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": start}
         train(data, num_train_epochs=2 if start == "fork" else 1, **options)
     finally:
         logger.removeHandler(terminal)
+        logger.setLevel(level)
     told = [line for line in capfd.readouterr().err.splitlines() if "removed columns" in line]
     assert len(told) == 1 and "name" in told[0]
 

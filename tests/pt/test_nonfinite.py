@@ -145,7 +145,7 @@ def test_bad_updates_are_counted_and_reported_once(policy: str, counts: list[int
     """Updates 3 and 6 break; where the third is applied, nothing is finite ever after."""
     trainer = run(data({3: 1, 6: 2}), tmp_path, on_nonfinite=policy, logging_steps=2)
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert [row.get("nonfinite_updates", 0) for row in rows] == counts
+    assert [row.get("nonfinite_steps", 0) for row in rows] == counts
     told = [text for text in trainer._loopwright.notices.told if "NaN" in text]
     assert len(told) == 1 and "first at step 3" in told[0]
     assert ("are skipped" if policy == "skip" else "applied anyway") in told[0]

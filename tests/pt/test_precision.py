@@ -136,7 +136,7 @@ def test_an_overflow_of_the_scale_is_no_broken_update(policy: str, tmp_path: Any
     trainer = trainer_of(Line(), data(bad=(1, 2)), tmp_path, fp16=True, on_nonfinite=policy, **ONE_BY_ONE)
     assert trainer.train().global_step == 6
     assert trainer._loopwright.strategy.precision.scaler.get_scale() == 2.0**14
-    assert not [row for row in trainer.state.log_history if "nonfinite_updates" in row]
+    assert not [row for row in trainer.state.log_history if "nonfinite_steps" in row]
     assert not [text for text in trainer._loopwright.notices.told if "NaN" in text]
 
 

@@ -115,7 +115,7 @@ def test_a_metric() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         train(evaluate=True, compute_metrics=lambda p: {}, preprocess_logits_for_metrics=fail)
     assert "preprocess_logits_for_metrics at step 3" in note_of(caught.value)
-    with pytest.raises(MetricError, match=r"compute_metrics returned \[0.5\]; return a dict"):
+    with pytest.raises(MetricError, match=r"compute_metrics returned \[0.5\], not a dict; return a dict"):
         train(evaluate=True, compute_metrics=lambda p: [0.5])
     with pytest.raises(MetricError, match="named 1, a int; use text"):
         train(evaluate=True, compute_metrics=lambda p: {1: 0.5})
@@ -241,7 +241,7 @@ def test_a_run_that_ends_early_says_so(caplog: pytest.LogCaptureFixture) -> None
             return 80
 
     train(data=Lying(lambda: iter(DATA)), options={"max_steps": -1, "num_train_epochs": 2})
-    assert "training ended after 2 of 20 updates: 2 epochs" in caplog.text
+    assert "training ended after 2 of 20 steps: 2 epochs" in caplog.text
     caplog.clear()
     used = iter(DATA)
     train(data=Stream(lambda: used), options={"max_steps": 30})

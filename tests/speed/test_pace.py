@@ -55,7 +55,7 @@ def test_numbers_are_counts_over_seconds() -> None:
         "tokens_per_second": 10.0,
         "computed_tokens_per_second": 20.0,
         "samples_per_second": 2.0,
-        "updates_per_second": 1.0,
+        "steps_per_second": 1.0,
         "data_wait_share": 0.25,
         "useful_token_share": 0.5,
         "mfu": 0.3,
@@ -67,7 +67,7 @@ def test_what_is_not_known_is_left_out() -> None:
     pace = ThroughputMeter(clock=clock, peak_operations=None, operations=lambda _: 1.0, peak_memory=lambda: None)
     update(pace, real=math.nan, computed=math.nan)
     clock.now += 1
-    assert set(pace.read()) == {"samples_per_second", "updates_per_second", "data_wait_share"}
+    assert set(pace.read()) == {"samples_per_second", "steps_per_second", "data_wait_share"}
 
 
 def test_an_interval_without_updates_says_nothing_and_is_not_lost() -> None:
@@ -77,7 +77,7 @@ def test_an_interval_without_updates_says_nothing_and_is_not_lost() -> None:
     assert pace.read() == {} == pace.whole()
     update(pace)
     clock.now += 5
-    assert pace.read()["updates_per_second"] == 0.1
+    assert pace.read()["steps_per_second"] == 0.1
 
 
 def test_time_left_out_belongs_to_no_update() -> None:
@@ -90,10 +90,10 @@ def test_time_left_out_belongs_to_no_update() -> None:
         with pace.left_out():  # a save inside an evaluation is not left out twice
             clock.now += 50
     clock.now += 1
-    assert pace.read()["updates_per_second"] == 0.5
+    assert pace.read()["steps_per_second"] == 0.5
     update(pace)
     clock.now += 4
-    assert pace.read()["updates_per_second"] == 0.25
+    assert pace.read()["steps_per_second"] == 0.25
 
 
 def test_a_reading_inside_of_what_is_left_out_closes_the_interval_there() -> None:
@@ -103,11 +103,11 @@ def test_a_reading_inside_of_what_is_left_out_closes_the_interval_there() -> Non
     clock.now += 1
     with pace.left_out():
         clock.now += 10
-        assert pace.read()["updates_per_second"] == 1.0
+        assert pace.read()["steps_per_second"] == 1.0
         clock.now += 10
         update(pace)
     clock.now += 2
-    assert pace.read()["updates_per_second"] == 0.5
+    assert pace.read()["steps_per_second"] == 0.5
 
 
 def test_the_first_interval_warms_up() -> None:
@@ -117,7 +117,7 @@ def test_the_first_interval_warms_up() -> None:
         update(pace)
         clock.now += seconds
         pace.read()
-    assert pace.whole()["updates_per_second"] == 0.5
+    assert pace.whole()["steps_per_second"] == 0.5
 
 
 def test_recompiles_are_those_of_the_interval() -> None:
@@ -143,7 +143,7 @@ def test_the_whole_is_what_the_intervals_were(plan: list[tuple[int, float, float
         clock.now += seconds
         pace.read()
     done, took = sum(u for u, _, _ in plan[1:]), sum(s for _, s, _ in plan[1:])
-    assert pace.whole()["updates_per_second"] == pytest.approx(done / took, rel=1e-3)
+    assert pace.whole()["steps_per_second"] == pytest.approx(done / took, rel=1e-3)
 
 
 def test_intervals_add_up_field_by_field() -> None:
@@ -251,7 +251,7 @@ def test_numbers_go_to_callbacks_and_files_and_not_into_the_history(tmp_path: An
     for row in rows:
         assert row["pace"]["useful_token_share"] == pytest.approx(12 / 18, rel=1e-4)
         assert row["pace"]["computed_tokens_per_second"] == pytest.approx(1.5 * row["pace"]["tokens_per_second"], 1e-3)
-        assert row["pace"]["samples_per_second"] == pytest.approx(2 * row["pace"]["updates_per_second"], 1e-3)
+        assert row["pace"]["samples_per_second"] == pytest.approx(2 * row["pace"]["steps_per_second"], 1e-3)
         assert 0 < row["pace"]["data_wait_share"] < 1 and row["pace"]["peak_memory_gib"] > 0
         assert "mfu" not in row["pace"]
     assert all("pace" not in row and "tokens_per_second" not in row for row in trainer.state.log_history)
@@ -292,14 +292,14 @@ def test_a_slow_loader_shows_as_waiting_and_a_slow_evaluation_does_not(tmp_path:
     trainer.train()
     numbers = trainer.speed_report().numbers
     assert numbers["data_wait_share"] > 0.5
-    assert numbers["updates_per_second"] > 10  # with the evaluation between the two log points it would be below
+    assert numbers["steps_per_second"] > 10  # with the evaluation between the two log points it would be below
 
 
 def test_work_line_shows_what_is_known() -> None:
     assert work_line({"tokens_per_second": 58691.0, "mfu": 0.59}) == "58.7k tokens/s, MFU 59.0%, "
     assert work_line({"tokens_per_second": 812.0}) == "812 tokens/s, "
     assert work_line({"tokens_per_second": 2.5e6}) == "2.5M tokens/s, "
-    assert work_line({"updates_per_second": 3.0}) == ""
+    assert work_line({"steps_per_second": 3.0}) == ""
 
 
 # ---- where the time goes --------------------------------------------------------------------------------------------

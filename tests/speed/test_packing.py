@@ -416,7 +416,7 @@ def test_with_another_budget_the_rest_of_the_epoch_still_comes_once(
     assert sorted([*done, *seen[: 40 - len(done)]]) == list(range(40))
     assert rest.trainer.state.epoch == 2.0
     assert rest.trainer.state.global_step == rest.trainer.state.max_steps == 3 + len(rest.trainer.seen)
-    assert "the effective batch size differs from checkpoint-3: after its 3 updates there are" in caplog.text
+    assert "the effective batch size differs from checkpoint-3: after its 3 steps there are" in caplog.text
 
 
 def test_the_samples_of_an_update_can_be_loaded_again(tmp_path: Any) -> None:

@@ -20,11 +20,11 @@ PLAN = {
 }
 NUMBERS = {
     "tokens_per_second": 58691.2, "computed_tokens_per_second": 59889.0, "samples_per_second": 178.0,
-    "updates_per_second": 3.66, "data_wait_share": 0.004, "useful_token_share": 0.98, "mfu": 0.59,
+    "steps_per_second": 3.66, "data_wait_share": 0.004, "useful_token_share": 0.98, "mfu": 0.59,
     "peak_memory_gib": 41.5, "recompiles": 2.0,
 }  # fmt: skip
 MEASURED = (
-    "tokens/s 58,691, computed tokens/s 59,889, samples/s 178, updates/s 3.66, useful tokens 98.0%, MFU 59.0%, "
+    "tokens/s 58,691, computed tokens/s 59,889, samples/s 178, steps/s 3.66, useful tokens 98.0%, MFU 59.0%, "
     "waiting for data 0.4%, peak memory 41.50 GiB, recompiles 2"
 )
 
@@ -42,7 +42,7 @@ def test_the_text_is_a_short_table() -> None:
         "  off  whole-update graph    shapes differ from update to update",
         "  proof: loss 2.1e-07, gradients 4.04e-07, samples 4",
         "  measured: " + MEASURED,
-        "  time per update (3 sampled updates of 273.0 ms): data 1%, forward 30%, backward 60%, optimizer 9%",
+        "  time per step (3 sampled steps of 273.0 ms): data 1%, forward 30%, backward 60%, optimizer 9%",
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_trainer_reports_before_and_after_training(tmp_path: Any) -> None:
     assert [choice.on for choice in report.choices] == [False]
     assert {"tokens_per_second", "samples_per_second", "useful_token_share", "peak_memory_gib"} <= set(report.numbers)
     assert report.sampled_updates == 1 and report.update_seconds is not None
-    assert "time per update (1 sampled update" in str(report)
+    assert "time per step (1 sampled step" in str(report)
 
 
 def test_a_run_without_any_of_it_says_so(tmp_path: Any) -> None:
@@ -83,7 +83,7 @@ def test_a_run_without_any_of_it_says_so(tmp_path: Any) -> None:
 def test_a_run_without_log_points_is_measured_whole(tmp_path: Any) -> None:
     trainer = trainer_of(Tokens(), samples([6] * 4), tmp_path, num_train_epochs=1, logging_strategy="no")
     trainer.train()
-    assert trainer.speed_report().numbers["updates_per_second"] > 0
+    assert trainer.speed_report().numbers["steps_per_second"] > 0
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, "fp32"), ({"bf16": True}, "bf16"), ({"fp16": True}, "fp16")])

@@ -80,8 +80,8 @@ def test_a_loss_that_changes_unseen_is_found_and_the_run_goes_on_right(tmp_path:
     assert fast.losses[:5] == pytest.approx(plain.losses[:5], rel=1e-6)
     assert fast.losses[5] != pytest.approx(plain.losses[5], rel=1e-6), "nothing can see a global"
     assert fast.plan.layout == AS_MADE
-    told = [text for text in fast.trainer._loopwright.notices.told if "update 8 since planning differs" in text]
-    assert len(told) == 1 and "4 updates earlier" in told[0]
+    told = [text for text in fast.trainer._loopwright.notices.told if "step 8 since planning differs" in text]
+    assert len(told) == 1 and "4 steps earlier" in told[0]
 
 
 def test_an_update_without_a_finite_loss_is_no_difference(tmp_path: Path) -> None:

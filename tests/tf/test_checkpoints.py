@@ -159,7 +159,7 @@ def test_updates_that_are_not_finite(policy: str, tmp_path: Any) -> None:
     clean = trainer(tmp_path / "clean", data=(x[:4], y[:4]), max_steps=1, max_grad_norm=1.0)
     if policy == "skip":
         made.train()
-        assert logged(made, "nonfinite_updates") == [1]
+        assert logged(made, "nonfinite_steps") == [1]
         assert all(np.isfinite(each).all() for each in weights(made))
         assert int(made.optimizer.iterations) == 2
         return

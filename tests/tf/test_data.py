@@ -150,6 +150,7 @@ def test_unknown_lengths_need_max_steps_and_readable_data_is_needed(tmp_path: An
 
 
 def test_drop_last_group_by_length_columns_and_collators(tmp_path: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", "loopwright")
     made = trainer(tmp_path, data=rows(10), num_train_epochs=1, max_steps=-1, dataloader_drop_last=True)
     made.train()
     assert (made.state.global_step, made._loopwright.run.progress.samples_seen) == (2, 8)

@@ -112,6 +112,6 @@ def test_moving_means_stay_the_same_on_all_replicas_and_bad_updates_can_be_left_
         on_nonfinite="skip",
     )  # fmt: skip
     made.train()
-    assert logged(made, "nonfinite_updates") == [1]
+    assert logged(made, "nonfinite_steps") == [1]
     for mine, theirs in zip(weights(made), before, strict=True):
         np.testing.assert_array_equal(mine, theirs)

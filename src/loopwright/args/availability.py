@@ -55,7 +55,7 @@ def apply_availability(args: BaseArguments, problems: Problems) -> None:
         asked = missing.asked(value)
         if asked:
             part = value if isinstance(asked, str) else asked
-            problems.unavailable.append(f"{shown(name, part)}: not available yet, see docs/availability.md")
+            problems.unavailable.append(f"{shown(name, part)}: not available yet ({missing.part}); leave it out")
 
 
 def availability_table() -> str:

@@ -43,7 +43,7 @@ class DataArgs(Group):
     length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
     per_device_train_batch_tokens: int | None = arg(
         None,
-        "Tokens per device in one forward pass of training; samples of an update are regrouped to stay within it.",
+        "Tokens per device in one forward pass of training; samples of a step are regrouped to stay within it.",
         check=positive,
     )
     static_lengths: list[int] | None = arg(

@@ -36,8 +36,8 @@ class DurationArgs(Group):
     )
     per_device_train_batch_size: int = arg(8, "Samples per device in one forward pass of training.", check=positive)
     num_train_epochs: float = arg(3.0, "Passes over the training data; a fraction stops within the last one.")
-    max_steps: int = arg(-1, "Number of updates; overrides num_train_epochs when positive.")
-    gradient_accumulation_steps: int = arg(1, "Micro-batches accumulated for one update.", check=positive)
+    max_steps: int = arg(-1, "Number of steps; overrides num_train_epochs when positive.")
+    gradient_accumulation_steps: int = arg(1, "Micro-batches accumulated for one step.", check=positive)
     auto_find_batch_size: bool = arg(
         False, "When memory runs out, split the micro-batch and continue; the effective batch size is unchanged."
     )

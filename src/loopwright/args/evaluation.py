@@ -17,13 +17,13 @@ class EvaluationArgs(Group):
     eval_strategy: IntervalStrategy | str = arg("no", "When to evaluate: no, steps or epoch.")
     eval_steps: float | None = arg(
         None,
-        "Updates between two evaluations; below 1, a fraction of all updates; defaults to logging_steps.",
+        "Steps between two evaluations; below 1, a fraction of all steps; defaults to logging_steps.",
         check=steps_or_share,
     )
-    eval_delay: float = arg(0, "Epochs or updates (by eval_strategy) before the first evaluation.", check=non_negative)
+    eval_delay: float = arg(0, "Epochs or steps (by eval_strategy) before the first evaluation.", check=non_negative)
     per_device_eval_batch_size: int = arg(8, "Samples per device in one forward pass of evaluation.", check=positive)
     prediction_loss_only: bool = arg(False, "Compute the loss only and discard predictions.")
-    eval_on_start: bool = arg(False, "Evaluate before the first update.")
+    eval_on_start: bool = arg(False, "Evaluate before the first step.")
     eval_do_concat_batches: bool = arg(
         True, ("Concatenate predictions of all batches; otherwise keep a list of batches.")
     )

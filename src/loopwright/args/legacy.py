@@ -27,7 +27,7 @@ logger = logging.getLogger("loopwright")
 Translation = Callable[[Any, "BaseArguments"], dict[str, Any]]
 """Maps the old value and the arguments to new names and values."""
 
-SEE = "not available yet, see docs/availability.md"
+SEE = "not available yet; leave this argument out"
 
 
 @dataclass(frozen=True)

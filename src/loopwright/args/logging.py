@@ -28,9 +28,9 @@ class LoggingArgs(Group):
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When to log: no, steps or epoch.")
     logging_steps: float = arg(
-        500, ("Updates between two logs; below 1, a fraction of all updates."), check=steps_or_share
+        500, ("Steps between two logs; below 1, a fraction of all steps."), check=steps_or_share
     )
-    logging_first_step: bool = arg(False, "Log the first update too.")
+    logging_first_step: bool = arg(False, "Log the first step too.")
     log_on_each_node: bool = arg(True, "Log on the first rank of each node instead of rank 0 only.")
     logging_nan_inf_filter: bool = arg(
         True, "Exclude NaN and infinite losses from the logged mean; they are counted either way."

@@ -24,7 +24,7 @@ class LossArgs(Group):
     )
     on_nonfinite: str = arg(
         "continue",
-        "When loss or gradients are NaN or infinite: raise, skip that update, or continue. The first one is reported.",
+        "When loss or gradients are NaN or infinite: raise, skip that step, or continue. The first one is reported.",
         choices=("raise", "skip", "continue"),
     )
     on_spike: str | None = arg(

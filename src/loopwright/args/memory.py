@@ -39,5 +39,5 @@ class MemoryArgs(Group):
     )
     use_cache: bool = arg(False, "Let the model return its key-value cache in training.")
     torch_empty_cache_steps: int | None = arg(
-        None, "Updates between two releases of the device's unused cached memory.", check=positive
+        None, "Steps between two releases of the device's unused cached memory.", check=positive
     )

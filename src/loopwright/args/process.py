@@ -58,8 +58,8 @@ class ProcessInfo:
         """Run the body on the main process before the others; a no-op with one process."""
         if self.world_size > 1:
             raise NotAvailable(
-                f"main_process_first({desc!r}) with {self.world_size} processes: not available yet, "
-                "see docs/availability.md"
+                f"main_process_first({desc!r}) with {self.world_size} processes: not available yet; run that code in "
+                "every process, or before the launch"
             )
         yield
 

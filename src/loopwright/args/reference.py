@@ -28,6 +28,22 @@ def _row(spec: Spec) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
+def matches(spec: Spec, words: list[str]) -> bool:
+    """Whether all words are in the name or the help of an argument; upper case, `-` and `_` do not matter."""
+    text = _plain(f"{spec.name} {spec.help}")
+    return all(_plain(word) in text for word in words)
+
+
+def found_text(spec: Spec) -> str:
+    """An argument as two lines: name, type and default, and its help."""
+    default = "" if spec.default is UNSET else f" = {spec.default!r}"
+    return f"{spec.name}: {_type_text(spec.hint)}{default}\n    {spec.help}"
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("-", " ").replace("_", " ")
+
+
 def _type_text(hint: Any) -> str:
     if hint is type(None):
         return "None"

@@ -21,7 +21,7 @@ class SavingArgs(Group):
     title = "Saving, best model and resume"
 
     save_strategy: SaveStrategy | str = arg("steps", "When to save: no, steps, epoch or best.")
-    save_steps: float = arg(500, "Updates between two saves; below 1, a fraction of all updates.", check=steps_or_share)
+    save_steps: float = arg(500, "Steps between two saves; below 1, a fraction of all steps.", check=steps_or_share)
     save_minutes: float | None = arg(
         None, "Also save when the last checkpoint is this many minutes old.", check=positive
     )

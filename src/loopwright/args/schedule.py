@@ -19,4 +19,4 @@ class ScheduleArgs(Group):
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
         None, "Options of the schedule, as a dict or as JSON.", check=options
     )
-    warmup_steps: float = arg(0, "Warmup updates; below 1, a fraction of all updates.", check=steps_or_share)
+    warmup_steps: float = arg(0, "Warmup steps; below 1, a fraction of all steps.", check=steps_or_share)

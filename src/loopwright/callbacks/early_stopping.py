@@ -31,6 +31,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.early_stopping_threshold = early_stopping_threshold or 0.0
         self.early_stopping_patience_counter = 0
         self.best_value: float | None = None
+        self.stop_reason: str | None = None
+        """Why the run was stopped, for the user; None if it was not."""
         self._is_training = False
         self._missed_at: int | None = None
         self._names_seen: set[str] = set()
@@ -38,6 +40,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         _check_arguments(args)
         self._is_training, self._missed_at, self._names_seen = True, None, set()
+        self.stop_reason = None
         if state.global_step == 0:
             self.early_stopping_patience_counter, self.best_value = 0, None
         elif self.best_value is None:
@@ -62,6 +65,11 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         self.count(float(metrics[name]), greater_is_better=_greater_is_better(args))
         if self._is_exhausted():
             control.should_training_stop = True
+            count = self.early_stopping_patience_counter
+            self.stop_reason = (
+                f"early stopping at step {state.global_step:,} (no improvement of {args.metric_for_best_model} for "
+                f"{count} {'evaluation' if count == 1 else 'evaluations'})"
+            )
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False

@@ -6,17 +6,20 @@ import html
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
-from .progress import Pace, evaluation_pace
+from .pace import Pace, evaluation_pace
 from .text import NOT_SHOWN, short
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
 REFRESH_SECONDS = 0.5
+LINES = 8
+"""The latest lines about the run that are shown."""
 _NOT_A_COLUMN = ("_runtime", "_per_second", "_model_preparation_time")
 
 
@@ -37,6 +40,7 @@ class NotebookProgressCallback(TrainerCallback):
         self, *, show: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.lines: deque[str] = deque(maxlen=LINES)
         self.training: Pace | None = None
         self.evaluation: Pace | None = None
         self._given_show, self._clock = show, clock
@@ -50,7 +54,8 @@ class NotebookProgressCallback(TrainerCallback):
         if not self._is_active:
             return
         self.rows, self._loss, self.evaluation = [], None, None
-        self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
+        self.lines.clear()
+        self.training = Pace("steps", state.global_step, state.max_steps, self._clock())
         self._show = self._given_show or _display()
         self._draw()
 
@@ -60,6 +65,7 @@ class NotebookProgressCallback(TrainerCallback):
         now = self._clock()
         if not self.training.has_started:
             self.training.start(state.global_step, now)
+        self.training.done, self.training.latest = state.global_step, now
         if now >= self._due:
             self.training.advance(state.global_step, now)
             self._draw()
@@ -97,7 +103,7 @@ class NotebookProgressCallback(TrainerCallback):
             return
         self._add_evaluation(state.global_step, metrics or {})
         if self.training is not None:
-            self.training.skip_to(self._clock())
+            self.training.pause_until(self._clock())
         self._draw()
         self._forget_display_outside_training()
 
@@ -106,11 +112,21 @@ class NotebookProgressCallback(TrainerCallback):
         self._draw()
         self._forget_display_outside_training()
 
+    def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training is not None:
+            self.training.pause_until(self._clock())
+
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.training is not None:
             self.training.advance(state.global_step, self._clock())
         self._draw()
         self.training, self._show, self._is_active, self.rows = None, None, False, []
+        self.lines.clear()
+
+    def show_line(self, line: str) -> None:
+        """Show a line about the run above the table."""
+        self.lines.append(line)
+        self._draw()
 
     def _add_evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         values = table_values(metrics)
@@ -129,7 +145,8 @@ class NotebookProgressCallback(TrainerCallback):
     def _draw(self) -> None:
         if self._show is not None:
             self._due = self._clock() + REFRESH_SECONDS
-            self._show(render_html(self.rows, [pace for pace in (self.training, self.evaluation) if pace]))
+            paces = [pace for pace in (self.training, self.evaluation) if pace]
+            self._show(render_html(self.rows, paces, self.lines))
 
 
 def table_values(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -142,22 +159,25 @@ def table_values(metrics: dict[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def render_html(rows: list[dict[str, Any]], paces: list[Pace] | tuple[Pace, ...] = ()) -> str:
-    """Progress bars and the table, as HTML."""
+def render_html(
+    rows: list[dict[str, Any]], paces: list[Pace] | tuple[Pace, ...] = (), lines: Iterable[str] = ()
+) -> str:
+    """Lines about the run, progress bars and the table, as HTML."""
+    text = "".join(f"<div>{html.escape(line)}</div>" for line in lines)
     bars = "".join(
         f'<div><progress value="{pace.done}" max="{pace.total or pace.done or 1}" style="width:300px"></progress> '
         f"[{html.escape(pace.position())}, {html.escape(pace.speed())}]</div>"
         for pace in paces
     )
     if not rows:
-        return bars
+        return f"{text}{bars}"
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(str(short(row.get(name, ''))))}</td>" for name in columns) + "</tr>"
         for row in rows
     )
-    return f'{bars}<table border="1"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'{text}{bars}<table border="1"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _title(name: str) -> str:

@@ -14,23 +14,27 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.events import TrainerCallback
-from .text import clock_time, log_line, rate, short, work_line
+from .pace import Pace, evaluation_pace
+from .text import log_line, short, work_line
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
 REFRESH_SECONDS = 0.1
-RATE_WINDOW_SECONDS = 30.0
+QUIET_SECONDS = 60.0
+"""Without a terminal, a line appears at least this often."""
 BAR_WIDTH = 24
 TEXT_WIDTH = 70
 """Columns reserved for text; the bar gets the rest of a narrow terminal."""
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows step and total, the latest loss, updates per second and the time left; prints each log as one line.
+    """Shows step and total, the latest loss, steps per second and the time left; prints each log as one line.
+
+    Without a terminal it prints plain lines: the first step, each log, and one a minute when there is no log.
 
     It draws in the training thread, at most ten times a second: a drawing thread would be copied into forked data
-    workers, and an update that is not drawn costs only one clock reading.
+    workers, and a step that is not drawn costs only one clock reading.
     """
 
     _drawing: ProgressCallback | None = None
@@ -48,6 +52,7 @@ class ProgressCallback(TrainerCallback):
         self._console, self._clock = console, clock
         self._live: Live | None = None
         self._due = -math.inf
+        self._printed = clock()
         self._loss: Any = None
         self._work = ""
 
@@ -56,21 +61,22 @@ class ProgressCallback(TrainerCallback):
             return
         self._close()
         self._loss, self._work = None, ""
-        self.training = Pace("updates", state.global_step, state.max_steps, self._clock())
+        self.training = Pace("steps", state.global_step, state.max_steps, self._clock())
         self._open()
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         training = self.training
         if training is None:
             return
-        if not training.has_started:
-            training.start(state.global_step, self._clock())
-        if self._live is None:
-            return
         now = self._clock()
+        if not training.has_started:
+            training.start(state.global_step, now)
+            if self._live is None and not control.should_log:
+                self._print(f"step {training.position()}")
+        training.done, training.latest = state.global_step, now
         if now >= self._due:
             training.advance(state.global_step, now)
-            self._draw(now)
+            self._show(now, training)
 
     def on_prediction_step(
         self, args: BaseArguments, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
@@ -82,18 +88,20 @@ class ProgressCallback(TrainerCallback):
             self._open()
         else:
             self.evaluation.done += 1
-        if self._live is None:
-            return
         now = self._clock()
         if now >= self._due:
             self.evaluation.advance(self.evaluation.done, now)
-            self._draw(now)
+            self._show(now, self.evaluation, "evaluation")
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_evaluation()
 
     def on_predict(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._end_evaluation()
+
+    def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.training is not None:
+            self.training.pause_until(self._clock())
 
     def on_log(
         self,
@@ -122,6 +130,10 @@ class ProgressCallback(TrainerCallback):
         self.training = self.evaluation = None
         self._close()
 
+    def show_line(self, line: str) -> None:
+        """Print a line about the run."""
+        self._print(line)
+
     def _end_evaluation(self) -> None:
         if self.evaluation is None:
             return
@@ -129,8 +141,8 @@ class ProgressCallback(TrainerCallback):
         if self.training is None:
             self._close()
         else:
-            # The time of an evaluation must not change the speed of updates.
-            self.training.skip_to(self._clock())
+            # The time of an evaluation must not change the speed of steps.
+            self.training.pause_until(self._clock())
             self._draw(self._clock())
 
     def _log_line(self, state: Any, logs: dict[str, Any]) -> str:
@@ -142,6 +154,7 @@ class ProgressCallback(TrainerCallback):
         return f"step {self.training.position()}  {line}{speed}"
 
     def _print(self, line: str) -> None:
+        self._printed = self._clock()
         # soft_wrap: a log is one line in a file, of any length.
         self._output.print(Text(line), soft_wrap=True)
 
@@ -179,6 +192,14 @@ class ProgressCallback(TrainerCallback):
         atexit.unregister(self._close)
         live.stop()
 
+    def _show(self, now: float, pace: Pace, word: str = "step") -> None:
+        """Draw the display, or print the position if nothing was printed for a while."""
+        self._due = now + REFRESH_SECONDS
+        if self._live is not None:
+            self._live.refresh()
+        elif now - self._printed >= QUIET_SECONDS:
+            self._print(f"{word} {pace.position()}  ({pace.speed()})")
+
     def _draw(self, now: float) -> None:
         if self._live is not None:
             self._due = now + REFRESH_SECONDS
@@ -194,52 +215,6 @@ class ProgressCallback(TrainerCallback):
         return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
 
 
-class Pace:
-    """Progress, speed and remaining time."""
-
-    def __init__(self, unit: str, done: int, total: int | None, now: float) -> None:
-        self.unit, self.done, self.total = unit, done, total
-        self.per_second = 0.0
-        self.has_started = False
-        self._start_done, self._start_time = done, now
-        self._last_done, self._last_time = done, now
-
-    def start(self, done: int, now: float) -> None:
-        """Start counting after the first update, which compiles and fills caches and is not representative."""
-        self.has_started = True
-        self.done = self._start_done = self._last_done = done
-        self._start_time = self._last_time = now
-
-    def advance(self, done: int, now: float) -> None:
-        """Record the progress; the speed is a moving average over about half a minute."""
-        elapsed = now - self._last_time
-        self.done = done
-        if done <= self._last_done or elapsed <= 0:
-            return
-        latest = (done - self._last_done) / elapsed
-        weight = 1.0 if self.per_second == 0 else 1 - math.exp(-elapsed / RATE_WINDOW_SECONDS)
-        self.per_second += weight * (latest - self.per_second)
-        self._last_done, self._last_time = done, now
-
-    def skip_to(self, now: float) -> None:
-        """Exclude the time since the last record from the speed."""
-        self._last_done, self._last_time = self.done, now
-
-    def seconds_left(self) -> float | None:
-        """The mean time of one update since the start, pauses included, times the remaining updates."""
-        finished = self._last_done - self._start_done
-        if not self.total or finished <= 0:
-            return None
-        return (self._last_time - self._start_time) / finished * max(self.total - self.done, 0)
-
-    def position(self) -> str:
-        return f"{self.done}/{self.total}" if self.total else str(self.done)
-
-    def speed(self) -> str:
-        left = self.seconds_left()
-        return rate(self.per_second, self.unit) + ("" if left is None else f", {clock_time(left)} left")
-
-
 def _bar(pace: Pace, title: str, extra: str, width: int, work: str = "") -> Text:
     share = min(pace.done / pace.total, 1.0) if pace.total else 0.0
     full = round(share * width)
@@ -248,14 +223,3 @@ def _bar(pace: Pace, title: str, extra: str, width: int, work: str = "") -> Text
     text.append("─" * (width - full), style="dim")
     text.append(f" {pace.position()}{extra}  {work}{pace.speed()}")
     return text
-
-
-def evaluation_pace(loader: Any, now: float) -> Pace:
-    """The pace of an evaluation after its first batch; the total is known if the loader has a length."""
-    try:
-        total = len(loader)
-    except (TypeError, NotImplementedError):
-        total = None
-    pace = Pace("batches", 0, total, now)
-    pace.start(1, now)
-    return pace

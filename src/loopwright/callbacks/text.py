@@ -9,9 +9,14 @@ from typing import Any
 NOT_SHOWN = frozenset({"total_flos"})
 """Logged values that are not displayed; the log history and files contain them."""
 
+LARGE, LARGEST = 10_000, 1e15
+"""Numbers in this range are shown with separators, beyond it as powers of ten."""
+
 
 def short(value: Any, max_len: int | None = None) -> Any:
-    """A float with four significant digits, a long string truncated, anything else unchanged."""
+    """A float with four significant digits, a large number with separators, a long string truncated."""
+    if isinstance(value, numbers.Real) and LARGE <= abs(float(value)) < LARGEST:
+        return f"{round(float(value)):,}"
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return f"{float(value):.4g}"
     if max_len is not None and isinstance(value, str) and len(value) > max_len:
@@ -37,13 +42,14 @@ def clock_time(seconds: float) -> str:
     return (f"{days}d " if days else "") + f"{hour}:{minute:02}:{second:02}"
 
 
-def rate(updates_per_second: float, unit: str = "updates") -> str:
+def rate(per_second: float, unit: str = "steps") -> str:
     """A speed, per second or in seconds each, whichever is readable."""
-    if updates_per_second <= 0:
+    if per_second <= 0:
         return f"- {unit}/s"
-    if updates_per_second < 0.1:
-        return f"{1 / updates_per_second:.1f} s/{unit.removesuffix('s')}"
-    return f"{updates_per_second:.3g} {unit}/s" if updates_per_second < 1000 else f"{updates_per_second:.0f} {unit}/s"
+    one = unit.removesuffix("es") if unit.endswith("ches") else unit.removesuffix("s")
+    if per_second < 0.1:
+        return f"{1 / per_second:,.1f} s/{one}"
+    return f"{per_second:.3g} {unit}/s" if per_second < 1000 else f"{per_second:,.0f} {unit}/s"
 
 
 def work_line(pace: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""`loopwright docs`: write the pages of docs/ that are generated from the code, or check that they are up to date."""
+"""`loopwright docs FOLDER`: write the pages that are generated from the code, or check that they are up to date."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="loopwright docs", description="Write the generated pages of the documentation."
     )
-    parser.add_argument("folder", nargs="?", default="docs", type=Path)
+    parser.add_argument("folder", type=Path, help="the folder of the pages, such as docs")
     parser.add_argument("--check", action="store_true", help="only report which pages are out of date")
     options = parser.parse_args(argv)
     stale = outdated(options.folder)

@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"cases:\n{cases}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=30, help="length of the runs in updates (30)")
+    parser.add_argument("--steps", type=int, default=30, help="length of the runs in steps (30)")
     parser.add_argument("--only", help="cases to run, separated by commas; all by default")
     parser.add_argument("--timeout", type=float, default=600, help="timeout of a case in seconds (600)")
     parser.add_argument("--seed", type=int, default=0, help="seed that decides when faults are injected (0)")

@@ -123,7 +123,8 @@ def _check(request: LaunchRequest) -> None:
     chosen = [name for name in ("slurm", "kubernetes", "ray") if getattr(request.own, name)]
     if chosen and request.own.take_over:
         problems.append(
-            f"--take-over with --{chosen[0]}: not available, since every restart would take over; see docs/launch.md"
+            f"--take-over with --{chosen[0]}: not available, since every restart would take over; stop the other run "
+            "first"
         )
     if len(chosen) > 1:
         problems.append(f"--{' and --'.join(chosen)} are mutually exclusive")

@@ -23,9 +23,9 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "args": Command("loopwright.cli.reference:run", "list every training argument with its default and meaning"),
+    "args": Command("loopwright.cli.reference:run", "list or search the training arguments, with default and meaning"),
     "convert": Command("loopwright.cli.convert:run", "write a checkpoint in the format of transformers' Trainer"),
-    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation"),
+    "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation into a folder"),
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
     "drill": Command(
         "loopwright.cli.drill:run", ("run a training script under injected faults and report what survived")

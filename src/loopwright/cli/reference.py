@@ -1,16 +1,37 @@
-"""`loopwright args`: the reference of TrainingArguments, generated from the fields."""
+"""`loopwright args`: the reference of TrainingArguments, generated from the fields, or those that match some words."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from difflib import get_close_matches
 
 
 def run(words: list[str]) -> int:
-    """Print every argument with its default and meaning, as Markdown."""
-    description = "List every training argument with its default and meaning, as Markdown."
-    argparse.ArgumentParser("loopwright args", description=description).parse_args(words)
+    """Print the arguments with their defaults and meanings: all as Markdown, or those found by words."""
+    description = "List every training argument with its default and meaning, as Markdown, or search them."
+    parser = argparse.ArgumentParser("loopwright args", description=description)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="show arguments with all these words in name or help")
+    wanted = parser.parse_args(words).words
     from ..args.reference import markdown_reference
-    from ..pt.arguments import TrainingArguments
+    from ..pt.arguments import Seq2SeqTrainingArguments, TrainingArguments
 
-    print(markdown_reference(TrainingArguments))
-    return 0
+    if not wanted:
+        print(markdown_reference(TrainingArguments))
+        return 0
+    return _search(Seq2SeqTrainingArguments, wanted)
+
+
+def _search(cls: type, words: list[str]) -> int:
+    from ..args.field import specs
+    from ..args.reference import found_text, matches
+
+    found = [spec for spec in specs(cls).values() if matches(spec, words)]
+    if found:
+        print("\n\n".join(map(found_text, found)))
+        return 0
+    close = get_close_matches(words[0].replace("-", "_"), specs(cls), n=3, cutoff=0.5)
+    advice = f"did you mean {', '.join(close)}?" if close else "`loopwright args` lists all"
+    missing = " and ".join(map(repr, words))
+    print(f"loopwright args: no argument has {missing} in its name or help; {advice}", file=sys.stderr)
+    return 1

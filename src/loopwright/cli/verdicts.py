@@ -186,7 +186,7 @@ def _judge_nan(row: VerdictRow, policy: str | None, first: Attempt) -> None:
     if policy == "raise":
         row.trouble.append("on_nonfinite='raise', but nothing was raised")
     elif first.last("end")["finite"]:
-        row.happened += "; the update was skipped"
+        row.happened += "; the step was skipped"
     elif policy == "skip":
         row.trouble.append("on_nonfinite='skip', but the weights are NaN now")
     else:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..args.paths import working_folder
 from ..args.problems import short
-from ..errors import MetricError, NonFiniteError, NotAvailable, OutputError
-from ..notices import Notices, logger
+from ..errors import MetricError, NonFiniteError, OutputError
+from ..notices import logger
 from .checkpoint.json_files import write_json
+from .console import report_saves
 from .deferred_logs import LogPoint, can_defer_logs
 from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
-from .hooks import HookUser
 from .host_memory import MemoryMeter
 from .json_values import LEFT_OUT, json_or_left_out, json_value
 from .log_history import EncodedRows, LogHistory
@@ -31,6 +31,7 @@ from .run import Run
 from .signals import Interrupted
 from .state import callback_states, restore_callback_states
 from .strategy import Strategy
+from .unavailable import Unavailable
 from .update import Place, Update
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from .resume import Resuming
 
 
-class LoopActions(HookUser):
+class LoopActions(Unavailable):
     """Does what the flags of `control` request: the part of a trainer outside the loop."""
 
     run: Run
@@ -52,7 +53,6 @@ class LoopActions(HookUser):
     changes: Changes
     pacing: Pacing
     agreement: Agreement
-    notices: Notices
     memory: MemoryMeter
     strategy: Strategy
     is_probing: bool = False
@@ -85,7 +85,7 @@ class LoopActions(HookUser):
             logs["grad_norm"] = reading.grad_norm
         logs["learning_rate"] = learning_rate
         if reading.nonfinite:
-            logs["nonfinite_updates"] = reading.nonfinite
+            logs["nonfinite_steps"] = reading.nonfinite
             self._report_nonfinite(step, updates, reading)
         self.trainer.store_flos()
         self._log_with_pace(logs)
@@ -154,14 +154,14 @@ class LoopActions(HookUser):
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
                 f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
-                'rate, or set on_nonfinite="skip" to skip such updates'
+                'rate, or set on_nonfinite="skip" to skip such steps'
             )
         if self.run.meter.nonfinite > reading.nonfinite:
             return  # reported at an earlier log point
         done = "skipped" if policy == "skip" else "applied anyway"
         self.notices.warn_once(
             f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "
-            f"updates are {done}. The number of them is logged as nonfinite_updates"
+            f"steps are {done}. The number of them is logged as nonfinite_steps"
         )
 
     def log_numbers(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -231,6 +231,7 @@ class LoopActions(HookUser):
             self.agreement.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
+        report_saves(self)
         self._tell_saved()
 
     def _tell_saved(self) -> None:
@@ -367,22 +368,3 @@ class LoopActions(HookUser):
     def add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         if not self.args.skip_memory_metrics:
             metrics.update(self.memory.figures(split))
-
-    def _not_yet(self, what: str) -> NoReturn:
-        raise NotAvailable(f"{what} is not available yet, see docs/availability.md")
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Search for good arguments (not available yet)."""
-        self._not_yet("hyperparameter_search")
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Push the model to a hub (not available yet)."""
-        self._not_yet("push_to_hub")
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the hub repository (not available yet)."""
-        self._not_yet("init_hf_repo")
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet; warns instead of raising, because scripts call it last)."""
-        self.notices.warn_once("create_model_card is not available yet; no README.md was written")

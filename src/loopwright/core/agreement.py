@@ -166,7 +166,7 @@ class Agreement(Part):
 
     def plan(self) -> dict[str, str]:
         """The arithmetic of the run."""
-        return {"number of updates": described(self.run.planned_updates)}
+        return {"number of steps": described(self.run.planned_updates)}
 
     def functions(self) -> dict[str, Any]:
         """The functions and objects passed to the trainer."""

@@ -26,7 +26,7 @@ class Changes(Part):
         """
         raise NotAvailable(
             f"trainer.optimizer or trainer.lr_scheduler was assigned after step {self.state.global_step}, but "
-            "updates are already compiled with the previous ones; assign them before train()"
+            "steps are already compiled with the previous ones; assign them before train()"
         )
 
     def tell_unfollowed(self) -> None:
@@ -48,7 +48,7 @@ class Changes(Part):
         text = f"gradient_accumulation_steps was changed from {before.accumulation} to {asked} after step {step}"
         if self.run.plan.max_steps != before.max_steps:
             text += (
-                f": the run now has {self.run.plan.max_steps:,} updates instead of {before.max_steps:,}, and the "
+                f": the run now has {self.run.plan.max_steps:,} steps instead of {before.max_steps:,}, and the "
                 "learning rate schedule is unchanged"
             )
         self.notices.warn_once(text)

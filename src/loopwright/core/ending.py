@@ -10,6 +10,7 @@ from ..errors import LostRankError
 from ..notices import logger
 from .checkpoint.folder import folder_name
 from .checkpoint.run_id import FAILED, INTERRUPTED
+from .console import report_saves
 from .continuation import is_interactive
 from .run import Run
 from .run_record import note_stop
@@ -30,7 +31,7 @@ def leave(internals: LoopActions) -> NoReturn:
     run.status = INTERRUPTED
     if name == "SIGINT":
         interrupt()
-    logger.warning(f"stopped by {name} before the first update; {_how_to_resume(internals)}")
+    logger.warning(f"stopped by {name} before the first step; {_how_to_resume(internals)}")
     _exit_after_saving(run)
 
 
@@ -54,6 +55,7 @@ def save_and_exit(internals: LoopActions) -> NoReturn:
         logger.warning(f"interrupted after step {step}; {_how_to_resume(internals)}")
         interrupt()
     run.checkpoints.raise_if_failed()
+    report_saves(internals)
     internals.callback_handler.fire("on_train_end")
     logger.warning(f"stopped by {name} after saving step {step}; {_how_to_resume(internals)}")
     _exit_after_saving(run)

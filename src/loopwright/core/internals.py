@@ -16,6 +16,7 @@ from .agreement import Agreement
 from .beginning import begin_run
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FINISHED
+from .console import report_beginning, report_saves, report_stop
 from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
@@ -94,7 +95,7 @@ class Internals(Updating):
         resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
         if trial is not None:
             raise NotAvailable(
-                "train(trial=...): hyper-parameter search is not available yet, see docs/availability.md"
+                "train(trial=...): hyper-parameter search is not available yet; create a trainer for each trial"
             )
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
@@ -137,7 +138,8 @@ class Internals(Updating):
     def _get_ready(self, resume_from_checkpoint: str | bool | None) -> None:
         try:
             self.agreement.before_training(resume_from_checkpoint)
-            self.prepare_training(begin_run(self, resume_from_checkpoint))
+            self.run.resumed_from = begin_run(self, resume_from_checkpoint)
+            self.prepare_training(self.run.resumed_from)
         except Interrupted:  # in an evaluation that checks the metric
             self.leave()
         self.run.may_leave, self.run.has_begun = False, True
@@ -155,6 +157,18 @@ class Internals(Updating):
     def prepare_training(self, checkpoint: str | None) -> None:
         """Build loader, plan, model, optimizer and schedule, in this order, and load the checkpoint into them."""
         raise NotImplementedError
+
+    def report_beginning(self) -> None:
+        """Show the sizes of the run to the user."""
+        report_beginning(self)
+
+    def model_sizes(self) -> tuple[int, int] | None:
+        """Numbers of trainable and of all parameters; None if they are not known."""
+        return None
+
+    def place(self) -> str:
+        """The device and the precision of the run, for the user."""
+        return ""
 
     def _start_state(self) -> None:
         """Reset the state, keeping the object that callbacks hold, and create the meter of the run."""
@@ -198,13 +212,14 @@ class Internals(Updating):
         done, planned = self.state.global_step, self.run.plan.max_steps
         if done < planned and not self.control.should_training_stop:
             self.notices.warn_once(
-                f"training ended after {done:,} of {planned:,} updates: {self.run.progress.epoch:,} epochs of the "
+                f"training ended after {done:,} of {planned:,} steps: {self.run.progress.epoch:,} epochs of the "
                 "training data had fewer batches than its length says. Correct the length, or set max_steps for data "
                 "without a length"
             )
 
     def _finish_training(self) -> TrainOutput:
         self._warn_if_short()
+        report_stop(self)
         self.write_late_logs()
         steps = self.state.global_step - self.run.first_step
         loss = self.run.meter.mean_loss()
@@ -220,6 +235,7 @@ class Internals(Updating):
         self.log_numbers(metrics)
         self.run.checkpoints.wait()
         self.run.checkpoints.raise_if_failed()
+        report_saves(self)
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")

@@ -24,6 +24,7 @@ def run_training(trainer: Internals) -> None:
     progress = run.progress
 
     events.fire("on_train_begin")
+    trainer.report_beginning()
     trainer.check_callback_states()
     if trainer.args.eval_on_start and trainer.state.global_step == 0:
         trainer.evaluate_now()

@@ -109,6 +109,10 @@ class LossPart(Part):
         """Whether the update may be retried after this error, in smaller micro-batches."""
         return False
 
+    def explain(self, error: BaseException, batch: Any, what: str = "training") -> str:
+        """One sentence about the cause of an error of a forward pass or a loss; empty if it is not known."""
+        return ""
+
     def write_incident(self, step: int) -> str:
         """Run a non-finite step again and write a report on it; returns the folder."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ from .checkpoint.json_files import read_json
 from .checkpoint.manifest import read_manifest
 from .checkpoint.schema import anything, check, count, flag, label, like, maybe, record, restoring
 from .checkpoint.space import check_space
+from .console import report_best
 from .log_history import LogHistory
 from .meter import saved_meter
 from .overrides import is_overridden
@@ -226,7 +227,7 @@ class Resuming(Part):
         shifted = self._shifted(plan, step, epoch=progress.epoch, batches_left=self._batches_left(progress))
         if args.max_steps <= 0 and not are_alike:
             self.notices.warn_once(
-                f"the effective batch size differs from {folder.name}: after its {step} updates there are "
+                f"the effective batch size differs from {folder.name}: after its {step} steps there are "
                 f"{shifted.max_steps - step} more"
             )
         return shifted
@@ -352,4 +353,5 @@ class Resuming(Part):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return
         self._load_weights_of(self.run.checkpoints.local(best))
+        report_best(self.internals, best)
 

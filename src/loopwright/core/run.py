@@ -81,6 +81,8 @@ class Run:
     first_step: int = 0
     first_sample: int = 0
     first_token: int = 0
+    resumed_from: str | None = None
+    """The checkpoint that the run resumes from."""
     resume_rng: Any = None
     """RNG states of the checkpoint the run resumes from, until they are restored."""
 

@@ -118,10 +118,10 @@ class SignalWatch:
         if not _is_launched():
             self._restore()
         if self.noted == "SIGINT":
-            logger.warning("interrupted: finishing this update first; interrupt again to stop now")
+            logger.warning("interrupted: finishing this step first; interrupt again to stop now")
             return
         logger.warning(
-            f"{self.noted} received: saving the last finished update and stopping; send it again to stop now"
+            f"{self.noted} received: saving the last finished step and stopping; send it again to stop now"
         )
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving, because it may exit

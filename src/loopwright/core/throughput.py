@@ -102,7 +102,7 @@ class ThroughputMeter:
             "tokens_per_second": interval.real_tokens / seconds,
             "computed_tokens_per_second": interval.computed_tokens / seconds,
             "samples_per_second": interval.samples / seconds,
-            "updates_per_second": interval.updates / seconds,
+            "steps_per_second": interval.updates / seconds,
             "data_wait_share": min(interval.waited / seconds, 1.0),
             "useful_token_share": _ratio(interval.real_tokens, interval.computed_tokens),
             "mfu": self._utilization(interval),

@@ -9,6 +9,7 @@ from typing import Any, cast
 from ..errors import DataError
 from .actions import LoopActions
 from .agreement import Agreement
+from .console import report_saves
 from .signals import Interrupted
 from .strategy import StepwiseStrategy
 from .update import Update, whole_batch
@@ -66,7 +67,8 @@ class Updating(LoopActions):
         try:
             return self.loss.make_update(micro_batches)
         except Exception as error:  # the loss may be computed to examine it; re-raised with a note
-            add_note_of_step(error, self.moment(ahead=1), micro_batches[0])
+            cause = self.loss.explain(error, micro_batches[0])
+            add_note_of_step(error, self.moment(ahead=1), describe(micro_batches[0]), cause=cause)
             raise
 
     def may_be_undone(self) -> bool:
@@ -108,11 +110,11 @@ class Updating(LoopActions):
                 strategy.restore(run.snapshot)
                 self.save_and_exit()
             except Exception as error:  # of the model, the loss or a callback; re-raised with a note
-                inputs = describe(run.micro_batch.inputs)
+                inputs, cause = describe(run.micro_batch.inputs), self.loss.explain(error, run.micro_batch.inputs)
                 total = loss = None  # these tensors may hold the memory that is missing
                 micro = run.micro_batch = whole_batch()
                 if not isinstance(error, (RuntimeError, MemoryError)) or not self.loss.recover(error, update):
-                    add_note_of_step(error, self.moment(ahead=1), inputs)
+                    add_note_of_step(error, self.moment(ahead=1), inputs, cause=cause)
                     raise
 
     def _begin_update(self, update: Update) -> None:
@@ -184,6 +186,8 @@ class Updating(LoopActions):
             self.strategy.free_memory()
         if self.run.checkpoints.failure is not None:
             self.run.checkpoints.raise_if_failed()
+        if self.run.checkpoints.published:
+            report_saves(self)
         if self.args.on_nonfinite == "raise" and self.strategy.reads_are_free:
             self._stop_if_nonfinite()
 

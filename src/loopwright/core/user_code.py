@@ -37,16 +37,16 @@ def moment(step: int, epoch: float | None) -> str:
     return f"at step {step}" if epoch is None else f"at step {step}, epoch {epoch:.4g}"
 
 
-def add_note_of_step(error: BaseException, when: str, inputs: Any, what: str = "training") -> None:
-    """A note about an error in the forward pass, the loss or the backward pass of a micro-batch."""
+def add_note_of_step(error: BaseException, when: str, given: str, what: str = "training", *, cause: str = "") -> None:
+    """A note about an error in the forward pass, the loss or the backward pass of a micro-batch, after its cause."""
     name = called(error)
     part = f"the {what} step" if name is None else f"{name}, called by the {what} step,"
     advice = ""
-    if "out of memory" in str(error).lower():
-        advice = "lower per_device_train_batch_size, or set auto_find_batch_size=True"
-    elif isinstance(error, TypeError) and "argument" in str(error):
+    if isinstance(error, TypeError) and "argument" in str(error):
         advice = "the names of a batch are the arguments of forward: compare the columns of the dataset with them"
-    add_note(error, part, when=when, given=inputs if isinstance(inputs, str) else describe(inputs), advice=advice)
+    if cause and not is_clear(error):
+        error.add_note(cause)
+    add_note(error, part, when=when, given=given, advice=advice)
 
 
 def add_note_of_call(error: BaseException, what: str, when: str) -> None:

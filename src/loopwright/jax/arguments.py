@@ -11,8 +11,8 @@ from ..keras.refusals import Refusal
 
 REFUSED = {
     "xla": Refusal("JAX always compiles with XLA"),
-    "torch_compile": Refusal("every update is compiled with XLA already"),
-    "torch_compile_scope": Refusal("every update is compiled with XLA already", lambda value: value != "blocks"),
+    "torch_compile": Refusal("every step is compiled with XLA already"),
+    "torch_compile_scope": Refusal("every step is compiled with XLA already", lambda value: value != "blocks"),
     "fp16": Refusal("loss scaling is not available with JAX; use bf16=True, which does not need it"),
     "tpu_name": Refusal("JAX detects the TPU of this machine automatically"),
     "tpu_zone": Refusal("JAX detects the TPU of this machine automatically"),

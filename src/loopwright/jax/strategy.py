@@ -28,6 +28,10 @@ class JaxStrategy(KerasStrategy):
     def set_tf32(self, enabled: bool) -> None:
         jax.config.update("jax_default_matmul_precision", "tensorfloat32" if enabled else "float32")
 
+    def place(self) -> str:
+        name = str(self.devices[0].device_kind)
+        return f"{len(self.devices)} x {name}" if len(self.devices) > 1 else name
+
     def setup_optimizer(self, optimizer: Any) -> Any:
         self.optimizer, self.trained = optimizer, list(self.model.trainable_variables)
         if not optimizer.built:

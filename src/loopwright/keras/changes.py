@@ -18,6 +18,6 @@ class KerasChanges(KerasPart, Changes):
     def tell_unfollowed(self) -> None:
         if list(map(id, self.strategy.trained)) != list(map(id, self.model.trainable_variables)):
             self.notices.warn_once(
-                "layers were frozen, unfrozen or added during training, but updates are compiled for the original "
+                "layers were frozen, unfrozen or added during training, but steps are compiled for the original "
                 "variables; call train() again after such a change"
             )

@@ -104,7 +104,7 @@ class KerasData(KerasPart, DataPart):
         surplus = [name for name in features if name not in inputs]
         kept = {name: value for name, value in features.items() if name in inputs}
         if surplus and kept:
-            self.notices.warn_once(f"columns removed because the model does not accept them: {', '.join(surplus)}")
+            self.notices.inform_once(f"columns removed because the model does not accept them: {', '.join(surplus)}")
         return kept[inputs[0]] if len(inputs) == 1 and kept else kept or features
 
     # ---- order ------------------------------------------------------------------------------------------------------

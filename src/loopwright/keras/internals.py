@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -190,6 +191,15 @@ class KerasInternals(Internals):
         self.evaluation.check_metric_name()
         self._tell_late_events()
 
+    def model_sizes(self) -> tuple[int, int]:
+        trained = {id(each) for each in self.model.trainable_variables}
+        sizes = [(math.prod(each.shape), id(each) in trained) for each in self.model.weights]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+    def place(self) -> str:
+        precision = {"no": "fp32"}.get(self.args.mixed_precision, self.args.mixed_precision)
+        return f"{self.strategy.place()}, {precision}"
+
     def begin_anew(self) -> None:
         """Called if there is no checkpoint to resume from."""
 
@@ -215,7 +225,7 @@ class KerasInternals(Internals):
     def _tell_late_events(self) -> None:
         late = [name for name in ("on_substep_end", "on_pre_optimizer_step") if self.callback_handler.listens(name)]
         if late:
-            self.notices.warn_once(f"an update is one compiled call: {' and '.join(late)} run after it, not inside it")
+            self.notices.warn_once(f"a step is one compiled call: {' and '.join(late)} run after it, not inside it")
 
     # ---- one update -------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,10 @@ def _is_set(value: Any) -> bool:
 TORCH_ONLY = "it configures PyTorch; args.strategy distributes the work over devices"
 
 REFUSED: dict[str, Refusal] = {
-    "torch_compile": Refusal("every update is a compiled tf.function already; xla=True compiles it with XLA"),
-    "torch_compile_scope": Refusal("every update is a compiled tf.function already", lambda value: value != "blocks"),
+    "torch_compile": Refusal("every step is a compiled tf.function already; xla=True compiles it with XLA"),
+    "torch_compile_scope": Refusal("every step is a compiled tf.function already", lambda value: value != "blocks"),
     "fp8": Refusal("use Keras' own float8 layers: model.quantize('float8')"),
-    "auto_find_batch_size": Refusal("a compiled update cannot be split; lower per_device_train_batch_size and "
+    "auto_find_batch_size": Refusal("a compiled step cannot be split; lower per_device_train_batch_size and "
                                     "raise gradient_accumulation_steps"),
     "neftune_noise_alpha": Refusal("Keras has no forward hooks; add keras.layers.GaussianNoise after the embedding",
                                    _is_set),

@@ -83,6 +83,10 @@ class KerasStrategy(OneProcess):
         """Allow or forbid TF32 in float32 matmuls."""
         raise NotImplementedError
 
+    def place(self) -> str:
+        """The devices of this process, for the user."""
+        raise NotImplementedError
+
     def reset_peak_memory(self) -> None:
         """Reset the devices' peak memory statistics."""
 
@@ -108,10 +112,10 @@ class KerasStrategy(OneProcess):
     # ---- what the loop reads after the update --------------------------------------------------------------------
 
     def backward(self, loss: Any) -> None:
-        raise NotImplementedError("gradients are taken inside the compiled update")
+        raise NotImplementedError("gradients are taken inside the compiled step")
 
     def scale_gradients(self, factor: Any) -> None:
-        raise NotImplementedError("gradients are divided inside the compiled update")
+        raise NotImplementedError("gradients are divided inside the compiled step")
 
     def clip_gradients(self, max_norm: float | None, *, want_norm: bool) -> Any:
         """The gradient norm before clipping; the update has clipped already."""

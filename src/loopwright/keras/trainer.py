@@ -57,6 +57,22 @@ class KerasTrainer(BaseTrainer):
         processing_class: Any = None,
         **others: Any,
     ) -> None:
+        """Check the arguments and create the model's variables on its devices.
+
+        model: a Keras model, compiled with a loss or not; or pass `model_init`.
+        args: the training arguments; `loopwright args WORD` searches them.
+        train_dataset: samples by index, arrays by name, or a tf.data pipeline.
+        eval_dataset: the same for evaluations, or a dict of several by name.
+        compute_metrics: `f(EvalPrediction)` returns a dict of numbers.
+        tb_writer: a tf.summary writer that gets the logs as well.
+        optimizers: an optimizer and a schedule, or None for those that the arguments name.
+        data_collator: makes a batch of a list of samples.
+        callbacks: instances or classes of `TrainerCallback`, in addition to the default ones, or Keras callbacks.
+        model_init: returns a new model for each call of `train()`.
+        compute_loss_func: `f(outputs, labels, num_items_in_batch)` returns the loss instead of the model.
+        preprocess_logits_for_metrics: `f(logits, labels)` reduces the outputs of a batch before they are kept.
+        processing_class: the tokenizer or processor, saved with the model.
+        """
         self._loopwright = self._loopwright_class(self)
         self._loopwright.construct(
             model=model,
@@ -321,18 +337,45 @@ class KerasTrainer(BaseTrainer):
 
     # ---- hub and search ----------------------------------------------------------------------------------------------
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Search for good arguments (not available yet)."""
-        return self._loopwright.hyperparameter_search(*args, **kwargs)
+        return self._loopwright.hyperparameter_search()
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Push the model to a hub (not available yet)."""
-        return self._loopwright.push_to_hub(*args, **kwargs)
+        return self._loopwright.push_to_hub()
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Create the hub repository (not available yet)."""
         self._loopwright.init_hf_repo(token)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet)."""
-        self._loopwright.create_model_card(*args, **kwargs)
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write a model card (not available yet: warns instead of raising, because scripts call it last)."""
+        self._loopwright.create_model_card()

@@ -37,11 +37,13 @@ class NeuronInternals(TorchInternals):
     """Static shapes, a persistent compile cache, bf16 weights, and compilation of every graph in advance."""
 
     data_class = NeuronData
+    own_arguments: ClassVar[type[TrainingArguments]] = NeuronTrainingArguments
+    """The class of arguments if none are given."""
 
     def construct(  # type: ignore[override]
         self, model: Any = None, args: TrainingArguments | None = None, **given: Any
     ) -> None:
-        assert args is not None  # the trainer has made some where none were given
+        args = self.own_arguments("tmp_trainer") if args is None else args
         use_cache(args)
         super().construct(model, args, **given)
         tell_device(self.device, args.use_cpu)
@@ -121,18 +123,14 @@ class NeuronInternals(TorchInternals):
 class Seq2SeqNeuronInternals(NeuronInternals, Seq2SeqInternals):
     """The same, with generation."""
 
+    own_arguments = Seq2SeqNeuronTrainingArguments
+
 
 class NeuronTrainer(Trainer):
     """Trainer for Trainium, natively or through XLA; the same script also runs on other devices."""
 
     _loopwright: NeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = NeuronInternals
-
-    def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
-    ) -> None:
-        args = NeuronTrainingArguments("tmp_trainer") if args is None else args
-        super().__init__(model, args, *positional, **keywords)
 
     def precompile(self) -> int:
         """Run every distinct graph of training and evaluation once; weights, optimizer and random states are unchanged.
@@ -147,12 +145,6 @@ class Seq2SeqNeuronTrainer(Seq2SeqTrainer):
 
     _loopwright: Seq2SeqNeuronInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqNeuronInternals
-
-    def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *positional: Any, **keywords: Any
-    ) -> None:
-        args = Seq2SeqNeuronTrainingArguments("tmp_trainer") if args is None else args
-        super().__init__(model, args, *positional, **keywords)
 
     def precompile(self) -> int:
         """As `NeuronTrainer.precompile`."""

@@ -18,7 +18,7 @@ from .strategies.base import ManyProcesses
 from .strategies.single import SingleDevice
 
 INSTEAD = {
-    "save_state": "trainer.control.should_save = True, which saves a checkpoint after the update",
+    "save_state": "trainer.control.should_save = True, which saves a checkpoint after the step",
     "load_state": "trainer.train(resume_from_checkpoint=...)",
     "init_trackers": "report_to in the arguments",
     "get_tracker": "a callback's on_log",
@@ -29,7 +29,7 @@ INSTEAD = {
     "scaler": "the arguments fp16 and on_nonfinite",
     "deepspeed_engine_wrapped": "trainer.model_wrapped",
     "lomo_backward": "trainer.accelerator.backward",
-    "join_uneven_inputs": "nothing: a rank without data still joins every update",
+    "join_uneven_inputs": "nothing: a rank without data still joins every step",
     "set_trigger": "trainer.control.should_training_stop = True",
     "check_trigger": "trainer.control.should_training_stop",
 }
@@ -228,7 +228,7 @@ class Accelerator:
     def gradient_accumulation_steps(self, steps: int) -> None:
         raise NotAvailable(
             f"trainer.accelerator.gradient_accumulation_steps={steps} has no effect; set "
-            f"trainer.args.gradient_accumulation_steps={steps}, which applies from the next update on"
+            f"trainer.args.gradient_accumulation_steps={steps}, which applies from the next step on"
         )
 
     @property

@@ -16,6 +16,7 @@ from ..core.checkpoint.run_id import FAILED
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
+from ..speed.measure.peaks import device_name
 from .accelerate_state import initialize_accelerate
 from .acceleration import Acceleration
 from .accelerator import Accelerator
@@ -115,7 +116,7 @@ class TorchInternals(Internals):
         **old_names: Any,
     ) -> None:
         """Implementation of the trainer's constructor."""
-        args = TrainingArguments("tmp_trainer") if args is None else args
+        args = self.arguments_class("tmp_trainer") if args is None else args
         if is_from_transformers(args):
             args = converted(args, self.arguments_class)
         processing_class = adopt_tokenizer("Trainer", PARAMETERS, processing_class, old_names)
@@ -265,6 +266,14 @@ class TorchInternals(Internals):
         self.evaluation.check_metric_name()
         self.strategy.training()
         self.strategy.zero_grad()
+
+    def model_sizes(self) -> tuple[int, int]:
+        sizes = [(getattr(each, "ds_numel", each.numel()), each.requires_grad) for each in self.model.parameters()]
+        return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+    def place(self) -> str:
+        name = device_name(self.device)
+        return f"{self.device}{f' ({name})' if name else ''}, {self.pacing.number_format()}"
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:

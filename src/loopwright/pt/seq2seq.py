@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.evaluation.loop import EvalPlan
 from ..core.outputs import PredictionOutput
 from ..errors import ArgumentsError
-from .arguments import Seq2SeqTrainingArguments, TrainingArguments
+from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
 from .devices import is_lazy
 from .distributed.sync import SharedEvaluation
@@ -208,6 +208,10 @@ class Seq2SeqInternals(TorchInternals):
     evaluation_class = Seq2SeqEvaluation
     arguments_class = Seq2SeqTrainingArguments
 
+    def __init__(self, trainer: Seq2SeqHooks) -> None:
+        super().__init__(trainer)
+        trainer._gen_kwargs = {}
+
     def adopt_model(self, model: nn.Module) -> None:
         super().adopt_model(model)
         config = getattr(self.args, "generation_config", None)
@@ -220,41 +224,6 @@ class Seq2SeqTrainer(Trainer):
 
     _loopwright: Seq2SeqInternals
     _loopwright_class: ClassVar[type[TorchInternals]] = Seq2SeqInternals
-
-    def __init__(
-        self,
-        model: nn.Module | None = None,
-        args: TrainingArguments | None = None,
-        data_collator: Callable[[Any], Any] | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., nn.Module] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | Mapping[str, Any] | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
-        **old_names: Any,
-    ) -> None:
-        self._gen_kwargs: dict[str, Any] = {}
-        super().__init__(
-            model,
-            Seq2SeqTrainingArguments("tmp_trainer") if args is None else args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            model_init,
-            compute_loss_func,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics,
-            **old_names,
-        )
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:

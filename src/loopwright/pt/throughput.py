@@ -42,11 +42,11 @@ class TorchPacing(TorchPart, Pacing):
             sampled_updates=split.updates,
             update_seconds=split.seconds() or None,
             device=device_name(self.device) or self.device.type,
-            number_format=self._number_format(),
+            number_format=self.number_format(),
         )
 
     def make_meter(self) -> ThroughputMeter:
-        peak = device_peak(self.device, self._number_format())
+        peak = device_peak(self.device, self.number_format())
         self.run.work.squares = self.run.work.keeps_sample = peak is not None
         if self._counted is not self.model:  # not the model whose FLOPs were counted
             self.operations = None if self._counted is not None else self.operations
@@ -117,7 +117,7 @@ class TorchPacing(TorchPart, Pacing):
         with self.trainer.compute_loss_context_manager():
             return self.model(**self.internals.loss.for_model(self.trainer._prepare_inputs(inputs)))
 
-    def _number_format(self) -> str:
+    def number_format(self) -> str:
         """The dtype of the model's matrix products, in the names of the table of peaks."""
         if self.args.bf16 or self.args.fp16:
             return "bf16" if self.args.bf16 else "fp16"

@@ -75,6 +75,22 @@ class Trainer(BaseTrainer):
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         **old_names: Any,
     ) -> None:
+        """Check the arguments and place the model on its device.
+
+        model: the model to train: any module whose forward, or `compute_loss`, returns a loss; or pass `model_init`.
+        args: the training arguments; `loopwright args WORD` searches them.
+        data_collator: makes a batch of a list of samples; by default it pads with `processing_class`, or stacks.
+        train_dataset: samples by index, or a stream; a dict of names and values each, which `forward` receives.
+        eval_dataset: the same for evaluations, or a dict of several by name.
+        processing_class: the tokenizer or processor, saved with the model.
+        model_init: returns a new model for each call of `train()`.
+        compute_loss_func: `f(outputs, labels, num_items_in_batch)` returns the loss instead of the model.
+        compute_metrics: `f(EvalPrediction)` returns a dict of numbers; or a dict of metric objects by name.
+        callbacks: instances or classes of `TrainerCallback`, in addition to the default ones.
+        optimizers: an optimizer and a schedule, or None for those that the arguments name.
+        optimizer_cls_and_kwargs: the class of the optimizer and its options, instead of those of `args.optim`.
+        preprocess_logits_for_metrics: `f(logits, labels)` reduces the outputs of a batch before they are kept.
+        """
         self._loopwright = self._loopwright_class(self)
         self._loopwright.construct(
             model=model,
@@ -517,18 +533,45 @@ class Trainer(BaseTrainer):
 
     # ---- hub and search ----------------------------------------------------------------------------------------------
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: str | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Search for good arguments (not available yet)."""
-        return self._loopwright.hyperparameter_search(*args, **kwargs)
+        return self._loopwright.hyperparameter_search()
 
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Push the model to a hub (not available yet)."""
-        return self._loopwright.push_to_hub(*args, **kwargs)
+        return self._loopwright.push_to_hub()
 
     def init_hf_repo(self, token: str | None = None) -> None:
         """Create the hub repository (not available yet)."""
         self._loopwright.init_hf_repo(token)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a model card (not available yet)."""
-        self._loopwright.create_model_card(*args, **kwargs)
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """Write a model card (not available yet: warns instead of raising, because scripts call it last)."""
+        self._loopwright.create_model_card()

@@ -150,11 +150,11 @@ class SpeedEngine:
         if proof is None:
             return True
         self._tell(
-            f"speed: update {watch.updates} since planning differs from the normal path: {proof.reason}. The last "
-            f"update that agreed was {watch.since} updates earlier, those in between may be wrong; the collator's "
+            f"speed: step {watch.updates} since planning differs from the normal path: {proof.reason}. The last "
+            f"step that agreed was {watch.since} steps earlier, those in between may be wrong; the collator's "
             "batches are kept from now on."
         )
-        self._switch_off(f"a later update differed: {proof.reason}")
+        self._switch_off(f"a later step differed: {proof.reason}")
         return False
 
     def _switch_off(self, reason: str) -> None:

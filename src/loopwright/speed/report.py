@@ -52,7 +52,7 @@ class SpeedReport:
         lines = [f"speed report ({place})" if place else "speed report"]
         lines += _choice_lines(self.choices)
         lines += _rows({name: _short(value) for name, value in self.probe.items()}, "proof")
-        lines += _rows({name: f"{count:,}" for name, count in self.checks.items()}, "updates")
+        lines += _rows({name: f"{count:,}" for name, count in self.checks.items()}, "steps")
         lines += _rows(_number_texts(self.numbers), "measured") or ["  measured: no log point yet"]
         lines += self._split_lines()
         return "\n".join(lines)
@@ -62,8 +62,8 @@ class SpeedReport:
             return []
         parts = ", ".join(f"{name} {share:.0%}" for name, share in self.split.items())
         seconds = "" if self.update_seconds is None else f" of {1000 * self.update_seconds:.1f} ms"
-        count = "1 sampled update" if self.sampled_updates == 1 else f"{self.sampled_updates} sampled updates"
-        return [f"  time per update ({count}{seconds}): {parts}"]
+        count = "1 sampled step" if self.sampled_updates == 1 else f"{self.sampled_updates} sampled steps"
+        return [f"  time per step ({count}{seconds}): {parts}"]
 
 
 def report_of(plan: Mapping[str, Any] | None, **measured: Any) -> SpeedReport:
@@ -106,7 +106,7 @@ _TEXTS = {
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
     "computed_tokens_per_second": ("computed tokens/s", "{:,.0f}"),
     "samples_per_second": ("samples/s", "{:,.4g}"),
-    "updates_per_second": ("updates/s", "{:.4g}"),
+    "steps_per_second": ("steps/s", "{:.4g}"),
     "useful_token_share": ("useful tokens", "{:.1%}"),
     "mfu": ("MFU", "{:.1%}"),
     "data_wait_share": ("waiting for data", "{:.1%}"),

@@ -89,7 +89,7 @@ def restore_old(prefix: str, model: Any, optimizer: Any) -> int:
             step = int(tf.train.load_variable(prefix, key))
             optimizer.iterations.assign(step)
             return step
-    logger.warning(f"{prefix} does not contain the number of updates: counting starts at 0")
+    logger.warning(f"{prefix} does not contain the number of steps: counting starts at 0")
     return 0
 
 

@@ -285,6 +285,10 @@ class TFStrategy(KerasStrategy):
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
+    def place(self) -> str:
+        kinds = [kind for kind in ("TPU", "GPU") if tf.config.list_logical_devices(kind)] or ["CPU"]
+        return f"{self.replicas} x {kinds[0]}" if self.replicas > 1 else kinds[0]
+
     def reset_peak_memory(self) -> None:
         for name in _gpus():
             tf.config.experimental.reset_memory_stats(name)

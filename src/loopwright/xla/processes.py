@@ -117,8 +117,8 @@ class XlaProcesses(XlaDevice, ManyProcesses):
                 parameter.grad = torch.zeros(parameter.shape, dtype=parameter.dtype).to(self.device)
             elif parameter.grad is not None and not shared:
                 raise ModelError(
-                    f"{self._name_of(parameter)} got no gradient in the first update, so the other ranks expect "
-                    "none; set requires_grad=False on it, or use it from the first update on"
+                    f"{self._name_of(parameter)} got no gradient in the first step, so the other ranks expect "
+                    "none; set requires_grad=False on it, or use it from the first step on"
                 )
         gradients = [p.grad for p in self._trained if p.grad is not None]
         self._sum(gradients, scale=1.0 / self.data_world)

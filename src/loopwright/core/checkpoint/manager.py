@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -43,6 +44,8 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
         """The error of a background save that was not raised yet."""
+        self.published: deque[str] = deque()
+        """Names of published checkpoints that the user has not been shown yet."""
         self.last_seconds = 0.0
         """Duration of the last save."""
         self.was_skipped = False
@@ -260,6 +263,7 @@ class CheckpointManager:
             with self.writing():
                 self.was_skipped = not self._published(step, publish_it)
                 if not self.was_skipped:
+                    self.published.append(folder_name(step))
                     self.last_seconds = time.monotonic() - started
                     if crew is None or crew.rank == crew.leader:
                         self._rotate(keep, [step, *protect])

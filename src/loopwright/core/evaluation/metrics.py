@@ -21,11 +21,12 @@ def with_prefix(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def checked_metrics(metrics: Any) -> dict[str, Any]:
-    """The result of a metrics function: a dict of names and values; None is an empty one."""
-    if metrics is None:
-        return {}
+    """The result of a metrics function: a dict of names and values."""
     if not isinstance(metrics, Mapping):
-        raise MetricError(f"compute_metrics returned {short(metrics)}; return a dict of names and numbers")
+        raise MetricError(
+            f"compute_metrics returned {short(metrics)}, not a dict; return a dict of names and numbers, such as "
+            '{"accuracy": 0.9}'
+        )
     names = [name for name in metrics if not isinstance(name, str)]
     if names:
         raise MetricError(

@@ -193,7 +193,7 @@ class TorchResuming(TorchPart, Resuming):
             return None
         self.notices.warn_once(
             f"the effective batch size is kept at {samples} samples with {self.strategy.data_world} ranks: {kept} "
-            f"micro-batches per update instead of {args.gradient_accumulation_steps}"
+            f"micro-batches per step instead of {args.gradient_accumulation_steps}"
         )
         return kept
 
@@ -228,7 +228,7 @@ class TorchResuming(TorchPart, Resuming):
         plan, step = self.run.plan, self.state.global_step
         if isinstance(plan, PackedPlan):
             raise CheckpointError(
-                f"a transformers checkpoint at step {step} counts updates, which with batch_packing="
+                f"a transformers checkpoint at step {step} counts steps, which with batch_packing="
                 f"{self.args.batch_packing!r} do not identify the samples used; resume without packing, or start "
                 "a new run from its weights"
             )

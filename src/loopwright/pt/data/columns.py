@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from ...errors import DataError
-from ...notices import Notices
+from ...notices import Notices, logger
 
 LABEL_COLUMNS = ("label", "label_ids", "labels")
 """Names of labels in datasets: always kept, for losses and metrics."""
@@ -90,8 +91,9 @@ class ColumnFilter:
         self._passes_made = passes_made
         self._notices = notices
         self._before = are_named or _chokes_on_extras(collator)
-        # Every worker of every epoch has a copy of this object, so a flag in shared memory records the warning.
+        # Every worker of every epoch has a copy of this object, so a flag in shared memory records the report.
         self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
+        self._level = logger.getEffectiveLevel()
         self._seen: list[str] = []
         self._keep: list[str] = []
 
@@ -154,7 +156,10 @@ class ColumnFilter:
             if worker.id or self._told:
                 return
             self._told.fill_(True)
-        self._notices.warn_once(text)
+            if not logger.hasHandlers():  # a worker that was not forked has the settings of no logger
+                logger.setLevel(self._level)
+                logger.addHandler(logging.StreamHandler())
+        self._notices.inform_once(text)
 
 
 def _chokes_on_extras(collator: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 
 from ...core.user_code import BEGINNING, add_note, describe, describe_items, frames_of, is_clear
+from .columns import LABEL_COLUMNS
 
 
 def add_note_of_loading(error: Exception, what: str, when: str) -> None:
@@ -35,11 +36,22 @@ def _part_in_this_process(error: Exception, what: str) -> tuple[str, str, str]:
         if isinstance(fetcher, _IterableDatasetFetcher):
             if data is None or not (fetcher.ended or len(data) == len(asked)):
                 return f"the {what} dataset, in sample {len(data or ())} of a batch,", "", ""
-            return "the data collator", describe(data), ""
+            return "the data collator", describe(data), text_in(data)
         if data is not None:
-            return f"the data collator on items {describe_items(asked)}", describe(data), ""
+            return f"the data collator on items {describe_items(asked)}", describe(data), text_in(data)
         return _part_of_items(error, what, asked)
     return f"the loader of the {what} data", "", ""
+
+
+def text_in(samples: Any) -> str:
+    """What to do if a column that the collator was given is text."""
+    first = samples[0] if isinstance(samples, list) and samples else None
+    names = [name for name, value in first.items() if isinstance(value, str)] if isinstance(first, Mapping) else []
+    if not names:
+        return ""
+    is_label = names[0] in LABEL_COLUMNS
+    advice = "map each text to an integer from 0" if is_label else "tokenize or remove the column"
+    return f"the column {names[0]!r} holds text, which is not a number: {advice}"
 
 
 def _part_of_items(error: Exception, what: str, asked: Any) -> tuple[str, str, str]:
@@ -109,5 +121,6 @@ class NotedInWorker:
             return self.collate(samples)
         except Exception as error:  # the collator is the user's; the error is re-raised with a note
             items = "" if self._loaded is None else f" on items {describe_items(self._loaded())}"
-            add_note(error, f"the data collator{items} in a worker", given=describe(samples))
+            part = f"the data collator{items} in a worker"
+            add_note(error, part, given=describe(samples), advice=text_in(samples))
             raise_for_main(error)

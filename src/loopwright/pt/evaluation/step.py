@@ -127,7 +127,8 @@ class TorchEvaluation(TorchPart, Evaluation):
             try:
                 loss, logits, labels = predict(model, inputs, loss_only, ignore_keys=ignore_keys)
             except Exception as error:  # of the model or the loss; re-raised with a note
-                add_note_of_step(error, self.internals.moment(), inputs, "evaluation")
+                cause = self.internals.loss.explain(error, inputs, "evaluation")
+                add_note_of_step(error, self.internals.moment(), describe(inputs), "evaluation", cause=cause)
                 raise
             finally:
                 self.run.micro_batch = trained

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 COUPLED = (
     "the loss of a batch is neither the mean nor the sum over its parts (class weights, several means, contrastive "
-    "terms, BatchNorm): the update depends on its split into micro-batches, weighted by {}. Return (sum, count) from "
-    "compute_loss, or use one micro-batch per update (gradient_accumulation_steps=1, one rank)"
+    "terms, BatchNorm): the step depends on its split into micro-batches, weighted by {}. Return (sum, count) from "
+    "compute_loss, or use one micro-batch per step (gradient_accumulation_steps=1, one rank)"
 )
 COUNTS_PADDING = (
-    "the loss of a batch changes with its padding, so the update depends on how samples are grouped into "
+    "the loss of a batch changes with its padding, so the step depends on how samples are grouped into "
     "micro-batches. Exclude padding from the loss, or pad all micro-batches to one length"
 )
 WITHOUT_ITEMS = (
@@ -16,7 +16,7 @@ WITHOUT_ITEMS = (
     "now on micro-batches are weighted by their samples"
 )
 IS_A_SUM = (
-    "the loss is a sum over its batch, so the sums of an update's micro-batches are added and the update does not "
+    "the loss is a sum over its batch, so the sums of a step's micro-batches are added and the step does not "
     "depend on how it is split. Return the mean if you want the average of micro-batches"
 )
 
@@ -25,6 +25,6 @@ IS_DIVIDED = (
     "are weighted by the trainer; remove the division"
 )
 MAY_BE_EITHER = (
-    "the loss may be the mean over {} or over {}, and no update distinguishes them; the first is assumed. Return "
+    "the loss may be the mean over {} or over {}, and no step distinguishes them; the first is assumed. Return "
     "(sum, count) from compute_loss to be exact"
 )

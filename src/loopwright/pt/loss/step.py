@@ -20,11 +20,12 @@ from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import AS_MADE
-from ..data.columns import LABEL_COLUMNS
+from ..data.columns import LABEL_COLUMNS, innermost
 from .accounting import settle
 from .find import decodes_from_labels, loss_in
 from .identity import stamp_of
 from .incident import bad_weights, examine
+from .input_errors import explain
 from .learning import LossLearning
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
@@ -330,6 +331,9 @@ class TorchLoss(LossLearning):
         if reason is not None:
             self.notices.warn_once(f"out of memory, and the micro-batch cannot be split: {reason}")
         return reason is None
+
+    def explain(self, error: BaseException, batch: Any, what: str = "training") -> str:
+        return explain(error, batch, innermost(self.model), self.args, what)
 
     def write_incident(self, step: int) -> str:
         place = self.run.places.get(step)

@@ -69,7 +69,7 @@ class TorchChanges(TorchPart, Changes):
         if self.model is not known.model:
             raise ModelError(
                 f"trainer.model was assigned after step {self.state.global_step}, but the optimizer still holds the "
-                "previous model's parameters. Change the model in place, restore it before the next update, or call "
+                "previous model's parameters. Change the model in place, restore it before the next step, or call "
                 "train() again"
             )
         if self.strategy.look():

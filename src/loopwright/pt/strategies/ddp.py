@@ -112,7 +112,7 @@ class DataParallel(ManyProcesses):
         strangers = [named.get(p, "?") for p in self.contents.parameters if p.grad is not None and p not in known]
         if strangers:
             raise ModelError(
-                f"these parameters became trainable in the middle of an update: {listing(strangers)}. An update "
+                f"these parameters became trainable in the middle of a step: {listing(strangers)}. A step "
                 "reduces the gradients of those trainable at its start; change them in on_step_begin, on_step_end or "
                 "between epochs, on every rank"
             )

@@ -57,13 +57,13 @@ class Verification:
 
     def _agrees(self, batches: Sequence[Any], samples: Samples, limits: Limits, news: str) -> bool:
         if self.failures >= MOST_FAILURES or self.proofs >= MOST_PROOFS:
-            self._tell(f"speed: updates with new inputs keep the collator's batches: {news}")
+            self._tell(f"speed: steps with new inputs keep the collator's batches: {news}")
             return False
         self.proofs += 1
         proof = self.prove(batches, samples, limits, covers=True)
         if not proof.accepted:
             self.failures += 1
-            self._tell(f"speed: updates like this one keep the collator's batches: {news}, and then {proof.reason}")
+            self._tell(f"speed: steps like this one keep the collator's batches: {news}, and then {proof.reason}")
         return proof.accepted
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:

@@ -216,7 +216,7 @@ class Coverage:
     def news_in(self, update: Seen) -> str | None:
         """Describes what is new about an update; None if proofs cover it."""
         if not self.forms:
-            return "no such update was compared"
+            return "no such step was compared"
         for form in self.forms:
             if form.form_differs(update) is None:
                 return form.news_in(update)

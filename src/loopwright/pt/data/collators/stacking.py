@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....args.problems import short
 from ....errors import ArgumentsError, DataError
 
 IGNORED = -100
@@ -37,7 +38,17 @@ def default_data_collator(features: list[Any], return_tensors: str = "pt") -> di
                 batch[key] = stack([sample[key] for sample in samples])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         raise DataError(_why_not_stackable(samples, key, error)) from error
+    if isinstance(samples[0].get("labels"), str):
+        raise DataError(text_as_label("labels", samples[0]["labels"]))
     return batch
+
+
+def text_as_label(key: str, value: str) -> str:
+    """The message about a label that is a text."""
+    return (
+        f"The column {key!r} holds text, such as {short(value)}, but labels are numbers. Map each text to an integer "
+        "from 0 in the dataset, or remove the column."
+    )
 
 
 def all_tensors(sample: dict[str, Any]) -> bool:
@@ -75,6 +86,8 @@ def _why_not_stackable(samples: list[Any], key: str, error: Exception) -> str:
     lacking = [index for index, sample in enumerate(samples) if sample.get(key) is None]
     if lacking:
         return f"Sample {lacking[0]} of the batch has no value for {key!r}, but the first sample has one."
+    if isinstance(samples[0][key], str):
+        return text_as_label(key, samples[0][key])
     shapes = [_size(sample[key]) for sample in samples]
     if len(set(shapes)) > 1:
         return (

@@ -178,7 +178,7 @@ class OptimizerSpec:
             return int(self.source.get_warmup_steps(self.total_updates))
         if 0 < self.warmup_steps < 1:
             raise ArgumentsError(
-                f"optim='{self.name}' has its own warmup and needs a number of updates, but "
+                f"optim='{self.name}' has its own warmup and needs a number of steps, but "
                 f"warmup_steps={self.warmup_steps} is a fraction and the length of the run is unknown. Pass "
                 "total_updates, or set warmup_steps to an integer."
             )
