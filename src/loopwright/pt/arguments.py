@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..args.base import BaseArguments
+from ..args.distributed import read_accelerator_config
 from ..args.generation import GenerationArgs
 from ..args.problems import Problems
 
@@ -25,6 +26,10 @@ class TrainingArguments(BaseArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if read_accelerator_config(self.accelerator_config).use_configured_state:
+            from .accelerate_state import check_configured_state
+
+            check_configured_state()
         if "accelerate.state" in sys.modules:
             from .accelerate_state import initialize_accelerate
 
