@@ -14,7 +14,7 @@ from torch.utils.data import SequentialSampler
 import loopwright
 from loopwright import CallbackHandler, DefaultFlowCallback, EarlyStoppingCallback, Trainer, TrainingArguments
 from loopwright.core.state import TrainerControl, TrainerState
-from tests.models import Regression, regression_data, regression_run
+from tests.models import Regression, StopAt, regression_data, regression_run
 
 OPTIONS: dict[str, Any] = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
 
@@ -401,3 +401,12 @@ def test_a_configured_state_must_exist(tmp_path: Path) -> None:
     TrainingArguments(str(tmp_path), use_cpu=True)  # makes the state, because accelerate was imported
     TrainingArguments(str(tmp_path), accelerator_config={"use_configured_state": True}, use_cpu=True)
     states.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_a_run_resumes_without_a_warning_in_strict_mode(tmp_path: Path) -> None:
+    options = {"n": 16, "max_steps": 3, "save_steps": 1, "strict": True}
+    regression_run(tmp_path, callbacks=[StopAt(1)], **options)
+    given = {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-2}
+    trainer = trainer_in(tmp_path, **options, **given)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3

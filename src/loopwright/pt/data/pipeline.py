@@ -331,7 +331,8 @@ class TorchData(Shapes):
 
     def part_states(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
-        if self.run.order_sampler is None and self.run.loader is not None:
+        # Before the first epoch of a resumed run, its sampler is still that of the loader.
+        if self.run.loader is not None and (self.run.order_sampler or ordered_sampler(self.run.loader)) is None:
             now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
             now = now if self.run.stream is None else self.run.stream  # a save before the stream was restored
             states["stream"] = now if self.run.progress.batches_in_epoch else None
