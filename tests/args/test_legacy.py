@@ -126,7 +126,8 @@ def test_an_old_name_for_something_missing_says_so_under_its_new_name(name):
 
 
 @pytest.mark.parametrize("name", UNSUITED)
-def test_an_old_name_for_something_that_does_not_fit_says_so_under_its_new_name(name):
+def test_an_old_name_for_something_that_does_not_fit_says_so_under_its_new_name(name, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentsError, match=f"accelerator_config: {name}=True"):
         BaseArguments(**{name: True})
 

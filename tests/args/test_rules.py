@@ -38,7 +38,7 @@ BROKEN = {
     "trackers_exist": {"report_to": ["tensorbord"]},
     "sharding_makes_sense": {"fsdp": "full_shart"},
     "parallel_sizes_make_sense": {"parallelism_config": {"tp": 2}},
-    "batches_are_spread_one_way": {"accelerator_config": {"split_batches": True}},
+    "batches_are_spread_one_way": {"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 2}}},
 }
 UNAVAILABLE = [
     ("push_to_hub", True),
@@ -208,10 +208,11 @@ def test_with_several_processes_their_options_count(monkeypatch):
     [
         ({"split_batches": True}, "divide it yourself"),
         ({"dispatch_batches": True}, "loads its own batches"),
-        ({"use_seedable_sampler": False}, "function of the seed"),
-        ({"gradient_accumulation_kwargs": {"num_steps": 2}}, "use gradient_accumulation_steps instead"),
+        ({"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "once per update"),
+        ({"gradient_accumulation_kwargs": {"num_step": 2}}, "no key 'num_step'.*num_steps"),
     ],
 )
-def test_ways_of_spreading_batches_that_do_not_fit_say_why(given, words):
+def test_ways_of_spreading_batches_that_do_not_fit_say_why(given, words, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentsError, match=words):
         BaseArguments("out", accelerator_config=given)

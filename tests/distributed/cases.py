@@ -306,6 +306,26 @@ def evaluated(folder: str, *, n: int, stream: bool = False, **options: Any) -> A
     return {"metrics": kept, "predictions": output.predictions.tolist(), "labels": output.label_ids.tolist()}
 
 
+def collected(folder: str) -> Any:
+    """What the collectives of `trainer.accelerator` return."""
+    it = loopwright.Trainer(Numbers(), loopwright.TrainingArguments(folder, **CPU)).accelerator
+    own = torch.full((it.process_index + 1,), float(it.process_index + 1))
+    with it.split_between_processes(list(range(5))) as part, it.split_between_processes([1, 2, 3], True) as padded:
+        return {
+            "sum": it.reduce(own[:1]).tolist(),
+            "mean": it.reduce({"a": own[:1]}, "mean", scale=2.0)["a"].tolist(),
+            "padded": it.pad_across_processes(own, pad_index=-1).tolist(),
+            "padded first": it.pad_across_processes([own], pad_index=-1, pad_first=True)[0].tolist(),
+            "gathered": it.gather(it.pad_across_processes(own, pad_index=-1)).tolist(),
+            "objects": it.gather_for_metrics([{"rank": it.process_index}], use_gather_object=True),
+            "part": part,
+            "part padded": padded,
+            "batch": it._args.train_batch_size,
+            "loader": loopwright.Trainer(Numbers(), it._args, train_dataset=[row(index) for index in range(5)])
+            .get_train_dataloader().total_batch_size,  # fmt: skip
+        }
+
+
 def first_process_first(folder: str) -> Any:
     """The main process writes a file before the others look for it."""
     args = loopwright.TrainingArguments(folder, use_cpu=True)

@@ -260,6 +260,8 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
     if not isinstance(value, type) and callable(getattr(value, "to_dict", None)):
         return plain(value.to_dict())
     return value

@@ -92,6 +92,21 @@ def accelerator(args: DistributedArgs) -> None:
     args.accelerator_config = read_accelerator_config(args.accelerator_config)
 
 
+@derivation("accelerator_config", "gradient_accumulation_steps")
+def accumulation(args: BaseArguments) -> None:
+    """The micro-batches of an update, if they are given as num_steps of AcceleratorConfig."""
+    options = read_accelerator_config(args.accelerator_config).gradient_accumulation_kwargs or {}
+    steps, given = options.get("num_steps"), args.gradient_accumulation_steps
+    if steps is None or steps == given:
+        return
+    if given > 1:
+        raise ValueError(
+            f"The `AcceleratorConfig`'s `num_steps` is set but so is gradient_accumulation_steps: {short(steps)} and "
+            f"{given}; set only gradient_accumulation_steps"
+        )
+    args.gradient_accumulation_steps = steps
+
+
 @derivation("logging_steps", "eval_steps", "save_steps", "warmup_steps")
 def whole_steps(args: BaseArguments) -> None:
     """Convert step counts to int; only fractions of all steps remain float."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import NotAvailable
 from .field import Group, arg, configuration, names_or_flag, nearest, positive
 
 
@@ -63,7 +64,12 @@ def read_accelerator_config(given: Any) -> AcceleratorConfig:
     """The configuration from a mapping or from an object with the same attributes; the default for None."""
     if given is None or isinstance(given, AcceleratorConfig):
         return given or AcceleratorConfig()
-    values = given.to_dict() if hasattr(given, "to_dict") and not isinstance(given, type) else given
+    if isinstance(given, type):
+        raise NotAvailable(
+            f"Tried passing in a callable to `accelerator_config`: the class {given.__name__}; pass an instance, "
+            f"{given.__name__}(...)"
+        )
+    values = given.to_dict() if hasattr(given, "to_dict") else given
     if not isinstance(values, Mapping):
         raise ValueError(f"{given!r} is not a dict with the keys of AcceleratorConfig")
     known = [field.name for field in dataclasses.fields(AcceleratorConfig)]
@@ -76,14 +82,23 @@ def read_accelerator_config(given: Any) -> AcceleratorConfig:
 UNSUITED: dict[str, tuple[Any, str]] = {
     "split_batches": (True, "per_device_train_batch_size is always per rank; divide it yourself"),
     "dispatch_batches": (True, "every rank loads its own batches; leave it at None"),
-    "use_seedable_sampler": (False, "the order of samples is always a function of the seed; leave it at True"),
 }
-"""Keys with a value that cannot be honoured, and why."""
+"""Keys with a value that cannot be honoured with several processes, and why; with one they change nothing."""
+
+ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+"""Keys of gradient_accumulation_kwargs."""
 
 
-def unsuited(config: AcceleratorConfig) -> list[str]:
+def unsuited(config: AcceleratorConfig, *, one_process: bool) -> list[str]:
     """Problems of a configuration: settings that are not supported."""
-    found = [f"{key}={value!r}: {why}" for key, (value, why) in UNSUITED.items() if getattr(config, key) == value]
-    if config.gradient_accumulation_kwargs:
-        found.append("gradient_accumulation_kwargs: use gradient_accumulation_steps instead and remove it")
+    refused = {} if one_process else UNSUITED
+    found = [f"{key}={value!r}: {why}" for key, (value, why) in refused.items() if getattr(config, key) == value]
+    kwargs = config.gradient_accumulation_kwargs or {}
+    found += [
+        f"gradient_accumulation_kwargs has no key {key!r}{nearest(key, ACCUMULATION)} (keys: {', '.join(ACCUMULATION)})"
+        for key in kwargs
+        if key not in ACCUMULATION
+    ]
+    if kwargs.get("sync_each_batch") and not one_process:
+        found.append("sync_each_batch=True: gradients are reduced once per update; remove it")
     return found

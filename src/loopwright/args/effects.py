@@ -114,6 +114,10 @@ def without_effect(args: BaseArguments) -> list[str]:
     spread = read_accelerator_config(args.accelerator_config)
     if _one_process(args) and not spread.even_batches:
         changed.append("accelerator_config.even_batches")
-    if spread.dispatch_batches is False:
+    if spread.dispatch_batches is False or (_one_process(args) and spread.dispatch_batches):
         changed.append("accelerator_config.dispatch_batches")
+    if _one_process(args) and spread.split_batches:
+        changed.append("accelerator_config.split_batches")
+    if not spread.use_seedable_sampler:  # the order of samples is always a function of the seed
+        changed.append("accelerator_config.use_seedable_sampler")
     return changed

@@ -221,7 +221,7 @@ def parallel_sizes_make_sense(args: DistributedArgs) -> str | None:
 
 
 @rule("accelerator_config")
-def batches_are_spread_one_way(args: DistributedArgs) -> str | None:
+def batches_are_spread_one_way(args: BaseArguments) -> str | None:
     """Some options of AcceleratorConfig are not supported."""
-    found = unsuited(read_accelerator_config(args.accelerator_config))
+    found = unsuited(read_accelerator_config(args.accelerator_config), one_process=args.world_size == 1)
     return f"accelerator_config: {'; '.join(found)}" if found else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ..args.saving import SavingArgs
 from ..core.evaluation.metrics import full_name
 from ..core.events import TrainerCallback
 from ..core.state import ExportableState
@@ -16,12 +15,17 @@ if TYPE_CHECKING:
     from ..args.base import BaseArguments
 
 
+DEFAULTS = {"early_stopping_patience": 1, "early_stopping_threshold": 0.0}
+"""The constructor's arguments."""
+
+
 class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops after `early_stopping_patience` evaluations without improvement of `metric_for_best_model`.
 
     An improvement must exceed `early_stopping_threshold`. The callback keeps its own best value, so it needs neither
     `load_best_model_at_end` nor a checkpoint at each evaluation. Counter and best value are saved in checkpoints, so a
-    resumed run stops at the same step as an uninterrupted one. Evaluations outside training do not count.
+    resumed run stops at the same step as an uninterrupted one. Patience and threshold are saved too, and used by a
+    resumed run whose callback has the default ones. Evaluations outside training do not count.
     """
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
@@ -29,6 +33,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             raise ArgumentsError(f"early_stopping_patience={early_stopping_patience} must be 1 or more.")
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold or 0.0
+        self.given = {name for name, default in DEFAULTS.items() if getattr(self, name) != default}
+        """Arguments that are not restored from a checkpoint, because they were given."""
         self.early_stopping_patience_counter = 0
         self.best_value: float | None = None
         self.stop_reason: str | None = None
@@ -62,7 +68,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             self._miss(name, metrics, state.global_step)
             return
         self._missed_at = None
-        self.count(float(metrics[name]), greater_is_better=_greater_is_better(args))
+        self.check_metric_value(args, state, control, metrics[name])
         if self._is_exhausted():
             control.should_training_stop = True
             count = self.early_stopping_patience_counter
@@ -70,6 +76,12 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 f"early stopping at step {state.global_step:,} (no improvement of {args.metric_for_best_model} for "
                 f"{count} {'evaluation' if count == 1 else 'evaluations'})"
             )
+
+    def check_metric_value(self, args: Any, state: Any, control: Any, metric_value: Any) -> None:
+        """Count one more evaluation; called after each one, and may be overridden."""
+        if self.best_value is None:
+            self.best_value = state.best_metric
+        self.count(float(metric_value), greater_is_better=_greater_is_better(args))
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
@@ -88,7 +100,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         return {
-            "args": {},  # patience and threshold are not restored: a resumed run uses the given ones
+            "args": {name: getattr(self, name) for name in DEFAULTS},
             "attributes": {
                 "early_stopping_patience_counter": self.early_stopping_patience_counter,
                 "best_value": self.best_value,
@@ -120,7 +132,7 @@ def _check_arguments(args: BaseArguments) -> None:
         raise ArgumentsError(problems)
 
 
-def _greater_is_better(args: SavingArgs) -> bool:
+def _greater_is_better(args: Any) -> bool:
     chosen = getattr(args, "greater_is_better", None)
     return not str(args.metric_for_best_model).endswith("loss") if chosen is None else bool(chosen)
 

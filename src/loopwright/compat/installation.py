@@ -7,11 +7,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from ..callbacks.flow import DefaultFlowCallback
+from ..callbacks.metrics_file import MetricsFileCallback
 from ..errors import LoopwrightError, MissingPackage, NotAvailable
 from ..pt.arguments import TrainingArguments
+from .messages import forward_messages
 from .names import BASES, loaded_modules, pairs
 
 REWRITERS = {
@@ -44,6 +48,8 @@ def install() -> None:
         _replace(found)
         TrainingArguments.shares_state = True
         _undo.append(partial(setattr, TrainingArguments, "shares_state", False))
+        _replace_default_callbacks()
+        _undo.append(forward_messages())
         for old, new in found:
             if old.__name__ in BASES:
                 _adopt_subclasses(old, new)
@@ -114,6 +120,14 @@ def _replace(found: list[tuple[type, type]]) -> None:
             if old is not None:
                 setattr(module, name, new)
                 _undo.append(partial(setattr, module, name, old))
+
+
+def _replace_default_callbacks() -> None:
+    """Let `DEFAULT_CALLBACKS` be the callbacks that every trainer here starts with, besides the progress display."""
+    trainer: Any = import_module("transformers.trainer")
+    old = trainer.DEFAULT_CALLBACKS
+    trainer.DEFAULT_CALLBACKS = [DefaultFlowCallback, MetricsFileCallback]
+    _undo.append(partial(setattr, trainer, "DEFAULT_CALLBACKS", old))
 
 
 def _modules() -> list[ModuleType]:

@@ -17,6 +17,7 @@ MODULES = (
     "transformers.trainer_seq2seq",
     "transformers.training_args_seq2seq",
     "transformers.trainer_optimizer",
+    "transformers.optimization",
     "transformers.trainer_jit_checkpoint",
     "transformers.integrations",
     "transformers.integrations.integration_utils",
@@ -46,6 +47,7 @@ CLASSES = (
     "TrainOutput",
     "BestRun",
     "ParallelMode",
+    "GreedyLR",
 )
 """Classes of the same name in both packages, which are replaced."""
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..args.field import Counterpart
 from ..args.problems import short
 from ..errors import ArgumentsError, OverrideError
+from ..notices import logger
 from .overrides import accepts, names_parameter
 from .state import TrainerControl, TrainerState
 from .user_code import add_note, describe, is_wrong_call, moment
@@ -168,6 +169,12 @@ class CallbackHandler(TrainerCallback):
         self._known: list[Any] = []
         for callback in callbacks:
             self.add_callback(callback)
+        classes = {each.__name__ for callback in self.callbacks for each in type(callback).__mro__}
+        if "DefaultFlowCallback" not in classes:
+            logger.warning(
+                "there is no DefaultFlowCallback, so nothing logs, evaluates, saves or stops as the arguments say; "
+                "add it, or let a callback set the flags of control"
+            )
 
     def bind(
         self,
@@ -185,7 +192,12 @@ class CallbackHandler(TrainerCallback):
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: Any) -> None:
-        self.callbacks.append(_checked(callback))
+        made = _checked(callback)
+        if made is not callback and any(type(each) is callback for each in self.callbacks):
+            logger.warning(f"the callback {type(made).__name__} is added a second time; its events are called twice")
+        elif any(each is made for each in self.callbacks):
+            logger.warning(f"the same {type(made).__name__} object is added twice; its events are called twice")
+        self.callbacks.append(made)
 
     def pop_callback(self, callback: Any) -> Any:
         for index, each in enumerate(self.callbacks):
@@ -216,7 +228,7 @@ class CallbackHandler(TrainerCallback):
             if answer is not None and answer is not control:
                 control.adopt(answer)
         else:
-            self._dispatch(event, extra)
+            self._dispatch(event, self.args, self.state, control, extra)
         if self.agree is not None:
             self.agree(self, event)
         return control
@@ -231,24 +243,23 @@ class CallbackHandler(TrainerCallback):
         if self.agree is not None:
             self.agree(self, event)
 
-    def _dispatch(self, event: str, extra: dict[str, Any]) -> None:
-        control = self.control
+    def _dispatch(self, event: str, args: Any, state: Any, control: Any, extra: dict[str, Any]) -> None:
         fresh = self._known == self.callbacks and event in self._listeners
         for callback, method in self._listeners[event] if fresh else self.listening_to(event):
             try:
-                answer = method(self.args, self.state, control, **self.context, **extra)
+                answer = method(args, state, control, **self.context, **extra)
             except Exception as error:  # a callback may raise anything; the error is re-raised with a note
-                self._add_note(error, callback, event, extra)
+                self._add_note(error, callback, event, state, extra)
                 raise
             if answer is not None and answer is not control:
                 _check_control(answer, callback, event)
                 control.adopt(answer)
 
-    def _add_note(self, error: Exception, callback: Any, event: str, extra: dict[str, Any]) -> None:
+    def _add_note(self, error: Exception, callback: Any, event: str, state: Any, extra: dict[str, Any]) -> None:
         add_note(
             error,
             f"the callback {type(callback).__name__}.{event}",
-            when=moment(self.state.global_step, self.state.epoch),
+            when=moment(state.global_step, state.epoch),
             given=describe(extra) if extra else "",
             advice=f"define it as {event}(self, args, state, control, **kwargs)" if is_wrong_call(error) else "",
         )
@@ -260,10 +271,10 @@ class CallbackHandler(TrainerCallback):
             if callable(left):
                 left()
 
-    def call_event(self, event: str, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> TrainerControl:
         """Call the callbacks of an event; an override is called for every event."""
-        self._dispatch(event, kwargs)
-        return self.control
+        self._dispatch(event, args, state, control, kwargs)
+        return control  # type: ignore[no-any-return]
 
     def on_init_end(self, *given: Any, **kwargs: Any) -> TrainerControl:
         return self.fire("on_init_end", **kwargs)

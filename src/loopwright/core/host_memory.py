@@ -46,16 +46,23 @@ class MemoryMeter:
     def __init__(self, reset_peak: Callable[[], None], figures_of_device: Callable[[], dict[str, int]]) -> None:
         self._reset_peak, self._figures_of_device = reset_peak, figures_of_device
         self._host = self._host_peak = self._allocated = 0
+        self._kept: dict[str, int] = {}
 
     def start(self) -> None:
         self._reset_peak()
         self._host, self._host_peak = host_memory(), host_peak()
         self._allocated = self._figures_of_device().get("allocated", 0)
 
+    def keep(self, phase: str) -> None:
+        """Keep the figures of a phase until the next one reports them, once."""
+        self._kept = self.figures(phase)
+
     def figures(self, phase: str) -> dict[str, int]:
-        """Bytes added since `start`, and the peak beyond current use."""
+        """Bytes added since `start`, and the peak beyond current use; also those of a phase that was kept."""
         now, peak, device = host_memory(), host_peak(), self._figures_of_device()
+        kept, self._kept = self._kept, {}
         result = {
+            **kept,
             f"{phase}_mem_cpu_alloc_delta": now - self._host,
             f"{phase}_mem_cpu_peaked_delta": max(0, peak - now if peak > self._host_peak else 0),
         }

@@ -168,6 +168,15 @@ class TrainerControl(ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
+    def _new_training(self) -> None:
+        self.should_training_stop = False
+
+    def _new_epoch(self) -> None:
+        self.should_epoch_stop = False
+
+    def _new_step(self) -> None:
+        self.should_save = self.should_evaluate = self.should_log = False
+
 
 _CALLBACK = record({}, {"args": named(), "attributes": named()})
 _STATE_NEEDED: dict[str, Shape] = {"global_step": count()}
@@ -247,6 +256,8 @@ def _give_back(callback: Any, state: dict[str, Any], own: dict[str, Any]) -> Non
     for part in ("args", "attributes"):
         values = check(state.get(part, {}), like(own.get(part, {}), complete=False), Path(STATE))
         for name, value in values.items():
+            if part == "args" and name in getattr(callback, "given", ()):
+                continue  # the user chose another value for the resumed run
             if callable(getattr(type(callback), name, None)):
                 raise ValueError(f"{name} is a method")
             setattr(callback, name, value)

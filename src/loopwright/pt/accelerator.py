@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..args.distributed import read_accelerator_config
 from ..core.update import MicroBatch, whole_batch
 from ..errors import NotAvailable
 from .arguments import TrainingArguments
@@ -47,14 +48,21 @@ class Accelerator:
         micro_batch: Callable[[], MicroBatch] = whole_batch,
     ) -> None:
         self._strategy, self._micro_batches, self._micro_batch, self._args = strategy, micro_batches, micro_batch, args
-        self.even_batches = True
-        self.split_batches, self.dispatch_batches, self.step_scheduler_with_optimizer = False, None, False
+        self.step_scheduler_with_optimizer = False
         self.project_dir = self.logging_dir = None
         self.log_with: list[Any] = []
         self.parallelism_config = None
+        config = read_accelerator_config(args.accelerator_config)
+        self.split_batches, self.dispatch_batches = config.split_batches, config.dispatch_batches
+        self.even_batches, self.use_seedable_sampler = config.even_batches, config.use_seedable_sampler
         self.dataloader_config = SimpleNamespace(
-            split_batches=False, dispatch_batches=None, even_batches=True, use_seedable_sampler=True, non_blocking=False
+            split_batches=self.split_batches,
+            dispatch_batches=self.dispatch_batches,
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            non_blocking=config.non_blocking,
         )
+        self._accumulation_options = dict(config.gradient_accumulation_kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -222,7 +230,8 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        return self._micro_batches()
+        """What `backward` divides a loss by: 1, because the trainer weights every micro-batch itself."""
+        return 1
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
@@ -238,9 +247,11 @@ class Accelerator:
 
     @property
     def gradient_state(self) -> Any:
-        steps = self._micro_batches()
         return SimpleNamespace(
-            sync_gradients=self.sync_gradients, num_steps=steps, plugin_kwargs={}, end_of_dataloader=False
+            sync_gradients=self.sync_gradients,
+            num_steps=self._micro_batches(),
+            plugin_kwargs=self._accumulation_options,
+            end_of_dataloader=False,
         )
 
     @property
@@ -271,7 +282,7 @@ class Accelerator:
     # ---- models and data ---------------------------------------------------------------------------------------------
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return plain_module(model)
+        return plain_module(model.module if isinstance(model, nn.DataParallel) else model)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..args.base import BaseArguments
+from ..args.distributed import read_accelerator_config
 from ..args.generation import GenerationArgs
 from ..args.problems import Problems
 
@@ -27,6 +28,10 @@ class TrainingArguments(BaseArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if read_accelerator_config(self.accelerator_config).use_configured_state:
+            from .accelerate_state import check_configured_state
+
+            check_configured_state()
         if self.shares_state:
             from .accelerate_state import initialize_accelerate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
@@ -136,6 +137,9 @@ class TorchInternals(Internals):
                 "model_init": model_init,
             },
         )
+        self.memory = meter_of(args.device)
+        if not args.skip_memory_metrics:
+            self.memory.start()
         enable_full_determinism(args.seed) if args.full_determinism else set_seed(args.seed)
         set_tf32(args.tf32)
         self.device = args.device
@@ -154,7 +158,6 @@ class TorchInternals(Internals):
         )
         if args.shares_state:
             initialize_accelerate(args)
-        self.memory = meter_of(self.device)
         if not self.is_alone:
             self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
@@ -165,6 +168,8 @@ class TorchInternals(Internals):
         if args.should_save:
             self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
+        if not args.skip_memory_metrics:
+            self.memory.keep("init")
         self.callback_handler.fire("on_init_end")
 
     def make_parts(self) -> None:
@@ -198,11 +203,22 @@ class TorchInternals(Internals):
             )
         )
         self.trainer.label_smoother = None
-        if self.args.label_smoothing_factor:
+        if self.args.label_smoothing_factor and _is_multi_label(model):
+            self._leave_out_smoothing()
+        elif self.args.label_smoothing_factor:
             self.trainer.label_smoother = LabelSmoother(epsilon=self.args.label_smoothing_factor)
         self.callback_handler.context["model"] = model
         self.run.accounting = self.loss.make_accounting()
         self.loss.bind_overrides()
+
+    def _leave_out_smoothing(self) -> None:
+        text = (
+            "Label smoothing is not compatible with multi-label classification, whose labels are not class numbers; "
+            f"label_smoothing_factor={self.args.label_smoothing_factor} is not used"
+        )
+        if self.args.strict:
+            self.notices.warn_once(text)  # raises
+        warnings.warn(text, stacklevel=2)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         move_model(model, device)
@@ -334,3 +350,7 @@ class TorchInternals(Internals):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of forward and backward: 6 x tokens x parameters outside the embeddings."""
         return operations_per_token(self.model) * tokens_in(inputs, self.data.input_name())
+
+
+def _is_multi_label(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"

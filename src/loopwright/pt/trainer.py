@@ -20,6 +20,7 @@ from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
 from ..core.trainer import BaseTrainer, derived
 from ..speed.report import SpeedReport
+from .accelerate_state import accelerator_arguments
 from .arguments import TrainingArguments
 from .internals import TorchInternals
 from .optim.creation import TorchOptim
@@ -143,6 +144,16 @@ class Trainer(BaseTrainer):
     def _globalstep_last_logged(self) -> int:
         """The step of the last log point."""
         return self._loopwright.run.progress.last_logged_step
+
+    @derived
+    def _total_loss_scalar(self) -> float:
+        """The sum of the losses of all updates."""
+        return self._loopwright.run.meter.total_loss
+
+    @derived
+    def _eval_dataloaders(self) -> dict[str, DataLoader[Any]]:
+        """The evaluation loaders whose workers persist, by name."""
+        return self._loopwright.data.kept_loaders
 
     @derived
     def checkpoints(self) -> CheckpointManager:
@@ -494,6 +505,12 @@ class Trainer(BaseTrainer):
         if checkpoint is not None:
             self._loopwright.saving._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_callback_state(self) -> None:
+        """Restore callbacks and control from `state.stateful_callbacks`. A resumed run does this itself."""
+        self._loopwright.restore_callbacks(self.state.stateful_callbacks)
+        if self.args.restore_callback_states_from_checkpoint and "TrainerControl" in self.state.stateful_callbacks:
+            self.control.adopt(TrainerControl.from_state(self.state.stateful_callbacks["TrainerControl"]))
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 
@@ -560,6 +577,13 @@ class Trainer(BaseTrainer):
     def init_hf_repo(self, token: str | None = None) -> None:
         """Create the hub repository (not available yet)."""
         self._loopwright.init_hf_repo(token)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Does nothing, because pushing to a hub is not available yet; overrides may call it."""
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of an accelerate Accelerator with these settings. Not called by the trainer."""
+        return accelerator_arguments(self.args, self.model, kwargs)
 
     def create_model_card(
         self,

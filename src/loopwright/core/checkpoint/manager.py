@@ -142,7 +142,7 @@ class CheckpointManager:
         storage = self.storage if root == str(self.folder) else open_storage(root)
         name = storage.resolve(asked)
         if name is None:
-            raise CheckpointError(f"{asked_by}{str(place)!r}: no such folder")
+            raise CheckpointError(f"Can't find a valid checkpoint at {asked_by}{str(place)!r}: no such folder")
         manifest = storage.manifest(name)
         if manifest is None and storage.holds(name, MANIFEST):
             raise CheckpointError(
@@ -223,8 +223,8 @@ class CheckpointManager:
             return str(_fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(
-                f'resume_from_checkpoint=True, but {self.folder} holds no complete checkpoint; use "auto" to start '
-                f"from scratch if there is none{self._advice(own)}"
+                f"No valid checkpoint found in output directory {self.folder} (resume_from_checkpoint=True); use "
+                f'"auto" to start from scratch if there is none{self._advice(own)}'
             )
         return None
 

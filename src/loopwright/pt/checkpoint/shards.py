@@ -332,8 +332,18 @@ class HeldTensors:
         return self._tensors[name][tuple(slice(low, low + n) for low, n in zip(offset, size, strict=True))]
 
 
+def _has_shards(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
 def fill(model: nn.Module, reader: BoxReader | HeldTensors, *, strict: bool, optional: str = "") -> None:
-    """Load saved tensors into a model, sharded or not; only this rank's shards are read."""
+    """Load saved tensors into a model, sharded or not; only this rank's shards are read.
+
+    A model with its own `load_state_dict`, for example for buffers that grow, loads them by that.
+    """
+    if type(model).load_state_dict is not nn.Module.load_state_dict and not _has_shards(model):
+        model.load_state_dict({name: reader.whole(name) for name in reader.names()}, strict=strict)
+        return
     own = model.state_dict(keep_vars=True)
     shapes = {name: reader.shape(name) for name in reader.names()}
     check_fit(own, shapes, strict=strict, source=str(reader.folder), optional=optional)

@@ -46,6 +46,8 @@ class TorchData(Shapes):
         super().__init__(internals)
         self.kept_loaders: dict[str, DataLoader[Any]] = {}
         """Evaluation loaders with persistent workers, by the key of `_get_dataloader`."""
+        self.kept_for: dict[str, Any] = {}
+        """The dataset of each of them: another one with the same key gets a new loader."""
         self.are_columns_named = True
         """Whether `_signature_columns` was set by the user, not found by `_set_signature_columns_if_needed`."""
 
@@ -71,16 +73,17 @@ class TorchData(Shapes):
         """The loader of the evaluation data, or of one of its named sets."""
         if eval_dataset is None and self.trainer.eval_dataset is None:
             raise DataError("evaluation needs an eval_dataset: Trainer(..., eval_dataset=...) or evaluate(dataset)")
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
         if isinstance(eval_dataset, str):
             eval_dataset = named_eval_dataset(self.trainer.eval_dataset, eval_dataset)
         dataset = self.trainer.eval_dataset if eval_dataset is None else eval_dataset
-        return self._evaluation_loader(dataset, "evaluation")
+        return self._evaluation_loader(dataset, "evaluation", key)
 
     def get_test_dataloader(self, test_dataset: Dataset[Any]) -> DataLoader[Any]:
         """The loader of the data to predict."""
         return self._evaluation_loader(test_dataset, "test")
 
-    def _evaluation_loader(self, dataset: Any, description: str) -> DataLoader[Any]:
+    def _evaluation_loader(self, dataset: Any, description: str, key: str | None = None) -> DataLoader[Any]:
         check_not_empty(dataset, description)
         dataset = self.trainer._remove_unused_columns(dataset, description=description)
         return self.trainer._get_dataloader(
@@ -88,6 +91,7 @@ class TorchData(Shapes):
             description=description.capitalize() if description == "evaluation" else description,
             batch_size=self.args.eval_batch_size,
             sampler_fn=self.trainer._get_eval_sampler,
+            **({} if key is None or not self.args.dataloader_persistent_workers else {"dataloader_key": key}),
         )
 
     def _get_dataloader(
@@ -99,9 +103,9 @@ class TorchData(Shapes):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
-        kept = None if dataloader_key is None else self.kept_loaders.get(dataloader_key)
-        if kept is not None:
-            return kept
+        if dataloader_key in self.kept_loaders and self.kept_for[dataloader_key] is dataset:
+            return self.kept_loaders[dataloader_key]
+        given = dataset
         is_stream = isinstance(dataset, IterableDataset)
         sampler = None if is_stream or sampler_fn is None else sampler_fn(dataset)
         if is_stream and self.strategy.data_world > 1:
@@ -122,8 +126,11 @@ class TorchData(Shapes):
             persistent_workers=persists,
             keep_order=not is_training,
         )
+        vars(loader)["total_batch_size"] = batch_size * self.strategy.data_world
         if dataloader_key is not None and persists:
-            self.kept_loaders[dataloader_key] = loader
+            if dataloader_key in self.kept_loaders:
+                stop_workers(self.kept_loaders[dataloader_key])
+            self.kept_loaders[dataloader_key], self.kept_for[dataloader_key] = loader, given
         return loader
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -277,6 +284,8 @@ class TorchData(Shapes):
         """Stop the loader's persistent workers, whose later collection would take seconds."""
         if self.run.loader is not None and not is_overridden(self.trainer, "get_train_dataloader"):
             stop_workers(self.run.loader)
+        for loader in self.kept_loaders.values():
+            stop_workers(loader)
 
     def ended_with_errors(self) -> AbstractContextManager[None]:
         return workers_end_with_errors()
@@ -322,7 +331,8 @@ class TorchData(Shapes):
 
     def part_states(self) -> dict[str, Any]:
         states: dict[str, Any] = {}
-        if self.run.order_sampler is None and self.run.loader is not None:
+        # Before the first epoch of a resumed run, its sampler is still that of the loader.
+        if self.run.loader is not None and (self.run.order_sampler or ordered_sampler(self.run.loader)) is None:
             now = self.run.stream_before if self.run.undone else stream_state(self.run.loader)
             now = now if self.run.stream is None else self.run.stream  # a save before the stream was restored
             states["stream"] = now if self.run.progress.batches_in_epoch else None

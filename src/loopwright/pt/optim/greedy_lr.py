@@ -81,6 +81,11 @@ class GreedyLR(LRScheduler):
         """The current learning rates, one per group."""
         return current_lrs(self.optimizer)
 
+    @property
+    def _last_lr(self) -> list[float]:  # type: ignore[override]
+        """What code written for torch's schedulers reads."""
+        return current_lrs(self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """The state for resuming, as plain numbers."""
         return {name: getattr(self, name) for name in COUNTERS} | {
