@@ -99,7 +99,8 @@ def status_after(error: BaseException, run: Run) -> str:
 
 def _how_to_resume(internals: LoopActions) -> str:
     """How the run that ends now can be resumed."""
-    saved = max(internals.run.checkpoints.complete(), default=None)
+    checkpoints = internals.run.checkpoints
+    saved = None if checkpoints.current is None else max(checkpoints.complete(), default=None)
     if saved is None:
         return "no checkpoint was saved, so the same command starts over"
     name = folder_name(saved)
