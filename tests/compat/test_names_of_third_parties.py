@@ -393,12 +393,13 @@ def test_configurations_that_are_refused(tmp_path: Path) -> None:
         TrainingArguments(str(tmp_path), accelerator_config=config, gradient_accumulation_steps=2)
 
 
-def test_a_configured_state_must_exist(tmp_path: Path) -> None:
+def test_a_configured_state_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = pytest.importorskip("accelerate.state")
+    monkeypatch.setattr(TrainingArguments, "shares_state", True)  # as install() does
     states.AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(ValueError, match=r"use_configured_state.*beforehand"):
         TrainingArguments(str(tmp_path), accelerator_config={"use_configured_state": True}, use_cpu=True)
-    TrainingArguments(str(tmp_path), use_cpu=True)  # makes the state, because accelerate was imported
+    TrainingArguments(str(tmp_path), use_cpu=True)  # makes the state
     TrainingArguments(str(tmp_path), accelerator_config={"use_configured_state": True}, use_cpu=True)
     states.AcceleratorState._reset_state(reset_partial_state=True)
 

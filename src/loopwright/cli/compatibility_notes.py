@@ -81,13 +81,9 @@ NAMES: list[tuple[str, str, str]] = [
     ("callback_handler", "TRL, sentence-transformers", "`on_*` methods and `callback_list`"),
     ("_inner_training_loop", "TRL (experimental)", "an override is refused by name"),
     ("_maybe_log_save_evaluate", "TRL (online DPO)", "an override is refused by name"),
-    (
-        "_eval_dataloaders",
-        "TRL, sentence-transformers, GLiNER",
-        "not available: loaders are kept elsewhere",
-    ),
+    ("_eval_dataloaders", "TRL, sentence-transformers, GLiNER", "evaluation loaders with persistent workers, by key"),
     ("_total_loss_scalar", "TRL (online DPO)", "not available: use `state.log_history`"),
-    ("_push_from_checkpoint", "sentence-transformers", "an override is never called: nothing is pushed"),
+    ("_push_from_checkpoint", "sentence-transformers", "does nothing: overrides may call it, and are never called"),
     ("axolotl, Unsloth", "they rewrite the source of transformers' Trainer", "`install()` refuses them by name"),
 ]
 """Names that libraries override or read, who does, and how each is served."""

@@ -15,13 +15,14 @@ from typing import Any
 from ...errors import CheckpointError, OwnerError
 from ...notices import Notices, logger
 from .disk_errors import FULL, disk_error
-from .folder import MANIFEST, PINNED, PROGRESS, STATE, folder_name, step_in_name
+from .finding import fetched, newest_foreign
+from .folder import MANIFEST, PINNED, STATE, folder_name, step_in_name
 from .manifest import Manifest, adopt_changes, describe, read_manifest
 from .owner import Owner, Pause
 from .reading import Unreadable
 from .rotation import to_delete
 from .run_id import CurrentRun, read_current, write_current
-from .storage import Place, Storage, open_storage, split_place
+from .storage import Place, open_storage, split_place
 from .writers import Crew, Keep, publish_together
 
 Write = Callable[[Path], Any]
@@ -154,7 +155,7 @@ class CheckpointManager:
             raise CheckpointError(f"{place}: no manifest and no {STATE}, so this is not a complete checkpoint")
         if manifest is None:
             self._notices.warn_once(f"{place} has no {MANIFEST}: its files are used without verification")
-        folder, reason = _fetched(storage, name, manifest)
+        folder, reason = fetched(storage, name, manifest)
         if reason:
             raise CheckpointError(f"{name}: {reason}. Resume from an older checkpoint of {storage.root}")
         return str(folder)
@@ -200,7 +201,7 @@ class CheckpointManager:
                 where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
                 logger.warning(f"{name}: {MANIFEST} was damaged after saving, trying an older checkpoint. {where}.")
         for name, manifest in reversed(self._complete(readable_only=False).values()):
-            folder, reason = _fetched(self.storage, name, manifest)
+            folder, reason = fetched(self.storage, name, manifest)
             if reason is None:
                 return str(folder)
             if self.storage.manifest(name) is None:  # not damaged: another run has removed it in the meantime
@@ -217,10 +218,10 @@ class CheckpointManager:
     def _foreign_or_none(self, *, required: bool) -> str | None:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""
         own = self._own()
-        newest = _newest_foreign(self.storage) if own is None or own.may_be_foreign else None
+        newest = newest_foreign(self.storage) if own is None or own.may_be_foreign else None
         if newest is not None:
             self._notices.warn_once(f"{newest} has no manifest: it was written by another trainer")
-            return str(_fetched(self.storage, newest, None)[0])
+            return str(fetched(self.storage, newest, None)[0])
         if required:
             raise CheckpointError(
                 f"No valid checkpoint found in output directory {self.folder} (resume_from_checkpoint=True); use "
@@ -373,31 +374,8 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     if complete:
         return str(complete[max(complete)])
     own = read_current(manager.storage)
-    newest = _newest_foreign(manager.storage) if own is None or own.may_be_foreign else None
+    newest = newest_foreign(manager.storage) if own is None or own.may_be_foreign else None
     return None if newest is None else str(manager.storage.place(newest))
-
-
-def _fetched(storage: Storage, name: str, manifest: Manifest | None) -> tuple[Path, str | None]:
-    """A local folder with a checkpoint's files, and their problem, if any."""
-    try:
-        return storage.fetch(name, manifest)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{storage.place(name)} could not be read ({error})") from error
-
-
-def _newest_foreign(storage: Storage) -> str | None:
-    """The newest checkpoint of another trainer: it has a state file and no manifest."""
-    # Names of remote publications have no step here: without a manifest they are leftovers.
-    steps = {name: step for name in storage.names() if (step := step_in_name(Path(name))) is not None}
-    foreign = [
-        name
-        for name in steps
-        # Checkpoints written by loopwright are complete only with a manifest.
-        if storage.manifest(name) is None and storage.holds(name, STATE) and not storage.holds(name, PROGRESS)
-    ]
-    return max(foreign, key=lambda name: steps[name], default=None)
 
 
 __all__ = ["CheckpointManager", "Manifest", "get_last_checkpoint"]

@@ -83,7 +83,7 @@ def named(shape: Shape = anything) -> Shape:
     """An object with values of this shape under any names."""
 
     def check(value: Any, name: str) -> str | None:
-        if type(value) is not dict:
+        if not isinstance(value, dict):
             return f"{name} is {shown(value)}, expected an object"
         return next((p for key, one in value.items() if (p := shape(one, _inside(name, key))) is not None), None)
 
@@ -95,7 +95,7 @@ def record(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None =
     shapes = {**(optional or {}), **required}
 
     def check(value: Any, name: str) -> str | None:
-        if type(value) is not dict:
+        if not isinstance(value, dict):
             return f"{name} is {shown(value)}, expected an object"
         for key in required:
             if key not in value:
