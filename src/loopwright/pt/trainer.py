@@ -148,7 +148,8 @@ class Trainer(BaseTrainer):
     @derived
     def _total_loss_scalar(self) -> float:
         """The sum of the losses of all updates."""
-        return self._loopwright.run.meter.total_loss
+        run = self._loopwright.run
+        return run.meter.total_loss if "meter" in vars(run) else 0.0
 
     @derived
     def _eval_dataloaders(self) -> dict[str, DataLoader[Any]]:
