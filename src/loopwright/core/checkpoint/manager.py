@@ -229,10 +229,8 @@ class CheckpointManager:
         return None
 
     def _advice(self, own: CurrentRun | None) -> str:
-        steps = sorted(each.step for _, each in self._all() if own is not None and not own.holds(each))
-        return (
-            f". Those of an earlier run (steps {', '.join(map(str, steps))}) are resumed by their path" if steps else ""
-        )
+        steps = [str(step) for step in sorted(each.step for _, each in self._all() if own and not own.holds(each))]
+        return f". Those of an earlier run (steps {', '.join(steps)}) are resumed by their path" if steps else ""
 
     # ---- publishing -------------------------------------------------------------------------------------------------
 
@@ -398,6 +396,3 @@ def _newest_foreign(storage: Storage) -> str | None:
         if storage.manifest(name) is None and storage.holds(name, STATE) and not storage.holds(name, PROGRESS)
     ]
     return max(foreign, key=lambda name: steps[name], default=None)
-
-
-__all__ = ["CheckpointManager", "Manifest", "get_last_checkpoint"]
