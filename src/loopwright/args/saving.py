@@ -44,7 +44,7 @@ class SavingArgs(Group):
     )
     ignore_data_skip: bool = arg(False, "When resuming, restart the epoch's data instead of continuing within it.")
     restore_callback_states_from_checkpoint: bool = arg(True, "When resuming, restore the saved state of callbacks.")
-    save_on_interrupt: bool = arg(False, "On Ctrl-C save a checkpoint after the current update, then stop.")
+    save_on_interrupt: bool = arg(False, "On Ctrl-C save a checkpoint after the current step, then stop.")
     resume_from_checkpoint: Checkpoint = arg(
         None,
         "Path of a checkpoint, True: the last one, 'auto': the last one if any, False: none. Default: that of an "

@@ -6,12 +6,12 @@ BETTER: dict[str, dict[str, str]] = {
     "argument": {
         "output_dir": "also a URL (`s3://...`); a second run in the same place is refused",
         "resume_from_checkpoint": 'bitwise, also in the middle of an epoch; `"auto"`: the newest one if there is any',
-        "gradient_accumulation_steps": "the loss is divided by the targets of the whole update for every kind of loss",
+        "gradient_accumulation_steps": "the loss is divided by the targets of the whole step for every kind of loss",
         "eval_strategy": "an evaluation does not change the random numbers of training",
         "save_total_limit": "nothing is removed before its successor is complete; a file named `pinned` keeps one",
         "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",
-        "enable_jit_checkpoint": "SIGTERM saves the last finished update and exits with 75",
-        "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first update",
+        "enable_jit_checkpoint": "SIGTERM saves the last finished step and exits with 75",
+        "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first step",
         "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` is not available",
     },
     "method": {

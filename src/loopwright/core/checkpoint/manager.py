@@ -230,10 +230,8 @@ class CheckpointManager:
         return None
 
     def _advice(self, own: CurrentRun | None) -> str:
-        steps = sorted(each.step for _, each in self._all() if own is not None and not own.holds(each))
-        return (
-            f". Those of an earlier run (steps {', '.join(map(str, steps))}) are resumed by their path" if steps else ""
-        )
+        steps = [str(step) for step in sorted(each.step for _, each in self._all() if own and not own.holds(each))]
+        return f". Those of an earlier run (steps {', '.join(steps)}) are resumed by their path" if steps else ""
 
     # ---- publishing -------------------------------------------------------------------------------------------------
 
