@@ -246,14 +246,6 @@ def test_arguments_of_early_stopping_that_were_not_given_are_restored(
     assert (callback.early_stopping_patience, callback.early_stopping_threshold) == used
 
 
-def test_the_state_of_control_is_loaded_on_request(tmp_path: Path) -> None:
-    regression_run(tmp_path, max_steps=2, save_steps=2)
-    trainer = trainer_in(tmp_path, max_steps=2)
-    trainer.state = TrainerState.load_from_json(tmp_path / "checkpoint-2" / "trainer_state.json")
-    trainer._load_callback_state()
-    assert trainer.control.should_training_stop
-
-
 # ---- semantics -------------------------------------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ def test_nothing_asked_for_is_nothing_found(home: Any) -> None:
 def test_auto_starts_fresh_where_there_is_nothing_and_true_does_not(home: Any) -> None:
     assert home.manager().find("auto") is None
     assert get_last_checkpoint(home.root) is None
-    with pytest.raises(CheckpointError, match='holds no complete checkpoint; use "auto"'):
+    with pytest.raises(CheckpointError, match='No valid checkpoint found in output directory.*use "auto"'):
         home.manager().find(True)
 
 
