@@ -426,7 +426,7 @@ def test_a_changed_byte_is_noticed(tmp_path: Path) -> None:
 
 
 def test_auto_starts_fresh_and_true_does_not(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match='holds no complete checkpoint.*"auto"'):
+    with pytest.raises(CheckpointError, match='No valid checkpoint found.*"auto"'):
         make(tmp_path / "run").train(resume_from_checkpoint=True)
     seen: list[int] = []
     make(tmp_path / "run", callbacks=[Steps(seen)]).train(resume_from_checkpoint="auto")

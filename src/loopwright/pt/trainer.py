@@ -506,12 +506,6 @@ class Trainer(BaseTrainer):
         if checkpoint is not None:
             self._loopwright.saving._load_optimizer_and_scheduler(checkpoint)
 
-    def _load_callback_state(self) -> None:
-        """Restore callbacks and control from `state.stateful_callbacks`. A resumed run does this itself."""
-        self._loopwright.restore_callbacks(self.state.stateful_callbacks)
-        if self.args.restore_callback_states_from_checkpoint and "TrainerControl" in self.state.stateful_callbacks:
-            self.control.adopt(TrainerControl.from_state(self.state.stateful_callbacks["TrainerControl"]))
-
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 
