@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 from ..args.base import BaseArguments
@@ -106,16 +106,17 @@ class Internals(Updating):
             )
         self.new_run()
         self.run.ignore_keys_for_eval = ignore_keys_for_eval
-        with self.run.signals:
-            return self._train(resume_from_checkpoint)
+        with self.run.signals, self._running(), self.strategy.alarm, self.watched(), self.data.ended_with_errors():
+            self._get_ready(resume_from_checkpoint)
+            run_training(self)
+            return self._finish_training()
 
-    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """The context of a run: records how it ended, and releases everything but its numbers."""
         self.trainer.is_in_train = self.is_training = True
         try:
-            with self.strategy.alarm, self.watched(), self.data.ended_with_errors():
-                self._get_ready(resume_from_checkpoint)
-                run_training(self)
-                return self._finish_training()
+            yield
         except BaseException as error:  # anything, also Ctrl-C: recorded, and re-raised with a note
             self.run.status = status_after(error, self.run)
             if isinstance(error, Exception):
