@@ -91,10 +91,15 @@ def test_creating_a_trainer_seeds_everything() -> None:
     assert drawn[0] == (random.random(), np.random.rand(), torch.rand(1).item())
 
 
-def test_transformers_own_arguments_are_understood_or_refused_clearly() -> None:
-    args = transformers.TrainingArguments("run", max_steps=1, use_cpu=True)
-    with pytest.raises(ArgumentsError, match=r"loopwright\.TrainingArguments"):
-        Trainer(Regression(), args, train_dataset=DATA)
+def test_transformers_own_arguments_are_converted_or_refused_clearly(tmp_path: Path) -> None:
+    given = {"max_steps": 2, "use_cpu": True, "learning_rate": 0.5, "lr_scheduler_type": "cosine", "report_to": "none"}
+    trainer = Trainer(Regression(), transformers.TrainingArguments(str(tmp_path), **given), train_dataset=DATA)
+    assert isinstance(trainer.args, loopwright.TrainingArguments)
+    assert {name: getattr(trainer.args, name) for name in given} == {**given, "report_to": []}
+    trainer.train()
+    assert trainer.state.global_step == 2
+    with pytest.raises(loopwright.NotAvailable, match="push_to_hub"):
+        Trainer(Regression(), transformers.TrainingArguments(str(tmp_path), push_to_hub=True), train_dataset=DATA)
 
 
 # ---- collators and processors ---------------------------------------------------------------------------------------

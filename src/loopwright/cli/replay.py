@@ -210,9 +210,9 @@ def _script(folder: Path, command: list[str], *, trust: bool) -> Script:
     if command:
         return script_in(command)
     record = read_record(folder)
-    if record is None:
+    if record is None and not (folder / "run.json").exists():
         raise ArgumentsError(f"{folder} has no run.json with the command of the run; give the command after --")
-    if not _is_record(record):
+    if record is None or not _is_record(record):
         raise ArgumentsError(f"{folder / 'run.json'} is not the record of a run; give the command after --")
     if any(MASK in word for word in record["argv"]):
         raise ArgumentsError(
