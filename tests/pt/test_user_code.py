@@ -194,7 +194,10 @@ def test_an_optimizer_or_a_schedule_that_cannot_be_used_is_refused() -> None:
             train(model, optimizers=pair)
 
 
-@pytest.mark.parametrize("thing", ["early_stopping", 3, None, object(), dict, print], ids=str)
+KINDS = ["text", "number", "nothing", "object", "class", "function"]
+
+
+@pytest.mark.parametrize("thing", ["early_stopping", 3, None, object(), dict, print], ids=KINDS)
 def test_what_is_no_callback_is_refused(thing: Any) -> None:
     with pytest.raises(ArgumentsError, match="is not a callback"):
         train(callbacks=[thing])
