@@ -141,7 +141,7 @@ class CallbackHandler(TrainerCallback):
     eval_dataloader = _Context()
 
     args: BaseArguments
-    state: TrainerState
+    state: Any = None
     control: TrainerControl
 
     def __init__(
@@ -223,11 +223,11 @@ class CallbackHandler(TrainerCallback):
         control = self.control
         for flag in EVENTS[event]:
             control.__dict__[flag] = False  # one assignment, no call: this runs several times per update
-        if "call_event" in self.__dict__ or type(self).call_event is not CallbackHandler.call_event:
+        if "call_event" in self.__dict__ or self.__class__.call_event is not CallbackHandler.call_event:
             answer = self.call_event(event, self.args, self.state, control, **extra)
             if answer is not None and answer is not control:
                 control.adopt(answer)
-        else:
+        elif self._known != self.callbacks or event not in self._listeners or self._listeners[event]:
             self._dispatch(event, self.args, self.state, control, extra)
         if self.agree is not None:
             self.agree(self, event)

@@ -69,7 +69,7 @@ class HookUser:
     @property
     def callback_handler(self) -> CallbackHandler:
         handler, state = self.trainer.callback_handler, self.trainer.state
-        if getattr(handler, "state", None) is not state:  # a new one; a user may assign it at any time
+        if handler.state is not state:  # a new one; a user may assign it at any time
             handler.bind(self.trainer.args, state, self.trainer.control, self.trainer._loopwright.agree)
         return handler
 
