@@ -78,7 +78,7 @@ def weights(model: Any) -> dict[str, float]:
 
 def files(folder: str) -> list[str]:
     """Names in a checkpoint that both libraries write."""
-    wanted = ("config.json", "model.safetensors", "trainer_state.json", "training_args.bin")
+    wanted = ("config.json", "model.safetensors", "trainer_state.json")
     return sorted(name for name in os.listdir(folder) if name in wanted)
 
 

@@ -111,6 +111,13 @@ class LocalStorage:
             temporary.unlink(missing_ok=True)
         _sync_folder(self.root)
 
+    def recover(self) -> None:
+        for name in self.names():
+            original = self.root / name.removesuffix(REPLACED)
+            if name.endswith(REPLACED) and not original.exists() and self.manifest(name) is not None:
+                os.rename(self.root / name, original)
+                _sync_folder(self.root)
+
     def _remove_replaced(self) -> None:
         """Remove replaced checkpoints whose successor exists."""
         for name in self.names():

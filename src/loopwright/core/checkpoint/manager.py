@@ -60,6 +60,7 @@ class CheckpointManager:
         self.owner.on_loss = self._lose
         self.owner.take(take_over=take_over, pause=pause)
         self.storage.allow = self.owner.check
+        self.storage.recover()
         return self.owner.claim.token
 
     def begin(self, current: CurrentRun, *, record: bool) -> None:

@@ -102,6 +102,9 @@ class FsspecStorage:
             manifest.write(folder)
         return folder, reason
 
+    def recover(self) -> None:
+        """Nothing to undo: a publication has a name of its own, and is complete with its manifest."""
+
     @contextmanager
     def staging(self, step: int) -> Iterator[Path]:
         if self._downloads is not None:  # already loaded; a second copy uses disk space

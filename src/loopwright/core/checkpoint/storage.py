@@ -51,6 +51,9 @@ class Storage(Protocol):
     def staging(self, step: int) -> AbstractContextManager[Path]:
         """Context manager: a new local folder to write a checkpoint to, removed at exit."""
 
+    def recover(self) -> None:
+        """Undo a publication that was cut off: give a replaced checkpoint without a successor its name back."""
+
     def publish(self, staged: Path, step: int) -> None:
         """Publish a staging folder with its manifest as the checkpoint of this step, replacing an earlier one."""
 
