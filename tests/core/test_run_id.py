@@ -138,7 +138,7 @@ def test_a_fresh_run_sees_no_other_checkpoints_and_says_which_there_are(place: s
     def look(*given: Any, **context: Any) -> None:
         seen.append((get_last_checkpoint(place), manager_of(place).complete()))
         with pytest.raises(
-            CheckpointError, match=r"no complete checkpoint.*steps 3, 6, 9, 12\) are resumed by their path"
+            CheckpointError, match=r"No valid checkpoint found.*steps 3, 6, 9, 12\) are resumed by their path"
         ):
             manager_of(place).find(True)
 
