@@ -52,7 +52,7 @@ class Storage(Protocol):
         """Context manager: a new local folder to write a checkpoint to, removed at exit."""
 
     def recover(self) -> None:
-        """Undo a publication that was cut off: give a replaced checkpoint without a successor its name back."""
+        """Undo an interrupted publication: give a replaced checkpoint without a successor its name back."""
 
     def publish(self, staged: Path, step: int) -> None:
         """Publish a staging folder with its manifest as the checkpoint of this step, replacing an earlier one."""
