@@ -71,21 +71,21 @@ def _third_parties() -> str:
 
 def arguments() -> list[tuple[str, str]]:
     """Every argument, and what differs."""
-    from transformers import Seq2SeqTrainingArguments as Theirs
+    from transformers import Seq2SeqTrainingArguments as Reference
 
     from ..args.availability import MISSING
-    from ..pt.arguments import Seq2SeqTrainingArguments as Ours
+    from ..pt.arguments import Seq2SeqTrainingArguments as Own
 
-    theirs, ours = _defaults(Theirs), _defaults(Ours)
+    expected, found = _defaults(Reference), _defaults(Own)
     rows = []
-    for name, default in theirs.items():
-        own = "not available" if name not in ours else ""
+    for name, default in expected.items():
+        own = "not available" if name not in found else ""
         if name in MISSING and MISSING[name].when == "set":
             own = f"not available: {MISSING[name].part}"
         elif name in MISSING and name != "train_sampling_strategy":
             own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}"
-        elif name in ours and repr(ours[name]) != repr(default):
-            own = f"differs: the default is `{ours[name]!r}`, not `{default!r}`"
+        elif name in found and repr(found[name]) != repr(default):
+            own = f"differs: the default is `{found[name]!r}`, not `{default!r}`"
         rows.append((name, own))
     return rows
 
@@ -100,40 +100,40 @@ def _defaults(cls: Any) -> dict[str, Any]:
 
 def methods() -> list[tuple[str, str]]:
     """Every public method of the trainers, and the override points with an underscore that both have."""
-    from transformers import Seq2SeqTrainer as Theirs
+    from transformers import Seq2SeqTrainer as Reference
 
     from ..core.overrides import NEVER_CALLED
-    from ..pt.seq2seq import Seq2SeqTrainer as Ours
+    from ..pt.seq2seq import Seq2SeqTrainer as Own
 
     rows = []
-    for name, method in inspect.getmembers(Theirs, inspect.isroutine):
-        if name.startswith("__") or (name.startswith("_") and not hasattr(Ours, name)):
+    for name, method in inspect.getmembers(Reference, inspect.isroutine):
+        if name.startswith("__") or (name.startswith("_") and not hasattr(Own, name)):
             continue
         own = ""
-        if not hasattr(Ours, name):
+        if not hasattr(Own, name):
             own = f"not available: override {NEVER_CALLED[name]}" if name in NEVER_CALLED else "not available"
         else:
-            missing = _missing_parameters(method, getattr(Ours, name))
+            missing = _missing_parameters(method, getattr(Own, name))
             own = f"differs: no parameter {', '.join(f'`{each}`' for each in missing)}" if missing else ""
         rows.append((name, own))
     return rows
 
 
-def _missing_parameters(theirs: Any, ours: Any) -> list[str]:
-    own = inspect.signature(ours).parameters
+def _missing_parameters(expected: Any, method: Any) -> list[str]:
+    own = inspect.signature(method).parameters
     if any(each.kind is each.VAR_KEYWORD for each in own.values()):
         return []
     stars = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    wanted = [name for name, each in inspect.signature(theirs).parameters.items() if each.kind not in stars]
+    wanted = [name for name, each in inspect.signature(expected).parameters.items() if each.kind not in stars]
     return [name for name in wanted if name not in own and name != "self"]
 
 
 def events() -> list[tuple[str, str]]:
-    from transformers import TrainerCallback as Theirs
+    from transformers import TrainerCallback as Reference
 
-    from ..core.events import TrainerCallback as Ours
+    from ..core.events import TrainerCallback as Own
 
-    return [(name, "" if hasattr(Ours, name) else "not available") for name in dir(Theirs) if name.startswith("on_")]
+    return [(name, "" if hasattr(Own, name) else "not available") for name in dir(Reference) if name.startswith("on_")]
 
 
 def callbacks() -> list[tuple[str, str]]:
@@ -174,9 +174,9 @@ def _row_of(table: Any, name: str) -> str:
 def schedules() -> list[tuple[str, str]]:
     from transformers.trainer_utils import SchedulerType
 
-    from ..args.names import SchedulerType as Ours
+    from ..args.names import SchedulerType as Own
 
-    known = _values(Ours)
+    known = _values(Own)
     return [(each.value, "" if each.value in known else "not available") for each in SchedulerType]
 
 

@@ -29,6 +29,7 @@ INSTEAD = {
     "profile": "torch.profiler in a callback",
     "scaler": "the arguments fp16 and on_nonfinite",
     "deepspeed_engine_wrapped": "trainer.model_wrapped",
+    "optimizer_step_was_skipped": "nonfinite_steps in the logs",
     "lomo_backward": "trainer.accelerator.backward",
     "join_uneven_inputs": "nothing: a rank without data still joins every step",
     "set_trigger": "trainer.control.should_training_stop = True",
@@ -194,6 +195,8 @@ class Accelerator:
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
         """All-gather; evaluation pads no batches here, so there are no duplicates to remove."""
+        if not self.use_distributed:
+            return values
         if use_gather_object or not _has_tensors(values):
             return [each for part in self._of_ranks(values, objects=True) for each in part]
         return self._strategy.gather(values)
@@ -253,10 +256,6 @@ class Accelerator:
             plugin_kwargs=self._accumulation_options,
             end_of_dataloader=False,
         )
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        return False
 
     def backward(self, loss: Tensor, **ignored: Any) -> None:
         self._strategy.backward(self._strategy.without_dummy(loss, self._micro_batch()))
