@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from loopwright import Trainer, TrainerCallback, TrainingArguments
+from loopwright.core.signals import outlive_signals
 from loopwright.launch.guard import is_alive
+from loopwright.pt.data.workers import end_workers
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are read from /proc")
 
@@ -155,7 +158,7 @@ class Stuck(Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        print("worker", os.getpid(), flush=True)
+        os.write(1, f"worker {os.getpid()}\\n".encode())  # one write: two workers may print at once
         time.sleep(600)
 
 if __name__ == "__main__":
@@ -184,3 +187,38 @@ def test_stuck_workers_end_with_a_killed_process(context, tmp_path):
         for pid in workers:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_a_lock_that_a_killed_worker_held_stops_nobody():
+    before = children()
+    iterator = iter(DataLoader(Rows(), num_workers=2))
+    next(iterator)
+    iterator._workers_done_event._cond.acquire()  # nobody will release it
+    end_workers(iterator)
+    assert not children() - before
+
+
+def _worker_loop(done_event) -> None:
+    """Named and written like torch's loop, interrupted where it holds the event's lock."""
+    outlive_signals(0)
+    with done_event._cond:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if not done_event.is_set():
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_signal_while_a_worker_asks_whether_it_was_ended(ended):
+    context = multiprocessing.get_context("fork")
+    done = context.Event()
+    if ended:
+        done.set()
+    worker = context.Process(target=_worker_loop, args=(done,), daemon=True)
+    worker.start()
+    worker.join(30)
+    if worker.is_alive():
+        worker.kill()
+        worker.join()
+    assert worker.exitcode == (0 if ended else 3)

@@ -6,6 +6,8 @@ finish and then raises KeyboardInterrupt as usual. A second signal goes to the p
 
 from __future__ import annotations
 
+import _thread
+import multiprocessing.synchronize
 import os
 import signal
 import threading
@@ -46,12 +48,19 @@ def outlive_signals(worker: int) -> None:
 
 
 def _linger(number: int, frame: FrameType | None) -> None:
-    while frame is not None:
-        # torch's loop of a worker; its loader sets the event before it sends SIGTERM to workers that do not react.
-        if frame.f_code.co_name == "_worker_loop" and frame.f_locals["done_event"].is_set():
-            os._exit(0)
-        frame = frame.f_back
     signal.alarm(LINGER)
+    while frame is not None:
+        if frame.f_code.co_name == "_worker_loop":  # torch's loop of a worker
+            # In a thread: the interrupted code may hold the lock of the event, and can release it only after this call.
+            _thread.start_new_thread(_exit_if_ended, (frame.f_locals["done_event"],))
+            return
+        frame = frame.f_back
+
+
+def _exit_if_ended(done: multiprocessing.synchronize.Event) -> None:
+    """Exit if the loader has ended this worker: it sets the event before it sends SIGTERM."""
+    if done.is_set():
+        os._exit(0)
 
 
 class Interrupted(BaseException):

@@ -72,13 +72,12 @@ def end_workers(iterator: _MultiProcessingDataLoaderIter) -> None:
         # Otherwise torch raises an error in this process for each worker that is killed.
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
-    killer = threading.Timer(PATIENCE, _kill, (workers,))
-    killer.start()
-    try:
-        iterator._shutdown_workers()
-    finally:
-        killer.cancel()
-        _kill(workers)
+    # In a thread: a worker that was killed while it held a lock of the iterator makes torch wait for ever.
+    ending = threading.Thread(target=iterator._shutdown_workers, name="end-workers", daemon=True)
+    ending.start()
+    ending.join(PATIENCE)
+    _kill(workers)
+    ending.join(PATIENCE)
 
 
 def _kill(workers: list[Any]) -> None:
