@@ -5,6 +5,7 @@
 #   make test    lint, types and the whole test suite; of large grids a spread
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
+#   make docs    build the documentation as a site, in an environment of its own (.venv-docs)
 #   make lint    ruff and mypy only
 #   make bench   print ours, the peers' and a hand-written loop
 #   make clean   remove everything these commands made
@@ -33,7 +34,7 @@ PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning tor
 ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-grid test-xla xla-env lint bench clean
+.PHONY: help demo check test test-grid test-xla xla-env docs lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -79,15 +80,24 @@ $(XLA_VENV)/.ready: constraints.txt tests/xla/cuda_stubs.py
 	  $(XLA_VENV)/bin/python -c 'import torch_xla; print("computing on", torch_xla.device())'
 	@touch $@
 
+docs: .venv-docs/.ready
+	.venv-docs/bin/python docs/build.py
+
+.venv-docs/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	  zensical mkdocstrings-python
+	@touch $@
+
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests examples $(wildcard benchmarks)
+	$(BIN)/ruff check src tests examples docs $(wildcard benchmarks)
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(XLA_VENV) .venv-docs build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:

@@ -32,7 +32,7 @@ if options.model:
     model = AutoModelForSequenceClassification.from_pretrained(options.model, num_labels=len(classes))
 else:
     tokenizer = word_tokenizer(row["text"] for row in rows)
-    size = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     config = BertConfig(vocab_size=len(tokenizer), num_labels=len(classes), pad_token_id=tokenizer.pad_token_id, **size)
     model = BertForSequenceClassification(config)
 

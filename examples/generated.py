@@ -22,7 +22,8 @@ def reviews(count: int, seed: int = 0) -> list[dict[str, Any]]:
     for _ in range(count):
         label = draw.randrange(2)
         filler = " ".join(draw.choices(("really", "very", "quite", "so"), k=draw.randrange(6)))
-        rows.append({"text": f"the {draw.choice(THINGS)} was {filler} {draw.choice((BAD, GOOD)[label])}", "label": label})
+        word = draw.choice((BAD, GOOD)[label])
+        rows.append({"text": f"the {draw.choice(THINGS)} was {filler} {word}", "label": label})
     return rows
 
 
@@ -69,7 +70,8 @@ def tones(count: int, seed: int = 0) -> list[dict[str, Any]]:
     for _ in range(count):
         text = "".join(draw.choices("abcd", k=draw.randint(2, 5)))
         waves = [np.sin(2 * np.pi * (300 + 300 * "abcd".index(letter)) * time) for letter in text]
-        rows.append({"audio": np.concatenate([part for wave in waves for part in (wave, pause)]).astype(np.float32), "text": text})
+        audio = np.concatenate([part for wave in waves for part in (wave, pause)])
+        rows.append({"audio": audio.astype(np.float32), "text": text})
     return rows
 
 

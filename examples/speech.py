@@ -41,7 +41,7 @@ def collate(batch: list[dict]) -> dict[str, torch.Tensor]:
 
 def text_of(ids: np.ndarray) -> str:
     """CTC: letters that repeat are one letter, blanks separate."""
-    kept = [each for each, before in zip(ids, [0, *ids]) if each > 0 and each != before]
+    kept = [each for each, before in zip(ids, [0, *ids[:-1]], strict=True) if each > 0 and each != before]
     return "".join(letters[each] for each in kept)
 
 

@@ -13,8 +13,13 @@ import json
 
 import numpy as np
 from generated import numbers, word_tokenizer
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
-from transformers import DataCollatorForSeq2Seq
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    DataCollatorForSeq2Seq,
+)
 
 from loopwright import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
@@ -32,10 +37,12 @@ if options.model:
     model = AutoModelForSeq2SeqLM.from_pretrained(options.model)
 else:
     tokenizer = word_tokenizer(text for row in rows for text in row.values())
-    size = dict(d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4)
-    ids = dict(pad_token_id=0, eos_token_id=2, bos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)
-    size |= dict(encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, dropout=0.0)
-    model = BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer), **ids, **size))
+    size = {"d_model": 48, "max_position_embeddings": 64, "dropout": 0.0}
+    for part in ("encoder", "decoder"):
+        size |= {f"{part}_layers": 1, f"{part}_attention_heads": 4, f"{part}_ffn_dim": 96}
+    end = ("eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id")
+    size |= {"pad_token_id": tokenizer.pad_token_id, **dict.fromkeys(end, tokenizer.eos_token_id)}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=len(tokenizer), **size))
 
 samples = [dict(tokenizer(row["source"], text_target=row["target"], truncation=True)) for row in rows]
 split = len(samples) // 10

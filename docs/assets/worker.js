@@ -9,12 +9,11 @@ if (location.protocol === "file:") {
         frame.hidden = true;
         document.body.appendChild(frame);
         const inner = frame.contentWindow;
-        const receive = (data) => {
+        inner.postMessage = (data) => {
           const event = new MessageEvent("message", { data });
           this.dispatchEvent(event);
           if (this.onmessage) this.onmessage(event);
         };
-        inner.postMessage = receive;
         inner.importScripts = (...urls) => Promise.all(urls.map((each) => load(inner, each)));
         load(inner, url).then(() => {
           this.inner = inner;
@@ -29,9 +28,7 @@ if (location.protocol === "file:") {
         this.waiting.push(data);
         return;
       }
-      const event = new MessageEvent("message", { data });
-      if (this.inner.onmessage) this.inner.onmessage(event);
-      this.inner.dispatchEvent(event);
+      setTimeout(() => this.inner.dispatchEvent(new MessageEvent("message", { data: structuredClone(data) })));
     }
 
     terminate() {}

@@ -1,4 +1,4 @@
-"""Every block of Python in the guides runs, one page after the other in one namespace, and prints what the page says."""
+"""Every block of Python in the guides runs, those of a page in one namespace, and prints what the page says."""
 
 from __future__ import annotations
 
