@@ -42,7 +42,7 @@ def read_folder(folder: Path) -> list[dict]:
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir())
     files = [(path, label) for label, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
     pixels = [np.asarray(Image.open(path).convert("RGB").resize((64, 64)), dtype=np.float32) / 255 for path, _ in files]
-    return [{"pixel_values": a.transpose(2, 0, 1), "labels": label} for a, (_, label) in zip(pixels, files, strict=True)]
+    return [{"pixel_values": a.transpose(2, 0, 1), "labels": b} for a, (_, b) in zip(pixels, files, strict=True)]
 
 
 set_seed(0)

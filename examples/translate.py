@@ -13,15 +13,9 @@ import json
 
 import numpy as np
 from generated import numbers, word_tokenizer
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
-    DataCollatorForSeq2Seq,
-)
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
-from loopwright import Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
+from loopwright import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--data", help="a JSONL file")
