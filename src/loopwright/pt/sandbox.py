@@ -189,11 +189,10 @@ class _State:
         elif type(value) is Tensor and value.numel() <= WEIGHTS_ON_HOST and not is_lazy(value.device):
             if not _is_writable(value):
                 return
-            clone, version = value.detach().clone(), _version(value)
+            clone = value.detach().clone()
 
-            def undo() -> None:
-                if _version(value) != version:
-                    value.data.copy_(clone)
+            def undo() -> None:  # always: not every write changes the version counter
+                value.data.copy_(clone)
 
             self._undo.append(undo)
 

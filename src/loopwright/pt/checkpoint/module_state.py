@@ -2,17 +2,23 @@
 
 Rotary embeddings with dynamic frequencies store the longest length so far, modules count their calls, caches grow. A
 freshly built model has none of this, so a resumed run would differ without it.
+
+Changes are found by content: batch norm and writes through `.data` do not change the version counter of a tensor.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..devices import is_lazy
+from ..tensor_hashes import hashes, is_plain
+from .weights import is_adapter
 
 LARGEST = 1 << 24
 """Most bytes of tensors that are saved; larger ones are reported."""
@@ -29,40 +35,62 @@ class ModuleState:
         self.module = module
         self.restored: set[str] = set()
         """Names of weights loaded from a checkpoint: they differ from those of a freshly built model."""
-        self._start = {name: (_stamp(value), _kept(value)) for name, value in _values(module)}
+        self._start = self._stamps()
+        self._first = self._copies(dict(_values(module)))
         self._hooks = {path: _hooks_in(each) for path, each in module.named_modules()}
         self._objects = {path: _objects_of(each) for path, each in module.named_modules()}
-        self._weights = {name: _stamp(value) for name, value in module.state_dict(keep_vars=True).items()}
+        self._weights = _weight_stamps(module) if is_adapter(module) else {}
+
+    def _stamps(self) -> dict[str, Any]:
+        values = {name: each for name, each in _values(self.module) if _size(each) <= LARGEST}
+        large = {name: each for name, each in _values(self.module) if name not in values}
+        saved = self._saved_memory()
+        return {**_stamps(values, saved), **{name: _stamp(each, {}, saved) for name, each in large.items()}}
+
+    def _saved_memory(self) -> frozenset[int]:
+        return _memory(self.module.state_dict(keep_vars=True).values())
+
+    def _copies(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of values; names of one tensor are names of one copy. Views of weights are shared."""
+        made: dict[int, Tensor] = {}
+        saved = self._saved_memory()
+        return {name: _copy(value, made, saved) for name, value in values.items()}
 
     def changed_weights(self) -> set[str]:
-        """Names in the state dict that are trained, or have changed since the start."""
-        own = self.module.state_dict(keep_vars=True)
+        """Names in the state dict of an adapter that are trained, or have changed since the start."""
+        own, stamps = self.module.state_dict(keep_vars=True), _weight_stamps(self.module)
         moved = {
             name
             for name, value in own.items()
-            if getattr(value, "requires_grad", False) or _stamp(value) != self._weights.get(name)
+            if getattr(value, "requires_grad", False) or stamps[name] != self._weights.get(name)
         }
         return moved | (self.restored & set(own))
 
-    def own_buffers(self, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Persistent buffers that have changed since the start, as JSON values, for a rank whose weights are not saved.
+    def buffer_hashes(self) -> dict[str, str]:
+        """A hash of each persistent buffer."""
+        return hashes(self._persistent_buffers())
 
-        Ranks normalize different batches, so running statistics differ between them.
+    def own_buffers(self, of_first: Mapping[str, str], tell: Callable[[str], None]) -> dict[str, Any]:
+        """Persistent buffers that differ from those of rank 0, which are among the weights, as JSON values.
+
+        Ranks normalize different batches, so running statistics differ between them. `of_first` are the hashes of
+        those of rank 0.
         """
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        moved = {
-            name: each
-            for name, each in self.module.state_dict(keep_vars=True).items()
-            if name in buffers and _is_plain(each) and _stamp(each) != self._weights.get(name)
-        }
-        size = sum(map(_size, moved.values()))
+        buffers, own = self._persistent_buffers(), self.buffer_hashes()
+        differing = {name: each for name, each in buffers.items() if own[name] != of_first.get(name)}
+        size = sum(map(_size, differing.values()))
         if size > LARGEST:
             tell(
                 f"the buffers of each rank change during training but, at {size / 1e6:,.1f} MB, are too large to save "
                 "for each; a resumed run has those of rank 0 on all ranks"
             )
             return {}
-        return {name: _encode(each) for name, each in moved.items()}
+        return {name: _encode(each) for name, each in differing.items()}
+
+    def _persistent_buffers(self) -> dict[str, Tensor]:
+        names = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: each for name, each in state.items() if name in names and is_plain(each)}
 
     def load_own_buffers(self, saved: dict[str, Any]) -> None:
         """The counterpart of `own_buffers`."""
@@ -75,9 +103,9 @@ class ModuleState:
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """Values that differ from the start, as JSON values; those too large to save are reported."""
         left, found = LARGEST, {}
-        now, modules = dict(_values(self.module)), dict(self.module.named_modules())
+        now, modules, stamps = dict(_values(self.module)), dict(self.module.named_modules()), self._stamps()
         for name, value in now.items():
-            if _stamp(value) == self._start.get(name, (_ABSENT,))[0]:
+            if stamps[name] == self._start.get(name):
                 continue
             if isinstance(value, bool) and self._stands_for_more(name, modules, tell):
                 continue
@@ -108,13 +136,12 @@ class ModuleState:
 
     def load_state_dict(self, state: dict[str, Any], tell: Callable[[str], None]) -> None:
         """Reset to the values at the start, then load the saved ones."""
-        modules = dict(self.module.named_modules())
+        modules, stamps, first = dict(self.module.named_modules()), self._stamps(), self._copies(self._first)
         for name, value in dict(_values(self.module)).items():
-            stamp, first = self._start.get(name, (_ABSENT, _ABSENT))
-            if name in state["values"] or _stamp(value) == stamp:
+            if name in state["values"] or stamps[name] == self._start.get(name):
                 continue
             if not (isinstance(value, bool) and self._stands_for_more(name, modules, tell)):
-                _set(modules, name, first)
+                _set(modules, name, first.get(name, _ABSENT))
         for name, saved in state["values"].items():
             if name.rpartition(".")[0] not in modules:
                 tell(f"the checkpoint has {name}, but this model has no such module; it is ignored")
@@ -161,22 +188,59 @@ def _objects_of(module: nn.Module) -> set[str]:
     return {name for name, value in module.__dict__.items() if name not in _OWN and not _is_plain(value)}
 
 
-def _stamp(value: Any) -> Any:
-    """A value that is equal while `value` is unchanged; for tensors, their identity and version counter."""
+def _weight_stamps(module: nn.Module) -> dict[str, Any]:
+    return _stamps(module.state_dict(keep_vars=True), frozenset())
+
+
+def _stamps(values: Mapping[str, Any], saved: frozenset[int]) -> dict[str, Any]:
+    """For each value one that is equal while its content is the same; `saved` is the memory of the state dict."""
+    tensors = {str(id(each)): each for value in values.values() for each in _tensors_in(value) if is_plain(each)}
+    found = hashes(tensors)
+    return {name: _stamp(value, found, saved) for name, value in values.items()}
+
+
+def _stamp(value: Any, found: Mapping[str, str], saved: frozenset[int]) -> Any:
     if isinstance(value, Tensor):
-        return "tensor", id(value), 0 if value.is_inference() else value._version
+        return _tensor_stamp(value, found.get(str(id(value))), saved)
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, *map(_stamp, value)
+        return type(value).__name__, *(_stamp(each, found, saved) for each in value)
     if isinstance(value, dict):
-        return "dict", *((key, _stamp(each)) for key, each in value.items())
+        return "dict", *((key, _stamp(each, found, saved)) for key, each in value.items())
     return type(value).__name__, repr(value)
 
 
-def _kept(value: Any) -> Any:
-    """A copy of nested collections; tensors are shared."""
+def _tensor_stamp(tensor: Tensor, content: str | None, saved: frozenset[int]) -> tuple[Any, ...]:
+    place = _memory([tensor])
+    if place & saved:  # a view of a weight, whose content is saved with it
+        return "view", *place, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    if content is None:
+        return "tensor", id(tensor), 0 if tensor.is_inference() else tensor._version
+    return "tensor", tuple(tensor.shape), tensor.dtype, content
+
+
+def _memory(values: Iterable[Any]) -> frozenset[int]:
+    """The addresses of the memory of tensors, as far as there are any."""
+    plain = [each for each in values if is_plain(each) and not is_lazy(each.device)]
+    return frozenset(each.untyped_storage().data_ptr() for each in plain) - {0}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(each)
+
+
+def _copy(value: Any, made: dict[int, Tensor], saved: frozenset[int]) -> Any:
+    """A copy; of tensors too large to save, and of views of what is saved elsewhere, the value itself."""
+    if isinstance(value, Tensor):
+        if _size(value) > LARGEST or not is_plain(value) or _memory([value]) & saved:
+            return value
+        return made.setdefault(id(value), value.detach().clone())
     if isinstance(value, dict):
-        return {key: _kept(each) for key, each in value.items()}
-    return type(value)(map(_kept, value)) if isinstance(value, (list, tuple)) else value
+        return {key: _copy(each, made, saved) for key, each in value.items()}
+    return type(value)(_copy(each, made, saved) for each in value) if isinstance(value, (list, tuple)) else value
 
 
 def _size(value: Any) -> int:
@@ -189,7 +253,8 @@ def _size(value: Any) -> int:
 
 def _encode(value: Any) -> Any:
     if isinstance(value, Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        on_host = value.detach().cpu().resolve_conj().resolve_neg()
+        content = on_host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
         device = "cpu" if value.device.type == "cpu" else "device"
         text = base64.b64encode(content).decode()

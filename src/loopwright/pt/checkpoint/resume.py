@@ -56,10 +56,14 @@ class TorchResuming(TorchPart, Resuming):
     def part_states(self) -> dict[str, Any]:
         if self.modules is None:
             return {}
-        states = {"modules": self.modules.state_dict(self.notices.warn_once)}
-        if self.strategy.data_rank:  # those of rank 0 are among the weights
-            states["buffers"] = self.modules.own_buffers(self.notices.warn_once)
-        return states
+        return {"modules": self.modules.state_dict(self.notices.warn_once)}
+
+    def own_buffers(self) -> dict[str, Any]:
+        """Buffers of this rank that differ from those of rank 0, as JSON values; a collective."""
+        if self.modules is None:
+            return {}
+        of_ranks = self.processes.host.gather(self.modules.buffer_hashes())
+        return self.modules.own_buffers(of_ranks[0], self.notices.warn_once)
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         self._resume_modules(states)

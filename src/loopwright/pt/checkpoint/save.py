@@ -35,7 +35,7 @@ from .tensors import (
     write_optimizer,
 )
 from .transformers_format import write_foreign
-from .weights import export_writer, is_adapter, is_saved_by_others, native_writer
+from .weights import adapter_writer, export_writer, is_adapter, is_saved_by_others, native_writer
 
 
 class TorchSaving(TorchResuming):
@@ -168,9 +168,9 @@ class TorchSaving(TorchResuming):
         return write
 
     def _own_record(self) -> dict[str, Any]:
-        """The state of this rank, in every format."""
+        """The state of this rank, in every format; a collective."""
         rng = None if self.args.save_only_model else rng_to_json(self.strategy.rng_state())
-        return {"rng": rng, "parts": self.internals.part_states()}
+        return {"rng": rng, "parts": {**self.internals.part_states(), "buffers": self.own_buffers()}}
 
     def _saves_whole(self) -> bool:
         """Whether shards are gathered for a checkpoint: by the strategy, or because nodes have separate folders."""
@@ -193,10 +193,12 @@ class TorchSaving(TorchResuming):
         tensors = keep(self._gathered_tensors(state, leads=leads))
         if not leads:
             return []
-        if self.args.checkpoint_format == "transformers":
+        is_native = self.args.checkpoint_format == "native"
+        if not is_native and not is_adapter(module):
             return [export_writer(module, tensors), self._save_companions]
-        write = native_writer(module, tensors, needed=self._needed_weights(module), tell=self.notices.warn_once)
-        return [write, self._save_companions]
+        writer = native_writer if is_native else adapter_writer
+        needed = self._needed_weights(module) if is_adapter(module) else set(tensors)
+        return [writer(module, tensors, needed=needed, tell=self.notices.warn_once), self._save_companions]
 
     def _needed_weights(self, module: Any) -> set[str]:
         """Names a checkpoint must hold even if the other weights are saved elsewhere, as with adapters."""

@@ -37,6 +37,25 @@ def export_writer(model: nn.Module, tensors: Mapping[str, Tensor]) -> Write:
     return lambda folder: _save_pretrained(written, folder, tensors)
 
 
+def adapter_writer(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, needed: set[str], tell: Callable[[str], None]
+) -> Write:
+    """Like `export_writer`, for adapters: reports needed tensors that are not in the files."""
+    tensors = _in_host_memory(tensors)
+
+    def write(folder: Path) -> None:
+        places = _export_with_places(model, folder, tensors, needed & set(tensors))
+        lost = sorted((needed & set(tensors)) - set(places))
+        if lost:
+            tell(
+                f"checkpoint_format='transformers' saves the adapters of {type(model).__name__} only, without "
+                f"{len(lost)} other tensors that training has changed ({lost[0]}); a resumed run begins with those of "
+                "the model it is given. Use checkpoint_format='native' to resume exactly"
+            )
+
+    return write
+
+
 def _in_host_memory(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return host_copy(tensors) if any(tensor.device.type != "cpu" for tensor in tensors.values()) else tensors
 
@@ -107,14 +126,7 @@ def _write_hf_format(
     model: Any, folder: Path, tensors: Mapping[str, Tensor], needed: set[str], tell: Callable[[str], None]
 ) -> None:
     """Call an unknown `save_pretrained`; needed tensors that its files lack bit by bit are written beside them."""
-    before = set(folder.rglob("*.safetensors"))
-    _save_pretrained(model, folder, tensors)
-    found = {
-        _digest(tensor): (file.relative_to(folder).as_posix(), key)
-        for file in sorted(set(folder.rglob("*.safetensors")) - before)
-        for key, tensor in read_tensors(file).items()
-    }
-    places = {name: place for name in sorted(needed) if (place := found.get(_digest(tensors[name]))) is not None}
+    places = _export_with_places(model, folder, tensors, needed)
     rest = {name: tensor for name, tensor in tensors.items() if name in needed and name not in places}
     if rest:
         aliases = write_tensors(folder / MODULE, rest, keep_aliases=False)
@@ -125,6 +137,20 @@ def _write_hf_format(
             f"({next(iter(rest))}); checkpoints also store them, {size:,.1f} MB in {MODULE}"
         )
     _write_places(folder, MODULE if rest else None, places, complete=not is_adapter(model))
+
+
+def _export_with_places(
+    model: Any, folder: Path, tensors: Mapping[str, Tensor], needed: set[str]
+) -> dict[str, tuple[str, str]]:
+    """Call `save_pretrained`; returns file and key of those needed tensors that its files hold bit by bit."""
+    before = set(folder.rglob("*.safetensors"))
+    _save_pretrained(model, folder, tensors)
+    found = {
+        _digest(tensor): (file.relative_to(folder).as_posix(), key)
+        for file in sorted(set(folder.rglob("*.safetensors")) - before)
+        for key, tensor in read_tensors(file).items()
+    }
+    return {name: place for name in sorted(needed) if (place := found.get(_digest(tensors[name]))) is not None}
 
 
 def _digest(tensor: Tensor) -> tuple[Any, ...]:

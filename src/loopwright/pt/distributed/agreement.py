@@ -20,7 +20,8 @@ from ..checkpoint.tensors import plain_module
 from ..data.columns import without_wrappers
 from ..data.loaders import has_length
 from ..part import TorchPart
-from .replicas import copied_tensors, has_values, hashes, is_plain, take_from_first
+from ..tensor_hashes import hashes, is_plain
+from .replicas import copied_tensors, has_values, take_from_first
 
 PLACE = re.compile(r"0x[0-9a-f]+|\b(cuda|xpu|npu|mlu|musa|xla):\d+")
 """Addresses and device numbers, which differ between processes."""

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a copy: comparing them by hashes, and taking those of rank 0."""
+"""Tensors of which each rank has a copy: which ones there are, and taking those of rank 0."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from torch import Tensor, nn
 
 from ..checkpoint.shards import is_distributed
 from ..devices import is_lazy
+from ..tensor_hashes import hashes, is_plain
 from .process_group import Host
-
-WORD = 4
-"""Bytes of a word. Its sums have 64 bits, so that no bit of it is lost."""
-ROW = 1024
-"""Words per row: sums over rows and over columns make a hash depend on the order of values."""
-CHUNK = ROW << 12
-"""Words that are converted at a time, so that memory does not depend on the size of a tensor."""
-PRIME = 0x100000001B3
 
 
 def copied_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -42,49 +35,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a checkpoint holds and of which each rank has a copy."""
     names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: each for name, each in copied_tensors(module).items() if name in names}
-
-
-def is_plain(tensor: object) -> bool:
-    """Whether the tensor is dense, has values and is not a shard."""
-    if not isinstance(tensor, Tensor) or is_distributed(tensor) or tensor.is_meta:
-        return False
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not hasattr(tensor, "ds_id")
-
-
-def hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A 64-bit hash of the bits of each tensor; the device is waited for once."""
-    found = [_hash(tensor.detach()) for tensor in tensors.values()]
-    by_device: dict[torch.device, list[int]] = {}
-    for index, each in enumerate(found):
-        by_device.setdefault(each.device, []).append(index)
-    numbers = [0] * len(found)
-    for indices in by_device.values():
-        values = torch.stack([found[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            numbers[index] = value
-    return {name: f"{number & (2**64 - 1):016x}" for name, number in zip(tensors, numbers, strict=True)}
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    """Sums of the bits as integers, which are exact in any order: weighted by column, and by row."""
-    if is_lazy(tensor.device):
-        tensor = tensor.cpu()
-    content = tensor.contiguous().reshape(-1).view(torch.uint8)
-    if content.storage_offset() % WORD:
-        content = content.clone()
-    whole = content.numel() // WORD * WORD
-    total = _weighted(content[whole:].long(), 7)
-    words = content[:whole].view(torch.int32)
-    full = words.numel() // ROW * ROW
-    for number, part in enumerate(words[:full].split(CHUNK)):
-        table = part.long().view(-1, ROW)
-        total = total * PRIME + _weighted(table.sum(0), 2 * number + 3) + _weighted(table.sum(1), PRIME)
-    return total * PRIME + _weighted(words[full:].long(), 5)
-
-
-def _weighted(values: Tensor, factor: int) -> Tensor:
-    places = torch.arange(values.numel(), dtype=torch.int64, device=values.device)
-    return (values * ((2 * places + 1) * factor)).sum()
 
 
 def take_from_first(module: nn.Module, host: Host, device: torch.device) -> None:
@@ -112,17 +62,16 @@ def buffers_of_first(buffers: Mapping[str, Tensor], host: Host, device: torch.de
     of_ranks = host.gather({name: (tuple(t.shape), str(t.dtype), values[name]) for name, t in buffers.items()})
     first = of_ranks[0]
     alike = [name for name in first if all(row.get(name, ())[:2] == first[name][:2] for row in of_ranks)]
-    own: dict[str, tuple[Tensor, int]] = {}
+    own: dict[str, Tensor] = {}
     with torch.no_grad():
         for name in (each for each in alike if any(row[each] != first[each] for row in of_ranks)):
-            kept = buffers[name].detach().clone()
+            own[name] = buffers[name].detach().clone()
             _receive(buffers[name], host, device)
-            own[name] = (kept, buffers[name]._version)
     try:
         yield
     finally:
         if host.rank:
+            now = hashes({name: buffers[name] for name in own})  # version counters do not count every write
             with torch.no_grad():
-                for name, (kept, version) in own.items():
-                    if buffers[name]._version == version:
-                        buffers[name].copy_(kept)
+                for name in (each for each in own if now[each] == first[each][2]):
+                    buffers[name].copy_(own[name])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopwright.pt.distributed.replicas import CHUNK, hashes
+from loopwright.pt.tensor_hashes import CHUNK, hashes
 
 
 def hash_of(tensor: Tensor) -> str:
@@ -34,9 +34,25 @@ def test_a_change_changes_the_hash(change: str) -> None:
 
 
 def test_chunks_have_an_order() -> None:
-    first = torch.zeros(2 * CHUNK)
-    first[0] = 1.0
+    first = torch.zeros(2 * CHUNK, dtype=torch.int64)
+    first[0] = 1
     assert len({hash_of(first), hash_of(first.roll(CHUNK)), hash_of(first.roll(1))}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64, torch.bool])
+@pytest.mark.parametrize("size", [8, 12, 2049])
+def test_no_pattern_of_small_changes_cancels_out(dtype: torch.dtype, size: int) -> None:
+    """Masks and counters: sums of values, of places, and of their products are the same for several of these."""
+    rows = [(1, 0, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 1, 0, 1), (3, 0, 0, 0), (0, 1, 0, 0), (5, 0, 0, 0),
+            (0, 0, 1, 0)]  # fmt: skip
+    tables = []
+    for row in rows[: 4 if dtype == torch.bool else None]:
+        for start in (0, 1, 4):
+            table = torch.zeros(size)
+            table[start : start + 4] = torch.tensor(row, dtype=torch.float32)
+            tables.append(table.to(dtype))
+    different = {tuple(each.tolist()) for each in tables}
+    assert len({hash_of(each) for each in tables}) == len(different)
 
 
 def test_layout_and_alignment_do_not_matter() -> None:
