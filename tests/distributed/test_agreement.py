@@ -69,9 +69,9 @@ def test_an_evaluation_is_that_of_the_saved_model(pool: Pool, tmp_path: Path, la
 
 KILLED = [("fsdp", 1), pytest.param("fsdp", 2, marks=pytest.mark.grid), pytest.param("fsdp", 3, marks=pytest.mark.grid),
           ("ddp", 1), ("ddp-apart", 2), pytest.param("ddp", 3, marks=pytest.mark.grid), ("fsdp-unevaluated", 1),
-          ("ddp-unevaluated", 1)]  # fmt: skip
+          ("ddp-apart-unevaluated", 1)]  # fmt: skip
 LAYOUTS["ddp-apart"] = {"ddp_broadcast_buffers": False}
-LAYOUTS.update({f"{name}-unevaluated": {**LAYOUTS[name], "eval_strategy": "no"} for name in ("fsdp", "ddp")})
+LAYOUTS.update({f"{name}-unevaluated": {**LAYOUTS[name], "eval_strategy": "no"} for name in ("fsdp", "ddp-apart")})
 """Without evaluations nothing but the batch norm itself writes to its statistics."""
 
 

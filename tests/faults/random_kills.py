@@ -68,6 +68,9 @@ VARIANTS = {
         {**LAUNCHED, "checkpoint_format": "transformers"}, processes=2, seconds=1.0, share=1
     ),
     "two processes, stream with a state": Variant({**LAUNCHED, "data": "stateful"}, processes=2, seconds=1.0, share=1),
+    "two processes with BatchNorm": Variant(
+        {**LAUNCHED, "normed": True, "ddp_broadcast_buffers": False}, processes=2, seconds=1.0, share=1
+    ),
     "FSDP2": Variant({**LAUNCHED, "fsdp": True}, processes=2, seconds=1.0, share=1),
     "FSDP2 with BatchNorm": Variant({**LAUNCHED, "fsdp": True, "normed": True}, processes=2, seconds=1.0, share=1),
 }
