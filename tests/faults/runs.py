@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import pty
 import random
 import signal
 import tempfile
+import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -392,6 +395,45 @@ def signalled(
         Boundaries(folder, At(".partial", 6, sender.send)).install()
     if earlier:
         signal.signal(number, lambda *given: trainer.trace.write("earlier handler"))
+    finish(trainer, "auto")
+
+
+class Unread(TrainerCallback):
+    """Closes the other end of this run's output in its third step, and sends its processes a signal, if any."""
+
+    def __init__(self, output: str, number: int) -> None:
+        self.number = number
+        self.reader, writer = pty.openpty() if output == "terminal" else os.pipe()
+        os.set_blocking(self.reader, False)
+        if output == "terminal":
+            fcntl.ioctl(writer, termios.TIOCSCTTY, 0)
+        for descriptor in (0, 1, 2):
+            os.dup2(writer, descriptor)
+        os.close(writer)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 2:
+            return
+        with suppress(BlockingIOError):
+            while os.read(self.reader, 1 << 16):
+                pass
+        if state.global_step == 2:
+            os.close(self.reader)
+            if self.number:
+                os.killpg(os.getpgrp(), self.number)  # like a terminal: its loader workers too
+
+
+def unread(folder: str, *, output: str, number: int = 0, ignored: bool = False, **options: Any) -> None:
+    """A run in a session of its own whose terminal is closed, or whose pipe loses its reader."""
+    pid = os.fork()
+    if pid:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        raise SystemExit(status if status >= 0 else 128 - status)
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    unread = Unread(output, number)
+    trainer = make(folder, **options)
+    trainer.add_callback(unread)
     finish(trainer, "auto")
 
 

@@ -46,12 +46,12 @@ def signalled(forks: Any, folder: Path, place: str, number: int, **more: Any) ->
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_saves_once_exits_with_75_and_nothing_changes(
     number: int, place: str, forks: Any, reference: Any, tmp_path: Path
 ) -> None:
-    if number == signal.SIGUSR1 and place not in ("training step", "between micro-batches", "evaluation", "save"):
-        pytest.skip("both signals take the same way; four places are enough for the second")
+    if number != signal.SIGTERM and place not in ("training step", "between micro-batches", "evaluation", "save"):
+        pytest.skip("these signals take the same way; four places are enough for the others")
     folder, options = tmp_path / "run", {**EVERY, **PLACES[place][2]}
     assert signalled(forks, folder, place, number) == SAVED, said(folder)
     assert f"stopped by {signal.Signals(number).name} after saving step" in said(folder)
@@ -180,6 +180,30 @@ def test_the_exit_code_of_a_script(name: str, codes: tuple[int, ...], tmp_path: 
     )  # fmt: skip
     assert ended.returncode in codes, ended.stderr.decode()[-2000:]
     assert newest_intact(tmp_path / "run") == 3
+
+
+# ---- output that nobody reads ---------------------------------------------------------------------------------------
+
+LOST: dict[str, tuple[dict[str, Any], int]] = {
+    "closed terminal": ({"output": "terminal"}, SAVED),
+    "closed terminal, plain lines": ({"output": "terminal", "disable_tqdm": True}, SAVED),
+    "SIGHUP to loader workers too": ({"output": "pipe", "workers": 2, "number": int(signal.SIGHUP)}, SAVED),
+    "closed terminal, ignored by nohup": ({"output": "terminal", "ignored": True}, 0),
+    "pipe, SIGTERM": ({"output": "pipe", "number": int(signal.SIGTERM)}, SAVED),
+    "pipe, Ctrl-C": ({"output": "pipe", "number": int(signal.SIGINT), "save_on_interrupt": True}, 130),
+    "pipe": ({"output": "pipe"}, 0),
+    "pipe, plain lines": ({"output": "pipe", "disable_tqdm": True}, 0),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_output_that_nobody_reads_any_more_costs_nothing(case: str, forks: Any, reference: Any, tmp_path: Path) -> None:
+    """`python train.py | tee log`: Ctrl-C ends tee first, and each line printed after that is an error."""
+    folder, (options, status) = tmp_path / "run", LOST[case]
+    assert forks.run("unread", folder, **{"disable_tqdm": False, **options}) == status, said(folder)
+    assert newest_intact(folder) == (3 if status else 10)
+    assert forks.run("train", folder, workers=options.get("workers", 0)) == 0 if status else True
+    assert differences(folder, reference(workers=options.get("workers", 0))) == []
 
 
 # ---- other reasons to save or stop ----------------------------------------------------------------------------------

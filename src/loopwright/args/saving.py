@@ -36,7 +36,7 @@ class SavingArgs(Group):
         "native", "Checkpoint file format: native or transformers.", choices=("native", "transformers")
     )
     async_save: bool = arg(True, "Write checkpoints in the background while training continues.")
-    enable_jit_checkpoint: bool = arg(True, "On SIGTERM or SIGUSR1 save a checkpoint, then stop.")
+    enable_jit_checkpoint: bool = arg(True, "On SIGTERM, SIGUSR1 or SIGHUP save a checkpoint, then stop.")
     load_best_model_at_end: bool = arg(False, "Load the weights of the best evaluation at the end of training.")
     metric_for_best_model: str | None = arg(None, "The metric that selects the best model; defaults to the loss.")
     greater_is_better: bool | None = arg(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
+from ..core.lost_output import lost_output_discarded
 from .text import shown
 
 if TYPE_CHECKING:
@@ -18,4 +19,5 @@ class PrinterCallback(TrainerCallback):
         self, args: BaseArguments, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs is not None:
-            print(shown(logs), flush=True)
+            with lost_output_discarded():
+                print(shown(logs), flush=True)

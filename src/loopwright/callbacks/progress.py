@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ..core.events import TrainerCallback
+from ..core.lost_output import discard_lost_output, lost_output_discarded
 from .pace import Pace, evaluation_pace
 from .text import log_line, short, work_line
 
@@ -26,6 +27,13 @@ QUIET_SECONDS = 60.0
 BAR_WIDTH = 24
 TEXT_WIDTH = 70
 """Columns reserved for text; the bar gets the rest of a narrow terminal."""
+
+
+class Display(Console):
+    """A console of rich that does not end the process if the reader of its pipe has ended."""
+
+    def on_broken_pipe(self) -> None:
+        discard_lost_output()
 
 
 class ProgressCallback(TrainerCallback):
@@ -156,13 +164,14 @@ class ProgressCallback(TrainerCallback):
     def _print(self, line: str) -> None:
         self._printed = self._clock()
         # soft_wrap: a log is one line in a file, of any length.
-        self._output.print(Text(line), soft_wrap=True)
+        with lost_output_discarded():
+            self._output.print(Text(line), soft_wrap=True)
 
     @property
     def _output(self) -> Console:
         # Looked up late: sys.stdout may have been replaced since the trainer was created.
         if self._console is None:
-            self._console = Console()
+            self._console = Display()
         return self._console
 
     def _open(self) -> None:
@@ -173,12 +182,13 @@ class ProgressCallback(TrainerCallback):
             ProgressCallback._drawing._close()
         live = Live(console=self._output, auto_refresh=False, get_renderable=self._lines)
         try:
-            live.start()
+            with lost_output_discarded():
+                live.start()
+                # Show the cursor at once, so that a crash does not leave the terminal without one.
+                self._output.show_cursor(True)
         except LiveError:
             # Another live display uses the terminal: print plain lines.
             return
-        # Show the cursor at once, so that a crash does not leave the terminal without one.
-        self._output.show_cursor(True)
         self._live, self._due = live, -math.inf
         ProgressCallback._drawing = self
         atexit.register(self._close)
@@ -190,20 +200,23 @@ class ProgressCallback(TrainerCallback):
         live, self._live = self._live, None
         ProgressCallback._drawing = None
         atexit.unregister(self._close)
-        live.stop()
+        with lost_output_discarded():
+            live.stop()
 
     def _show(self, now: float, pace: Pace, word: str = "step") -> None:
         """Draw the display, or print the position if nothing was printed for a while."""
-        self._due = now + REFRESH_SECONDS
         if self._live is not None:
-            self._live.refresh()
-        elif now - self._printed >= QUIET_SECONDS:
+            self._draw(now)
+            return
+        self._due = now + REFRESH_SECONDS
+        if now - self._printed >= QUIET_SECONDS:
             self._print(f"{word} {pace.position()}  ({pace.speed()})")
 
     def _draw(self, now: float) -> None:
         if self._live is not None:
             self._due = now + REFRESH_SECONDS
-            self._live.refresh()
+            with lost_output_discarded():
+                self._live.refresh()
 
     def _lines(self) -> Text:
         lines, width = [], min(max(self._output.width - TEXT_WIDTH, 0), BAR_WIDTH)

@@ -1,7 +1,8 @@
 """Signal handling: signals set a flag, and the loop reads it.
 
-SIGTERM and SIGUSR1 make the run save its last finished update and exit with code 75. The first Ctrl-C lets the update
-finish and then raises KeyboardInterrupt as usual. A second signal goes to the previous handlers at once.
+SIGTERM, SIGUSR1 and SIGHUP (the terminal was closed) make the run save its last finished update and exit with code 75.
+The first Ctrl-C lets the update finish and then raises KeyboardInterrupt as usual. A second signal goes to the previous
+handlers at once.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from types import FrameType
 from typing import Any
 
 from ..notices import logger
+from .lost_output import discard_lost_output
 
 STOPPED_AFTER_SAVING = 75
 """Exit code of a run that was stopped by a signal and can be resumed."""
 
-SAVING = ("SIGTERM", "SIGUSR1")
+SAVING = ("SIGTERM", "SIGUSR1", "SIGHUP")
 WATCHED = tuple(
-    getattr(signal, name) for name in (*SAVING, "SIGINT") if hasattr(signal, name)  # SIGUSR1: not on Windows
+    getattr(signal, name) for name in (*SAVING, "SIGINT") if hasattr(signal, name)  # Windows has two of them
 )
 
 
@@ -40,7 +42,7 @@ def outlive_signals(worker: int) -> None:
     A launcher or scheduler signals whole process groups. The main process ends its workers when it exits; a worker that
     received SIGTERM and is still alive after a minute ends itself. One that its own loader ends exits at once.
     """
-    for name in ("SIGINT", "SIGUSR1"):
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     if hasattr(signal, "alarm"):
@@ -91,8 +93,8 @@ class SignalWatch:
         self.received, self.noted, self.chained = None, None, lambda: None
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
-            self._earlier = {number: signal.getsignal(number) for number in WATCHED}
-            for number in WATCHED:
+            self._earlier = {number: signal.getsignal(number) for number in WATCHED if not survives_terminal(number)}
+            for number in list(self._earlier):
                 signal.signal(number, self._note)
             if self.noted is not None and not _is_launched():  # received between two of them
                 self._restore()
@@ -119,6 +121,7 @@ class SignalWatch:
         if self.noted is not None:
             self._note_again(number)
             return
+        discard_lost_output()  # the signal may be that of a closed terminal
         earlier = self._earlier.get(number)
         self.noted = signal.Signals(number).name
         if not self.shared:
@@ -141,6 +144,11 @@ class SignalWatch:
             return
         self._restore()
         os.kill(os.getpid(), number)
+
+
+def survives_terminal(number: int) -> bool:
+    """Whether the signal is that of a closed terminal, and `nohup` makes this process ignore it."""
+    return number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN
 
 
 def _is_launched() -> bool:

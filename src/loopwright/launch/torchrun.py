@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..core.signals import survives_terminal
 from ..errors import ArgumentsError
 from . import network
 from .machine import Machine
@@ -13,6 +15,7 @@ from .network import HOME
 from .request import LaunchRequest
 
 LOGS = "loopwright-logs"
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 SHUTDOWN = 300
 """Seconds for workers to save after a signal; torchrun's default of 30 is too short for large models."""
 
@@ -74,7 +77,8 @@ def words(request: LaunchRequest, machine: Machine, way: Way, *, knows: frozense
     if "shutdown_timeout" in knows:
         defaults["shutdown_timeout"] = str(SHUTDOWN)
     if "signals_to_handle" in knows:
-        defaults["signals_to_handle"] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+        handled = [name for name in HANDLED if not survives_terminal(signal.Signals[name])]
+        defaults["signals_to_handle"] = ",".join(handled)
     added = [f"--{name.replace('_', '-')}={value}" for name, value in defaults.items() if name not in request.given]
     return [*added, *_passed(request, way), *request.script]
 

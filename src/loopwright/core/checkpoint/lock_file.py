@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -136,23 +136,14 @@ class LockFile:
             found.close()
 
     def create(self, claim: Claim) -> bool:
-        with _temporary(self.path) as temporary:
-            descriptor = _write(temporary, claim)
-            try:
-                os.link(temporary, self.path)
-            except FileExistsError:
-                _close(descriptor)
-                return False
-            except FileNotFoundError:  # another run has removed the temporary file, or the folder
-                _close(descriptor)
-                if not self.path.parent.is_dir():
-                    raise
-                return False
-            except OSError:  # a file system without links
-                _close(descriptor)
-                return self._create_in_place(claim)
-        self._keep(descriptor)
-        return True
+        error = self._put(claim, os.link)
+        if error is None:
+            return True
+        if isinstance(error, FileNotFoundError) and not self.path.parent.is_dir():
+            raise error
+        if isinstance(error, (FileExistsError, FileNotFoundError)):  # another run has it, or removed the temporary file
+            return False
+        return self._create_in_place(claim)  # a file system without links
 
     def _create_in_place(self, claim: Claim) -> bool:
         try:
@@ -162,14 +153,21 @@ class LockFile:
         return True
 
     def replace(self, claim: Claim) -> None:
+        error = self._put(claim, os.replace)
+        if error is not None:
+            raise error
+
+    def _put(self, claim: Claim, place: Callable[[Path, Path], None]) -> OSError | None:
+        """Write the claim to a temporary file and give it its place; returns the error if that fails."""
         with _temporary(self.path) as temporary:
             descriptor = _write(temporary, claim)
             try:
-                os.replace(temporary, self.path)
-            except OSError:
+                place(temporary, self.path)
+            except OSError as error:
                 _close(descriptor)
-                raise
+                return error
         self._keep(descriptor)
+        return None
 
     def read(self) -> Claim | None:
         try:
