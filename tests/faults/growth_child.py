@@ -1,7 +1,7 @@
 """A long run of a tiny model that measures itself: `python -m tests.faults.growth_child FOLDER KIND UPDATES`.
 
-Prints one line of JSON for each measurement: the step, memory in MB, seconds a save takes in the main thread, and the
-number of files in the output folder.
+Prints one line of JSON for each measurement: the step, memory in MB, what a save does in the main thread (calls of
+functions, and characters of JSON), and the number of files in the output folder.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 from loopwright import TrainerCallback
 
@@ -31,26 +31,45 @@ class Measured(TrainerCallback):
     """Measures at the given steps, after a save."""
 
     def __init__(self, folder: str, steps: list[int]) -> None:
-        self.folder, self.steps, self.saves = Path(folder), steps, list[float]()
+        self.folder, self.steps, self.saves = Path(folder), steps, list[Work]()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in self.steps:
             files = sum(path.is_file() for path in self.folder.rglob("*") if ".partial-" not in str(path))
-            row = {"step": state.global_step, "rss": memory(), "save": sorted(self.saves)[len(self.saves) // 2],
+            middle = sorted(self.saves)[len(self.saves) // 2]  # the first save after a log of another kind does more
+            row = {"step": state.global_step, "rss": memory(), "calls": middle.calls, "characters": middle.characters,
                    "files": files, "size": (self.folder / "metrics.jsonl").stat().st_size}  # fmt: skip
             self.saves.clear()
             print(json.dumps(row), flush=True)
 
 
-def timed(save: Callable[..., Any], saves: list[float]) -> Callable[..., Any]:
-    def timing(*args: Any, **kwargs: Any) -> None:
+class Work(NamedTuple):
+    """What a save has done in this thread: counted, since times depend on the machine."""
+
+    calls: int
+    characters: int
+
+
+def counted(save: Callable[..., Any], saves: list[Work]) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> None:
         trainer = save.__self__  # type: ignore[attr-defined]
         trainer._loopwright.run.checkpoints.wait()
-        started = time.perf_counter()
-        save(*args, **kwargs)
-        saves.append(time.perf_counter() - started)
+        calls = characters = 0
 
-    return timing
+        def count(frame: FrameType, event: str, value: Any) -> None:
+            nonlocal calls, characters
+            calls += event in ("call", "c_call")
+            if event == "return" and frame.f_code is json.dumps.__code__ and isinstance(value, str):
+                characters += len(value)
+
+        sys.setprofile(count)
+        try:
+            save(*args, **kwargs)
+        finally:
+            sys.setprofile(None)
+        saves.append(Work(calls, characters))
+
+    return counting
 
 
 def numpy_trainer(folder: str, updates: int, callback: Any) -> Any:
@@ -91,7 +110,7 @@ def torch_trainer(folder: str, updates: int, callback: Any) -> Any:
 def main(folder: str, kind: str, updates: int) -> None:
     callback = Measured(folder, [updates // 100, updates // 10, updates])
     trainer = {"numpy": numpy_trainer, "torch": torch_trainer}[kind](folder, updates, callback)
-    trainer._save_checkpoint = timed(trainer._save_checkpoint, callback.saves)
+    trainer._save_checkpoint = counted(trainer._save_checkpoint, callback.saves)
     trainer.train()
 
 
