@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loopwright.core.checkpoint.folder import MANIFEST
 from loopwright.core.checkpoint.manifest import describe, read_manifest
+from loopwright.errors import CheckpointError
 
 WHOLE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
@@ -90,3 +94,46 @@ def cases(folder: Path, name: str) -> Iterator[tuple[str, bytes]]:
             new = changed(document, path, value)
             if new is not None:
                 yield f"{name}: {'.'.join(map(str, path))} {way}", new
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run with one checkpoint, and what it became; to be resumed after a document was changed."""
+
+    folder: Path
+    checkpoint: str
+    expected: Any
+    make: Callable[[Path], Any]
+    computed: Callable[[Any], Any]
+    free: re.Pattern[str]
+    """Cases whose values are as good as those that were saved, or that are shown only: no shape distinguishes them."""
+
+    def cases(self) -> list[tuple[str, str, bytes]]:
+        """All ways to tamper with the documents of the checkpoint: document, name of the case, content."""
+        folder = self.folder / self.checkpoint
+        names = [path.name for path in sorted(folder.glob("*.json")) if path.name != MANIFEST]
+        return [(name, *case) for name in names for case in cases(folder, name)]
+
+    def wrong(self, place: Path, caplog: Any, *, first: int = 0, step: int = 1) -> dict[str, str]:
+        """What is wrong with some of the cases: neither an error that names the document, nor the same run."""
+        found = {}
+        for name, case, content in self.cases()[first::step]:
+            problem = self._problem(place, caplog, name, content)
+            if problem is not None and (" silently" not in problem or not self.free.search(case)):
+                found[case] = problem
+        return found
+
+    def _problem(self, place: Path, caplog: Any, name: str, content: bytes) -> str | None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.folder, place)
+        tampered(place / self.checkpoint, name, content)
+        caplog.clear()
+        trainer = self.make(place)
+        try:
+            trainer.train(resume_from_checkpoint=str(place / self.checkpoint))
+        except CheckpointError as error:
+            return None if name in str(error) else f"the error does not name the file: {error}"
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        same = json.dumps(self.computed(trainer), sort_keys=True) == json.dumps(self.expected, sort_keys=True)
+        return None if same or self.checkpoint in caplog.text else "trained on silently, with other numbers"

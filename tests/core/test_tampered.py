@@ -15,19 +15,18 @@ from typing import Any
 
 import pytest
 from core.numpy_runs import outcome, samples, trainer_of
-from core.tampering import cases, sign, tampered
+from core.tampering import SavedRun, sign, tampered
 
 from loopwright.core.checkpoint import reading
 from loopwright.core.checkpoint.folder import STATE
 from loopwright.errors import CheckpointError
 
-DOCUMENTS = ("arguments.json", "optimizer.json", "progress.json", "rng.json", "scheduler.json", "trainer_state.json")
 FREE = re.compile(
     r"arguments\.json|log_history\.|stateful_callbacks|best_metric|best_model_checkpoint null|total_flos|"
     r"(meter|recent).* (negative|fraction|a list)|meter.(bad|first_bad|nonfinite)|momentum (true|fraction)|"
     r"(learning_rate|base) fraction|best_global_step null"
 )
-"""Values that are as good as those that were saved, or that are shown only: no shape can distinguish them."""
+"""See `SavedRun.free`."""
 
 
 def make(folder: Path, **options: Any) -> Any:
@@ -55,46 +54,23 @@ def computed(trainer: Any) -> dict[str, Any]:
     return {**{name: found[name] for name in ("weights", "velocity", "learning_rate", "random")}, "rows": rows}
 
 
-def verdict(saved: Any, place: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture) -> str | None:
-    """What is wrong with a run that resumes from a tampered checkpoint, or None."""
-    folder, expected = saved
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(folder, place)
-    tampered(place / "checkpoint-4", name, content)
-    caplog.clear()
-    trainer = make(place)
-    try:
-        trainer.train(resume_from_checkpoint=str(place / "checkpoint-4"))
-    except CheckpointError as error:
-        return None if name in str(error) else f"the error does not name the file: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    same = json.dumps(computed(trainer), sort_keys=True) == json.dumps(expected, sort_keys=True)
-    return None if same or "checkpoint-4" in caplog.text else "trained on silently, with other numbers"
-
-
-def wrong(saved: Any, tmp_path: Path, caplog: Any, step: int = 1, first: int = 0) -> dict[str, str]:
-    found = {}
-    for name in DOCUMENTS:
-        for label, content in list(cases(saved[0] / "checkpoint-4", name))[first::step]:
-            problem = verdict(saved, tmp_path / "run", name, content, caplog)
-            if problem is not None and (" silently" not in problem or not FREE.search(label)):
-                found[label] = problem
-    return found
+@pytest.fixture(scope="module")
+def run(saved: Any) -> SavedRun:
+    return SavedRun(saved[0], "checkpoint-4", saved[1], make, computed, FREE)
 
 
 def test_some_changes_of_documents_are_named_or_do_no_harm(
-    saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert wrong(saved, tmp_path, caplog, step=60, first=5) == {}
+    assert run.wrong(tmp_path / "run", caplog, first=5, step=60) == {}
 
 
 @pytest.mark.grid
 @pytest.mark.slow
 def test_every_change_of_documents_is_named_or_does_no_harm(
-    saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert wrong(saved, tmp_path, caplog) == {}
+    assert run.wrong(tmp_path / "run", caplog) == {}
 
 
 # ---- files that are something else -----------------------------------------------------------------------------------

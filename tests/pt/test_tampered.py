@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from safetensors.torch import save_file
 from loopwright import CheckpointError, EarlyStoppingCallback, Trainer, TrainingArguments
 from loopwright.core.checkpoint.manifest import describe, file_entry, read_manifest
 from loopwright.pt.checkpoint.shards import INDEX, BoxReader
-from tests.core.tampering import cases, tampered
+from tests.core.tampering import SavedRun
 
 FREE = re.compile(
     r"arguments\.json|log_history\.|stateful_callbacks|best_|total_flos|meter|recent|scheduled_updates|"
     r"options\.|parts\.(speed|loss)|(_last_lr|base_lrs)\S* (fraction|true|a list)|samples_seen|resized"
 )
-"""Values that are as good as those that were saved, or that are shown only: no shape can distinguish them."""
+"""See `SavedRun.free`."""
 
 
 class Model(torch.nn.Module):
@@ -58,58 +59,29 @@ def computed(trainer: Trainer) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=["native", "transformers"])
-def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
+def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
     """A run with a checkpoint of step 2, and what it became."""
     folder = tmp_path_factory.mktemp(request.param)
-    whole = make(folder, checkpoint_format=request.param)
+    again = partial(make, checkpoint_format=request.param)
+    whole = again(folder)
     whole.train()
     for step in (4, 5):
         shutil.rmtree(folder / f"checkpoint-{step}")
-    return request.param, folder, computed(whole)
-
-
-def verdict(saved: Any, place: Path, name: str, content: bytes, caplog: pytest.LogCaptureFixture) -> str | None:
-    """What is wrong with a run that resumes from a tampered checkpoint, or None."""
-    kind, folder, expected = saved
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(folder, place)
-    tampered(place / "checkpoint-2", name, content)
-    caplog.clear()
-    trainer = make(place, checkpoint_format=kind)
-    try:
-        trainer.train(resume_from_checkpoint=str(place / "checkpoint-2"))
-    except CheckpointError as error:
-        return None if name in str(error) else f"the error does not name the file: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    same = json.dumps(computed(trainer), sort_keys=True) == json.dumps(expected, sort_keys=True)
-    return None if same or "checkpoint-2" in caplog.text else "trained on silently, with other numbers"
-
-
-def wrong(saved: Any, tmp_path: Path, caplog: Any, step: int = 1, first: int = 0) -> dict[str, str]:
-    found = {}
-    folder = saved[1] / "checkpoint-2"
-    names = [path.name for path in sorted(folder.glob("*.json")) if path.name != "manifest.json"]
-    all_cases = [(name, *case) for name in names for case in cases(folder, name)]
-    for name, label, content in all_cases[first::step]:
-        problem = verdict(saved, tmp_path / "run", name, content, caplog)
-        if problem is not None and (" silently" not in problem or not FREE.search(label)):
-            found[label] = problem
-    return found
+    return SavedRun(folder, "checkpoint-2", computed(whole), again, computed, FREE)
 
 
 def test_some_changes_of_documents_are_named_or_do_no_harm(
-    saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert wrong(saved, tmp_path, caplog, step=97, first=11) == {}
+    assert saved.wrong(tmp_path / "run", caplog, first=11, step=97) == {}
 
 
 @pytest.mark.grid
 @pytest.mark.slow
 def test_every_change_of_documents_is_named_or_does_no_harm(
-    saved: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert wrong(saved, tmp_path, caplog) == {}
+    assert saved.wrong(tmp_path / "run", caplog) == {}
 
 
 # ---- files that name others ------------------------------------------------------------------------------------------
@@ -180,12 +152,12 @@ def test_boxes_that_do_not_fit_are_refused(box: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("size", [1 << 62, 99_999_999])
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_a_header_of_absurd_size_is_refused(saved: Any, tmp_path: Path, name: str, size: int) -> None:
-    original = saved[1] / "checkpoint-2" / name
+def test_a_header_of_absurd_size_is_refused(saved: SavedRun, tmp_path: Path, name: str, size: int) -> None:
+    original = saved.folder / "checkpoint-2" / name
     if not original.is_file():
         pytest.skip("not a file of this format")
     folder = tmp_path / "run/checkpoint-2"
-    shutil.copytree(saved[1], folder.parent)
+    shutil.copytree(saved.folder, folder.parent)
     (folder / name).write_bytes(size.to_bytes(8, "little") + original.read_bytes()[8:])
     with pytest.raises(CheckpointError, match=name):
         describe(folder, 2, format="native")
@@ -194,4 +166,4 @@ def test_a_header_of_absurd_size_is_refused(saved: Any, tmp_path: Path, name: st
     manifest.files[name] = file_entry(folder / name)
     manifest.write(folder)
     with pytest.raises(CheckpointError, match=name):
-        make(folder.parent, checkpoint_format=saved[0]).train(resume_from_checkpoint=str(folder))
+        saved.make(folder.parent).train(resume_from_checkpoint=str(folder))

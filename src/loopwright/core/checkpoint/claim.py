@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+LARGEST_PID = 2**31 - 1
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -67,10 +68,11 @@ def decoded(content: bytes) -> Claim | None:
     """The claim in a file's content, or None if it is not one: the file may be incomplete after a power failure."""
     try:
         claim = Claim(**json.loads(content))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    texts = (claim.token, claim.host, claim.since)
-    return claim if type(claim.pid) is int and all(type(each) is str for each in texts) else None
+    texts, more = (claim.token, claim.host, claim.since), (claim.boot, claim.space, claim.born, claim.run)
+    is_valid = all(type(each) is str for each in texts) and all(each is None or type(each) is str for each in more)
+    return claim if is_valid and type(claim.pid) is int and 0 < claim.pid <= LARGEST_PID else None
 
 
 def _boot() -> str | None:

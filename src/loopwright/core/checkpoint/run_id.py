@@ -61,10 +61,12 @@ def read_current(storage: Storage) -> CurrentRun | None:
         return None
     try:
         values = json.loads(content)
-        lists = {name: tuple(values.get(name, ())) for name in ("left", "command")}
-        found = CurrentRun(**{**values, **lists})
-    except (ValueError, TypeError, AttributeError) as error:
+        lists = {name: values.get(name, []) for name in ("left", "command")}
+        found = CurrentRun(**{**values, **{name: tuple(each) for name, each in lists.items()}})
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(storage) from error
+    if not all(isinstance(each, list) for each in lists.values()):
+        raise _damaged(storage)
     texts = (found.run, found.job, found.launch, found.status, *found.left, *found.command)
     if not all(each is None or type(each) is str for each in texts) or type(found.call) is not int:
         raise _damaged(storage)
