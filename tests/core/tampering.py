@@ -69,9 +69,10 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> bytes | None:
 
 
 def tampered(folder: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint, and make its manifest say so."""
+    """Replace a file of a checkpoint, and make its manifest say so, if it has one."""
     (folder / name).write_bytes(content)
-    sign(folder)
+    if (folder / MANIFEST).exists():
+        sign(folder)
 
 
 def sign(folder: Path) -> None:

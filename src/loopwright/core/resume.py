@@ -277,8 +277,12 @@ class Resuming(Part):
         missing = sorted(self.internals.part_states().keys() - parts.keys())
         if missing:
             self.notices.warn_once(f"{folder.name}/{PROGRESS} has no state of: {', '.join(missing)}")
-        with restoring(folder / PROGRESS, "the state of the run"):
+        with restoring(self._place_of_parts(folder), "the state of the run"):
             self.internals.load_part_states(parts)
+
+    def _place_of_parts(self, folder: Path) -> Path:
+        """The file with the states of this process."""
+        return folder / PROGRESS
 
     def _check_position(self, folder: Path) -> None:
         plan, position = self.run.plan, self.run.progress.samples_in_epoch

@@ -150,11 +150,19 @@ def shown(value: Any) -> str:
 
 def check(value: Any, shape: Shape, path: Path) -> Any:
     """The value; raises `CheckpointError` if it has another shape, or too many levels."""
+    try:
+        return check_part(value, shape)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{label(path)}: {error}. The file was damaged or changed; resume from another checkpoint"
+        ) from None
+
+
+def check_part(value: Any, shape: Shape) -> Any:
+    """Like `check`, for a part of a document: raises a ValueError, to which `restoring` adds the file."""
     problem = f"it has more than {DEEPEST} levels" if _is_too_deep(value) else shape(value, "the document")
     if problem is not None:
-        raise CheckpointError(
-            f"{label(path)}: {problem}. The file was damaged or changed; resume from another checkpoint"
-        )
+        raise ValueError(problem)
     return value
 
 

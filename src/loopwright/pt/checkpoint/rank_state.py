@@ -34,13 +34,17 @@ def keep_records(folder: Path, records: dict[int, dict[str, Any]]) -> None:
     """Write the state of each rank, one file per rank."""
     (folder / RANKS).mkdir(exist_ok=True)
     for rank, state in records.items():
-        write_json(folder / RANKS / f"{rank:05d}.json", state)
+        write_json(place_of_record(folder, rank), state)
 
 
 def record_of(folder: Path, rank: int) -> dict[str, Any] | None:
     """The state that a rank saved in a checkpoint, or None if there is none."""
-    path = folder / RANKS / f"{rank:05d}.json"
+    path = place_of_record(folder, rank)
     return read_json(path, RECORD) if path.is_file() else None
+
+
+def place_of_record(folder: Path, rank: int) -> Path:
+    return folder / RANKS / f"{rank:05d}.json"
 
 
 def is_visible_to_all(folder: str | os.PathLike[str], rank: int, gather: Callable[[Any], list[Any]]) -> bool:

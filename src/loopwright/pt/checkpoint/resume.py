@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ...core.checkpoint.folder import ARGUMENTS, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER
-from ...core.checkpoint.schema import label, like, named, restoring
+from ...core.checkpoint.schema import check_part, label, like, named, restoring
 from ...core.packing import PackedPlan
 from ...core.resume import PROGRESS_DOCUMENT, Resuming
 from ...errors import CheckpointError
@@ -17,7 +17,7 @@ from ..data.packing import sizes_of_updates
 from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
 from .module_state import ModuleState
-from .rank_state import own_random_states, record_of
+from .rank_state import own_random_states, place_of_record, record_of
 from .shards import BoxReader, slot_reader
 from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer
 from .transformers_format import foreign_progress, is_foreign, read_foreign
@@ -67,8 +67,8 @@ class TorchResuming(TorchPart, Resuming):
 
     def load_part_states(self, states: dict[str, Any]) -> None:
         self._resume_modules(states)
-        if self.modules is not None and states.get("buffers"):
-            self.modules.load_own_buffers(states["buffers"])
+        if self.modules is not None and "buffers" in states:
+            self.modules.load_own_buffers(check_part(states["buffers"], named()))
 
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self.modules is not None and states.get("modules"):
@@ -104,8 +104,16 @@ class TorchResuming(TorchPart, Resuming):
         elif precision.state_dict() is not None:
             self.notices.warn_once(f"{label(path)} does not exist, so the loss scale starts at its initial value")
 
+    def _place_of_parts(self, folder: Path) -> Path:
+        return self._own_record_or(folder, PROGRESS)
+
+    def _own_record_or(self, folder: Path, other: str) -> Path:
+        """The file with the state of this rank, if there is one; else the other file."""
+        own = place_of_record(folder, self.strategy.data_rank * self._copies_then(folder))
+        return own if own.is_file() else folder / other
+
     def _resume_random_states(self, folder: Path) -> None:
-        with restoring(folder / RNG, "the random state"):
+        with restoring(self._own_record_or(folder, RNG), "the random state"):
             self.run.resume_rng = self._random_states(folder)
             # Now, for an evaluation that was pending at a signal; and again where training resumes.
             self.strategy.load_rng_state(self.run.resume_rng)
@@ -151,7 +159,10 @@ class TorchResuming(TorchPart, Resuming):
         if rank == 0:
             return rng_from_json(read_json(folder / RNG, SAVED_RNG))
         if rank < self._ranks_then(folder):
-            raise CheckpointError(f"{folder.name} has no state of rank {rank}, which has saved it; a file is missing")
+            raise CheckpointError(
+                f"{label(self._place_of_parts(folder))} has no random state of rank {rank}, which has saved one; the "
+                "file is missing or was changed. Resume from another checkpoint"
+            )
         return own_random_states(self.args.seed, rank, self.state.global_step)
 
     def _copies_then(self, folder: Path) -> int:
@@ -222,9 +233,15 @@ class TorchResuming(TorchPart, Resuming):
                 "seeded from (seed, rank, step)"
             )
             return {"stream": None}
-        record = None if self.run.resume_from is None else record_of(
-            self.run.resume_from, self.strategy.data_rank * self._copies_then(self.run.resume_from)
-        )
+        folder = self.run.resume_from
+        if folder is None:
+            return {}
+        record = record_of(folder, self.strategy.data_rank * self._copies_then(folder))
+        if record is not None and self.strategy.data_rank and "buffers" not in record["parts"]:
+            raise CheckpointError(
+                f"{label(self._place_of_parts(folder))} has no buffers of this rank, so running statistics would be "
+                "those of rank 0. The file was changed; resume from another checkpoint"
+            )
         return {} if record is None else record["parts"]
 
     def _guess_progress(self) -> None:
@@ -257,6 +274,6 @@ class TorchResuming(TorchPart, Resuming):
         record = record_of(folder, self.strategy.data_rank * self._copies_then(folder))
         rng = found["rng"] if record is None or record["rng"] is None else rng_from_json(record["rng"])
         if rng is not None:
-            with restoring(folder, "the random state of transformers"):
+            with restoring(self._own_record_or(folder, ""), "the random state of transformers"):
                 self.run.resume_rng = rng
                 self.strategy.load_rng_state(rng)  # now and again, as above

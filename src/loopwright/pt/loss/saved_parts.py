@@ -19,5 +19,5 @@ SAVED_LOSS = record(
 )
 """The inferred properties of a loss in a checkpoint."""
 
-PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": maybe(SAVED_LOSS), "speed": maybe(named())})
+PARTS = record({}, {"micro_split": count(1, 1 << 20), "loss": SAVED_LOSS, "speed": maybe(named())})
 """The parts of progress.json about the loss."""

@@ -6,14 +6,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...args.paths import working_folder
-from ...core.checkpoint.folder import PROGRESS
-from ...core.checkpoint.schema import check
+from ...core.checkpoint.schema import check_part
 from ...core.incident import write_incident
 from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
@@ -366,7 +364,7 @@ class TorchLoss(LossLearning):
         return {"micro_split": self.run.micro_split, "speed": speed, "loss": loss}
 
     def load_part_states(self, states: dict[str, Any]) -> None:
-        check(states, PARTS, Path(PROGRESS))
+        check_part(states, PARTS)
         self.run.micro_split = states.get("micro_split", 1)
         loss = states.get("loss")
         if loss is not None and loss["stamp"] == stamp_of(self.trainer) and not self.run.accounting.is_claimed:
