@@ -20,7 +20,7 @@ from .pool import Pool
 OPTIONS = {"n": 12, "model": "noisy", "seed": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4,
            "per_device_train_batch_size": 1, "async_save": False, "ddp_broadcast_buffers": False}  # fmt: skip
 NAME = "ranks/00001.json"
-FREE = re.compile(r"parts\.(loss|speed|spikes)")
+FREE = re.compile(r"parts\.(loss|speed|spikes)|parts\.buffers\.[\w.]+ missing")
 """See `SavedRun.free`."""
 APART = re.compile(r"parts\.(loss|speed)\.")
 """Valid values that make one rank compare losses when the others do not: they wait for each other, or torch aborts."""

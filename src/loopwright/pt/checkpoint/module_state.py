@@ -94,11 +94,15 @@ class ModuleState:
 
     def load_own_buffers(self, saved: dict[str, Any]) -> None:
         """The counterpart of `own_buffers`."""
-        own = self.module.state_dict(keep_vars=True)
+        own = self._persistent_buffers()
         with torch.no_grad():
             for name, value in saved.items():
-                if name in own:
-                    own[name].copy_(_decode(value, own[name].device))
+                if name not in own:
+                    raise ValueError(f"this model has no buffer {name}")
+                tensor = _decode(value, own[name].device)
+                if not isinstance(tensor, Tensor) or tensor.shape != own[name].shape:
+                    raise ValueError(f"{name} is not a tensor of shape {tuple(own[name].shape)}")
+                own[name].copy_(tensor)
 
     def state_dict(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """Values that differ from the start, as JSON values; those too large to save are reported."""
