@@ -30,7 +30,7 @@ from tests.launch.jobs import LAUNCH, Job
 from .checks import differences, leftovers, result, said, trace
 from .conftest import Forks
 
-SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MARK = "LOOPWRIGHT_KILLS"
 """Variable that marks all processes of a case, to find those that are left."""
 SCRIPT = str(Path(__file__).with_name("launched_run.py"))
@@ -131,7 +131,7 @@ class Launched:
         options = json.dumps({**self.variant.options, "resume": resume})
         words = [*LAUNCH, "-n", str(self.variant.processes), "--no-log-files", SCRIPT, str(folder), options]
         began = len(trace(folder, "begin"))
-        job = Job(words, folder.parent, folder.name, {MARK: folder.name})
+        job = Job(words, folder.parent, folder.name, {MARK: str(folder)})
         try:
             if kill is not None:
                 self._send(job, kill, lambda: len(trace(folder, "begin")) > began)
@@ -158,7 +158,7 @@ class Launched:
     def wrong_end(self, folder: Path, kill: Kill) -> str | None:
         if kill.status == TIMED_OUT:
             return f"not over after {LIMIT} s: {said(folder)[-2000:]}"
-        if kill.number != signal.SIGTERM or kill.after < 0 or Path(f"{folder}.result").exists():
+        if kill.number not in (signal.SIGTERM, signal.SIGHUP) or kill.after < 0 or Path(f"{folder}.result").exists():
             return None
         return None if kill.status == 75 else f"ended with {kill.status}: {said(folder)[-2000:]}"
 
@@ -244,7 +244,7 @@ def outcome(runners: Runners, case: Case, note: Callable[[Kill], None]) -> list[
     else:
         wrong += runner.differences(folder, reference)
         wrong += [f"left over: {name}" for name in [*leftovers(folder), *locks(folder)]]
-    wrong += [f"process {pid} is left" for pid in ended(folder.name)]
+    wrong += [f"process {pid} is left" for pid in ended(str(folder))]
     for path in folder.parent.glob(f"{folder.name}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return wrong
@@ -335,6 +335,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", choices=available(), help="only these; may be repeated")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background processes that ignore it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this one
     done = Campaign(options.seed, options.to, options.variant or available()).run(options.kills, options.minutes * 60)
     print(json.dumps(done, indent=1))
     sys.exit(1 if done["wrong"] else 0)
