@@ -356,7 +356,7 @@ def test_the_accelerator_of_one_process(tmp_path: Path) -> None:
     it.wait_for_everyone()
 
 
-@pytest.mark.parametrize("name", ["save_state", "register_for_checkpointing", "log", "skip_first_batches", "profile"])
+@pytest.mark.parametrize("name", ["skip_first_batches", "profile", "init_trackers", "set_trigger"])
 def test_what_the_accelerator_does_not_have_names_what_to_use(tmp_path: Path, name: str) -> None:
     with pytest.raises(loopwright.NotAvailable, match=rf"trainer.accelerator.{name}\b.*(use|keep) "):
         getattr(trainer_in(tmp_path).accelerator, name)({})

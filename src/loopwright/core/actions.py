@@ -73,6 +73,13 @@ class LoopActions(Unavailable):
             return
         self._log_interval(step, updates, self.run.learning_rate, self.run.meter.read())
 
+    def end_log_interval(self, step: int) -> None:
+        """Start a new interval after numbers that a user's override has logged."""
+        updates, self.run.progress.last_logged_step = step - self.run.progress.last_logged_step, step
+        reading = self.run.meter.read()
+        if reading.nonfinite:
+            self._report_nonfinite(step, updates, reading)
+
     def write_late_logs(self) -> None:
         """Write the deferred logs, oldest first."""
         while self.run.late_logs:

@@ -114,7 +114,8 @@ class Resuming(Part):
     def is_followed_by_user(self) -> bool:
         """Whether code of the user runs after a save that may read or change the checkpoint."""
         is_heard = self.callback_handler.is_heard_by_user("on_save")
-        return is_heard or is_overridden(self.trainer, "_save_checkpoint")
+        methods = ("_save_checkpoint", "_maybe_log_save_evaluate")
+        return is_heard or any(hasattr(self.trainer, each) and is_overridden(self.trainer, each) for each in methods)
 
     @property
     def leads_saving(self) -> bool:

@@ -18,6 +18,7 @@ from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
 from .module_state import ModuleState
 from .rank_state import own_random_states, record_of
+from .registered import Registered
 from .shards import BoxReader, slot_reader
 from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer
 from .transformers_format import foreign_progress, is_foreign, read_foreign
@@ -30,6 +31,11 @@ class TorchResuming(TorchPart, Resuming):
     modules: ModuleState | None = None
     _restored: frozenset[str] = frozenset()
     """Names of the weights in the checkpoint of an adapter."""
+
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self.registered = Registered()
+        """Objects of the user that are part of every checkpoint."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
@@ -66,6 +72,17 @@ class TorchResuming(TorchPart, Resuming):
         if self.modules is not None and states.get("buffers"):
             self.modules.load_own_buffers(states["buffers"])
 
+    def load_state(self, checkpoint: str | bool) -> None:
+        """Restore everything but the state of the run: its step, its position in the data and its logs stay."""
+        self.run.checkpoints.wait()
+        folder = Path(self.run.checkpoints.find(checkpoint) or "")
+        self.trainer._load_from_checkpoint(str(folder))
+        self.trainer._load_optimizer_and_scheduler(str(folder))
+        self.registered.resume(folder, self.notices.warn_once)
+        if not is_foreign(folder):
+            self._resume_scaler(folder / SCALER)
+            self.strategy.load_rng_state(self._random_states(folder))
+
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self.modules is not None and states.get("modules"):
             self.modules.load_state_dict(states["modules"], self.notices.warn_once)
@@ -85,6 +102,7 @@ class TorchResuming(TorchPart, Resuming):
         else:
             self._guess_progress()
         self.trainer._load_optimizer_and_scheduler(checkpoint)
+        self.registered.resume(folder, self.notices.warn_once)
         if foreign:
             return
         self._resume_scaler(folder / SCALER)
