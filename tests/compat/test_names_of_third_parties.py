@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,24 @@ def test_named_columns_are_removed_before_the_collator_and_what_it_makes_is_pass
     trainer.train_dataset = [{**row, "more": torch.ones(1)} for row in trainer.train_dataset]
     trainer.train()
     assert shown and all(each == {"made", "x", "labels"} for each in shown)
+
+
+def test_messages_about_named_columns_do_not_blame_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            self._signature_columns = ["x", "labels"]
+
+    monkeypatch.setattr(logging.getLogger("loopwright"), "propagate", True)
+    trainer = trainer_in(tmp_path, cls=Mine, max_steps=1, save_strategy="no", log_level="info")
+    trainer.train_dataset = [{**row, "more": torch.ones(1)} for row in trainer.train_dataset]
+    with caplog.at_level(logging.INFO, logger="loopwright"):
+        trainer.train()
+    assert "that the trainer does not name in _signature_columns: more" in caplog.text
+    trainer.train_dataset = [{"more": torch.ones(1), "labels": torch.ones(1)}] * 4
+    with pytest.raises(loopwright.DataError, match=r"_signature_columns, which this trainer sets \(columns: more"):
+        trainer.train()
 
 
 def test_modes_in_logs_of_an_evaluation_and_in_training_steps(tmp_path: Path) -> None:

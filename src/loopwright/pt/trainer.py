@@ -526,6 +526,13 @@ class Trainer(BaseTrainer):
         """Load the weights of a checkpoint. Called when training resumes."""
         self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Report the weights that `load_state_dict` did not find, or found too many.
+
+        Not called by the trainer, which refuses such weights; for overrides of `_load_from_checkpoint`.
+        """
+        self._loopwright.saving.report_unmatched(load_result)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and schedule. Called when training resumes, and not otherwise."""
         if checkpoint is not None:

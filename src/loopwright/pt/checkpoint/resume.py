@@ -20,7 +20,7 @@ from .module_state import ModuleState
 from .rank_state import own_random_states, record_of
 from .registered import Registered
 from .shards import BoxReader, slot_reader
-from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer
+from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer, some
 from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
@@ -41,6 +41,17 @@ class TorchResuming(TorchPart, Resuming):
         """Load the weights of a checkpoint."""
         self.strategy.load_weights(plain_module(model or self.model), resume_from_checkpoint)
         self._restored = partly_saved_names(Path(resume_from_checkpoint))
+
+    def report_unmatched(self, load_result: Any) -> None:
+        """Warn about the names that `load_state_dict(..., strict=False)` returned; tied weights are tied again."""
+        module = plain_module(self.model)
+        missing, expected = list(load_result.missing_keys), getattr(module, "_keys_to_ignore_on_save", None)
+        if missing and expected and set(missing) == set(expected) and hasattr(module, "tie_weights"):
+            module.tie_weights()
+        elif missing:
+            self.notices.warn_once(f"the checkpoint has no value of these weights: {some(missing)}")
+        if load_result.unexpected_keys:
+            self.notices.warn_once(f"the checkpoint has weights that the model lacks: {some(load_result.unexpected_keys)}")
 
     def _load_weights_of(self, folder: str) -> None:
         """Load the best model: its weights, and the saved state of its modules."""
