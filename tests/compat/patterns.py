@@ -1,7 +1,4 @@
-"""Scripts as users write them for transformers' Trainer: one function for each pattern, with a small model.
-
-python -m tests.compat.patterns {ours,theirs} FOLDER [PATTERN ...]
-"""
+"""Scripts as users write them for transformers' Trainer: one function for each pattern, with a small model."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from torch import nn
 from transformers import __version__ as VERSION
 
 from .recipes import sentences, tokenizer
-from .running import Recipes, Rows, main
+from .running import Recipes, Rows
 from .scripts import accuracy, bert
 
-PATTERNS: Recipes = {}
+RECIPES: Recipes = {}
 GROUPED: dict[str, Any] = (
     {"train_sampling_strategy": "group_by_length"} if int(VERSION.split(".")[0]) >= 5 else {"group_by_length": True}
 )
 
 
 def pattern(function: Any) -> Any:
-    PATTERNS[function.__name__] = function
+    RECIPES[function.__name__] = function
     return function
 
 
@@ -994,7 +991,3 @@ def logs_saves_and_evaluates_by_itself(folder: str) -> Rows:
     found = logged(first)
     second.train(resume_from_checkpoint=os.path.join(folder, "run", "checkpoint-3"))
     return [*found, weights(second.model), {"step": second.state.global_step}]
-
-
-if __name__ == "__main__":
-    main(PATTERNS)

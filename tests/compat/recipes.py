@@ -1,7 +1,4 @@
-"""Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's.
-
-python -m tests.compat.recipes {ours,theirs} FOLDER RECIPE [RECIPE ...]
-"""
+"""Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import os
 import random
 from typing import Any
 
-from .running import Recipes, main
+from .running import Recipes
 
 RECIPES: Recipes = {}
 
@@ -413,7 +410,8 @@ def _span_marker(folder: str) -> list[dict[str, Any]]:
     for start in (None, os.path.join(folder, "run", "checkpoint-2")):  # such a trainer trains once
         trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
         trainer.train(resume_from_checkpoint=start)
-        rows += [{f"{'resumed_' if start else ''}{name}": each for name, each in row.items()} for row in trainer.state.log_history]
+        prefix = "resumed_" if start else ""
+        rows += [{f"{prefix}{name}": each for name, each in row.items()} for row in trainer.state.log_history]
     return rows
 
 
@@ -437,7 +435,3 @@ def gliner(folder: str) -> list[dict[str, Any]]:
     rows = [dict(row) for row in trainer.state.log_history]
     trainer.train(resume_from_checkpoint=os.path.join(args.output_dir, "checkpoint-2"))
     return [*rows, *({f"resumed_{name}": value for name, value in row.items()} for row in trainer.state.log_history)]
-
-
-if __name__ == "__main__":
-    main(RECIPES)

@@ -47,6 +47,6 @@ def test_the_same_numbers_on_4_57(module: str, tmp_path: Path) -> None:
     command = [PYTHON, "-c", "import transformers; print(transformers.__version__)"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("4.57")
-    results = results_of(module, RUNS[module], tmp_path, python=PYTHON)
+    results = results_of({module: RUNS[module]}, tmp_path, python=PYTHON)
     for name in RUNS[module]:
         compare(name, results, rel=ROUNDED)

@@ -329,6 +329,17 @@ class LoopActions(Unavailable):
             names = ", ".join(sorted(without))
             self.notices.warn_once(f"the checkpoint has no state of these callbacks: {names}")
 
+    def load_callback_state(self) -> None:
+        """Restore the callbacks from `state`, and outside of training also the flags of `control`.
+
+        A run that resumes decides itself whether to stop.
+        """
+        saved = self.state.stateful_callbacks
+        self.restore_callbacks(saved)
+        own = {name: each for name, each in saved.items() if name == "TrainerControl"}
+        if self.args.restore_callback_states_from_checkpoint and not self.trainer.is_in_train:
+            restore_callback_states([self.control], own)
+
     def check_output_dir(self) -> None:
         """Create the output folder, and check that it can be written."""
         if not self.args.should_save:

@@ -11,6 +11,7 @@ from ..errors import OverrideError
 NEVER_CALLED = {
     "_inner_training_loop": "training_step or compute_loss for a step, a callback for what happens between steps",
     "_run_epoch": "training_step, compute_loss or a callback",
+    "_maybe_log_save_evaluate": "log, evaluate, or a callback that sets should_log, should_evaluate or should_save",
     "_prepare_for_training": "create_optimizer_and_scheduler or _wrap_model",
     "_init_training_state": "a callback's on_train_begin",
     "_finalize_training": "a callback's on_train_end",

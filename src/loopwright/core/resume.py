@@ -318,7 +318,11 @@ class Resuming(Part):
                 setattr(self.state, each.name, getattr(saved, each.name))
         self.state.log_history = LogHistory(saved.log_history)
         self.internals.encoded_history()  # now, so that the first save takes no longer than others
-        self.internals.restore_callbacks(saved.stateful_callbacks)
+        self._load_callback_state()
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks from the state of the checkpoint."""
+        self.internals.restore_callbacks(self.state.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:
         folder = Path(self.run.checkpoints.local(self.run.checkpoints.complete()[step]))

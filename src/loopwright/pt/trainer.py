@@ -538,6 +538,10 @@ class Trainer(BaseTrainer):
         if checkpoint is not None:
             self._loopwright.saving._load_optimizer_and_scheduler(checkpoint)
 
+    def _load_callback_state(self) -> None:
+        """Restore callbacks from `state.stateful_callbacks`. Called when training resumes, after `state` is loaded."""
+        self._loopwright.load_callback_state()
+
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.
 

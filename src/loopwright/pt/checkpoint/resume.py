@@ -50,8 +50,9 @@ class TorchResuming(TorchPart, Resuming):
             module.tie_weights()
         elif missing:
             self.notices.warn_once(f"the checkpoint has no value of these weights: {some(missing)}")
-        if load_result.unexpected_keys:
-            self.notices.warn_once(f"the checkpoint has weights that the model lacks: {some(load_result.unexpected_keys)}")
+        unexpected = list(load_result.unexpected_keys)
+        if unexpected:
+            self.notices.warn_once(f"the checkpoint has weights that the model lacks: {some(unexpected)}")
 
     def _load_weights_of(self, folder: str) -> None:
         """Load the best model: its weights, and the saved state of its modules."""
@@ -134,6 +135,9 @@ class TorchResuming(TorchPart, Resuming):
             self.run.resume_rng = self._random_states(folder)
             # Now, for an evaluation that was pending at a signal; and again where training resumes.
             self.strategy.load_rng_state(self.run.resume_rng)
+
+    def _load_callback_state(self) -> None:
+        self.trainer._load_callback_state()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Restore the states of optimizer and schedule."""
