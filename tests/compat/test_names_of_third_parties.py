@@ -42,7 +42,9 @@ def test_names_that_are_read(tmp_path: Path) -> None:
     args = trainer.args
     assert args.distributed_state is not None and args.distributed_state.num_processes == 1
     assert args.deepspeed_plugin is args.hf_deepspeed_config is None and args._n_gpu == 0
-    assert not args.save_safetensors, "an old name that was not given is false"
+    assert args.save_safetensors is True and "save_safetensors" not in args.to_dict(), "what is true of every run"
+    assert dataclasses.replace(args).save_safetensors is True
+    assert not args.group_by_length, "an old name that was not given is false"
 
 
 def test_dicts_of_a_subclass_of_arguments_are_read(tmp_path: Path) -> None:
