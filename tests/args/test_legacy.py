@@ -151,6 +151,8 @@ def test_a_whole_configuration_of_4x_is_read():
 def test_each_use_says_one_line(caplog):
     unlike = []
     for name in OLD:
+        if name == "save_safetensors":
+            continue  # True is what copies of arguments pass
         caplog.clear()
         with caplog.at_level(logging.WARNING, "loopwright"):
             BaseArguments(**{name: OLD_DEFAULTS[name]})
