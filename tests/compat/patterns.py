@@ -1,7 +1,4 @@
-"""Scripts as users write them for transformers' Trainer: one function for each pattern, with a small model.
-
-python -m tests.compat.patterns {ours,theirs} FOLDER [PATTERN ...]
-"""
+"""Scripts as users write them for transformers' Trainer: one function for each pattern, with a small model."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from torch import nn
 from transformers import __version__ as VERSION
 
 from .recipes import sentences, tokenizer
-from .running import Recipes, Rows, main
+from .running import Recipes, Rows
 from .scripts import accuracy, bert
 
-PATTERNS: Recipes = {}
+RECIPES: Recipes = {}
 GROUPED: dict[str, Any] = (
     {"train_sampling_strategy": "group_by_length"} if int(VERSION.split(".")[0]) >= 5 else {"group_by_length": True}
 )
 
 
 def pattern(function: Any) -> Any:
-    PATTERNS[function.__name__] = function
+    RECIPES[function.__name__] = function
     return function
 
 
@@ -934,5 +931,63 @@ def own_training_step(folder: str) -> Rows:
     return logged(trainer)
 
 
-if __name__ == "__main__":
-    main(PATTERNS)
+@pattern
+def logs_around_log_save_evaluate(folder: str) -> Rows:
+    """An override of `_maybe_log_save_evaluate` that logs before and after the one it overrides."""
+    from transformers import Trainer
+
+    seen: Rows = []
+
+    class Around(Trainer):
+        def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, model: Any, *given: Any, **named: Any) -> None:
+            wanted = {name: getattr(self.control, f"should_{name}") for name in ("log", "evaluate", "save")}
+            seen.append({"loss": float(tr_loss), "norm": float(grad_norm), "step": self.state.global_step, **wanted})
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *given, **named)
+            if self.state.global_step % 2 == 0:
+                self.log({"doubled": 2.0 * self.state.global_step})
+
+    data = samples()
+    args = arguments(folder, logging_steps=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3)
+    trainer = Around(classifier(), args, train_dataset=data, eval_dataset=data[:8])
+    found = logged(trainer)
+    return [*found, *seen, {"saved": [os.path.isdir(os.path.join(args.output_dir, f"checkpoint-{n}")) for n in (3, 6)]}]
+
+
+@pattern
+def logs_saves_and_evaluates_by_itself(folder: str) -> Rows:
+    """An override of `_maybe_log_save_evaluate` that does everything itself, as some trainers of TRL do."""
+    from transformers import Trainer
+
+    class Alone(Trainer):
+        def _maybe_log_save_evaluate(
+            self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, epoch: Any, ignore_keys_for_eval: Any,
+            start_time: Any = None, learning_rate: Any = None,
+        ) -> None:  # fmt: skip
+            if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+                total = float(tr_loss)
+                tr_loss -= tr_loss
+                logs = {"mine": total / (self.state.global_step - self._globalstep_last_logged)}
+                logs |= {"norm": float(grad_norm), "learning_rate": self._get_learning_rate(), "rate": learning_rate}
+                self._total_loss_scalar += total
+                self._globalstep_last_logged = self.state.global_step
+                self.store_flos()
+                self.log({**logs, "total": self._total_loss_scalar}, start_time)
+            if self.control.should_evaluate:
+                metrics = self._evaluate(trial, ignore_keys_for_eval)
+                self._determine_best_metric(metrics=metrics, trial=trial)
+            if self.control.should_save:
+                self._save_checkpoint(model, trial)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def run(steps: int) -> Any:
+        args = arguments(
+            folder, logging_steps=2, eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=3,
+            max_steps=steps, lr_scheduler_type="constant",
+        )  # fmt: skip
+        return Alone(classifier(), args, train_dataset=data, eval_dataset=data[:8])
+
+    data = samples()
+    first, second = run(4), run(7)
+    found = logged(first)
+    second.train(resume_from_checkpoint=os.path.join(folder, "run", "checkpoint-3"))
+    return [*found, weights(second.model), {"step": second.state.global_step}]

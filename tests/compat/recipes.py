@@ -1,15 +1,13 @@
-"""Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's.
-
-python -m tests.compat.recipes {ours,theirs} FOLDER RECIPE [RECIPE ...]
-"""
+"""Trainers of third-party libraries with tiny models, run on transformers' Trainer or on loopwright's."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from typing import Any
 
-from .running import Recipes, main
+from .running import Recipes
 
 RECIPES: Recipes = {}
 
@@ -365,5 +363,75 @@ def adapters(folder: str) -> list[dict[str, Any]]:
     return [*rows, {"saved": sorted(os.listdir(os.path.join(args.output_dir, "checkpoint-2", "mine")))}]
 
 
-if __name__ == "__main__":
-    main(RECIPES)
+METRIC = """
+import datasets
+import evaluate
+
+
+class Tags(evaluate.Metric):
+    def _info(self):
+        texts = datasets.Sequence(datasets.Value("string"))
+        features = datasets.Features({"predictions": texts, "references": texts})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        right = [a == b for one, other in zip(predictions, references) for a, b in zip(one, other)]
+        names = [f"overall_{name}" for name in ("accuracy", "precision", "recall", "f1")]
+        return dict.fromkeys(names, sum(right) / len(right))
+"""
+"""A metric in the place of `seqeval`, which would be downloaded."""
+
+
+@recipe
+def span_marker(folder: str) -> list[dict[str, Any]]:
+    place = os.path.join(folder, "seqeval")
+    os.makedirs(place)
+    with open(os.path.join(place, "seqeval.py"), "w") as file:
+        file.write(METRIC)
+    with contextlib.chdir(folder):
+        return _span_marker(folder)
+
+
+def _span_marker(folder: str) -> list[dict[str, Any]]:
+    import torch
+    from datasets import Dataset
+    from span_marker import SpanMarkerModel, Trainer
+    from transformers import TrainingArguments
+
+    torch.manual_seed(0)
+    model = SpanMarkerModel.from_pretrained(
+        bert_folder(folder), labels=["O", "B-A", "I-A"], model_max_length=64, marker_max_length=16, entity_max_length=3
+    )
+    words = [each.split() for each in sentences(24, 6, 6)]
+    tags = [[1, 2, 0, 1, 0, 0] if number % 2 else [0, 0, 1, 2, 2, 0] for number in range(24)]
+    data = Dataset.from_dict({"tokens": words, "ner_tags": tags})
+    args = TrainingArguments(**options(folder, gradient_accumulation_steps=1, **EVALUATED))
+    rows: list[dict[str, Any]] = []
+    for start in (None, os.path.join(folder, "run", "checkpoint-2")):  # such a trainer trains once
+        trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)))
+        trainer.train(resume_from_checkpoint=start)
+        prefix = "resumed_" if start else ""
+        rows += [{f"{prefix}{name}": each for name, each in row.items()} for row in trainer.state.log_history]
+    return rows
+
+
+@recipe
+def gliner(folder: str) -> list[dict[str, Any]]:
+    import torch
+    from gliner import GLiNER, GLiNERConfig
+    from gliner.training import TrainingArguments
+
+    place = bert_folder(folder)
+    torch.manual_seed(0)
+    config = GLiNERConfig(model_name=place, hidden_size=32, max_width=3, max_len=32, dropout=0.0, max_neg_type_ratio=0)
+    model = GLiNER.from_config(config)
+    data = [
+        {"tokenized_text": each.split(), "ner": [[0, 1, "person"], [3, 3, "person"]]} for each in sentences(24, 6, 6)
+    ]  # of one kind, and without negatives: the collator draws others, in evaluations too
+    args = TrainingArguments(
+        **options(folder, gradient_accumulation_steps=1, others_lr=1e-2, remove_unused_columns=False, **EVALUATED)
+    )
+    trainer = model.train_model(data, data[:8], training_args=args)
+    rows = [dict(row) for row in trainer.state.log_history]
+    trainer.train(resume_from_checkpoint=os.path.join(args.output_dir, "checkpoint-2"))
+    return [*rows, *({f"resumed_{name}": value for name, value in row.items()} for row in trainer.state.log_history)]

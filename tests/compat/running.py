@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,65 +33,88 @@ TIMES = ("runtime", "per_second", "flos", "step_time", "resumed_train_loss")
 after the checkpoint over all updates of the run."""
 
 
-def main(recipes: Recipes) -> None:
-    """MODULE {ours,theirs} FOLDER NAME ...: run functions and write FOLDER/NAME.json."""
-    whose, folder, *names = sys.argv[1:]
-    if whose == "ours":
-        import loopwright.compat
+def main() -> None:
+    """FOLDER OWNERS MODULE.NAME ...: run functions for each owner ("ours", "theirs"), in a fork of this process each.
 
-        loopwright.compat.install()
+    Writes FOLDER/OWNER/MODULE.NAME.json. torch and transformers are imported once, before the forks; libraries that
+    derive from transformers' classes are imported after `install()`.
+    """
+    folder, owners, *wanted = sys.argv[1:]
     import torch
+    from transformers import Seq2SeqTrainer, Trainer  # noqa: F401
 
+    for package in ("datasets", "peft"):
+        if importlib.util.find_spec(package) is not None:
+            importlib.import_module(package)
     torch.set_num_threads(1)
-    for name in names or recipes:
-        found: dict[str, Any] = {}
-        try:
-            with tempfile.TemporaryDirectory() as place:
-                found["rows"] = recipes[name](place)
-        except BaseException:
-            found["error"] = traceback.format_exc()
-        Path(folder, f"{name}.json").write_text(json.dumps(found, default=str))
-        print(name, "failed" if "error" in found else "done", flush=True)
+    for whose in owners.split(","):
+        place = Path(folder, whose)
+        place.mkdir()
+        child = os.fork()
+        if not child:
+            os._exit(_run_all(whose, place, wanted))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"the process of {whose} failed"
 
 
-def cases(recipes: Recipes, always: Iterable[str]) -> list[Any]:
-    """Every name as a case of a test; those that are not in `always` are part of the whole grid."""
-    spread = set(always)
-    return [pytest.param(name, marks=[] if name in spread else [pytest.mark.grid]) for name in recipes]
+def _run_all(whose: str, folder: Path, wanted: list[str]) -> int:
+    try:
+        if whose == "ours":
+            import loopwright.compat
+
+            loopwright.compat.install()
+        for each in wanted:
+            module, name = each.split(".")
+            found = _result(importlib.import_module(f"tests.compat.{module}").RECIPES[name])
+            Path(folder, f"{each}.json").write_text(json.dumps(found, default=str))
+            print(whose, each, "failed" if "error" in found else "done", flush=True)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _result(function: Callable[[str], Rows]) -> dict[str, Any]:
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            return {"rows": function(place)}
+    except BaseException:  # also SystemExit, which is part of the comparison
+        return {"error": traceback.format_exc()}
 
 
 def selected(request: pytest.FixtureRequest, recipes: Recipes) -> list[str]:
-    """The names that a test of the fixture's module runs with."""
+    """The names that the tests of the fixture's module run with."""
     items = [item for item in request.session.items if item.path == request.path]
     wanted = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     return [name for name in recipes if name in wanted]
 
 
 def results_of(
-    module: str,
-    names: Iterable[str],
+    names: Mapping[str, Iterable[str]],
     folder: Path,
     python: str = sys.executable,
     owners: Iterable[str] = ("theirs", "ours"),
 ) -> Results:
-    """Run functions of a module of this folder in a process for each library; `install()` changes a whole process."""
+    """Run functions, given by name for each module of this folder; `install()` changes a whole process."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(SOURCE), str(ROOT)]),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    wanted, found = list(names), Results()
-    for whose in owners:
-        place = folder / whose
-        place.mkdir()
-        log = folder / f"{whose}.log"
-        with log.open("w") as stream:
-            command = [python, "-m", f"tests.compat.{module}", whose, str(place), *wanted]
-            code = subprocess.run(command, timeout=900, env=environment, stdout=stream, stderr=stream).returncode
-        assert code == 0, log.read_text()[-4000:]
-        found[whose] = {name: json.loads((place / f"{name}.json").read_text()) for name in wanted}
-    return found
+    wanted, log = [f"{module}.{name}" for module in names for name in names[module]], folder / "log"
+    command = [python, "-m", "tests.compat.running", str(folder), ",".join(owners), *wanted]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+        try:
+            code = process.wait(1500)
+        finally:
+            with suppress(ProcessLookupError):  # also its children, if it did not end by itself
+                os.killpg(process.pid, signal.SIGKILL)
+    assert code == 0, log.read_text()[-4000:]
+    return {
+        whose: {each.split(".")[1]: json.loads((folder / whose / f"{each}.json").read_text()) for each in wanted}
+        for whose in owners
+    }
 
 
 def compare(name: str, results: Results, rel: float = 1e-6) -> None:
@@ -117,3 +143,7 @@ def _is_close(found: Any, expected: Any, rel: float) -> bool:
     if isinstance(expected, float) and isinstance(found, (int, float)):
         return math.isclose(found, expected, rel_tol=rel, abs_tol=1e-7) or (math.isnan(found) and math.isnan(expected))
     return bool(found == expected)
+
+
+if __name__ == "__main__":
+    main()

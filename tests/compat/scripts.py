@@ -1,7 +1,4 @@
-"""The tasks of transformers' example scripts, small: models from configurations, generated data, metrics.
-
-python -m tests.compat.scripts {ours,theirs} FOLDER [TASK ...]
-"""
+"""The tasks of transformers' example scripts, small: models from configurations, generated data, metrics."""
 
 from __future__ import annotations
 
@@ -12,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .recipes import sentences, tokenizer
-from .running import Recipes, Rows, main
+from .running import Recipes, Rows
 
-SCRIPTS: Recipes = {}
+RECIPES: Recipes = {}
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
@@ -27,7 +24,7 @@ ALL = 16
 
 
 def script(function: Any) -> Any:
-    SCRIPTS[function.__name__] = function
+    RECIPES[function.__name__] = function
     return function
 
 
@@ -580,7 +577,3 @@ def speech_recognition(folder: str) -> Rows:
         compute_metrics=error_rate,
     )
     return rows_of(trainer, test)
-
-
-if __name__ == "__main__":
-    main(SCRIPTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def test_names_that_are_read(tmp_path: Path) -> None:
     args = trainer.args
     assert args.distributed_state is not None and args.distributed_state.num_processes == 1
     assert args.deepspeed_plugin is args.hf_deepspeed_config is None and args._n_gpu == 0
-    assert not args.save_safetensors, "an old name that was not given is false"
+    assert args.save_safetensors is True and "save_safetensors" not in args.to_dict(), "what is true of every run"
+    assert dataclasses.replace(args).save_safetensors is True
+    assert not args.group_by_length, "an old name that was not given is false"
 
 
 def test_dicts_of_a_subclass_of_arguments_are_read(tmp_path: Path) -> None:
@@ -270,6 +273,24 @@ def test_named_columns_are_removed_before_the_collator_and_what_it_makes_is_pass
     assert shown and all(each == {"made", "x", "labels"} for each in shown)
 
 
+def test_messages_about_named_columns_do_not_blame_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(Trainer):
+        def _set_signature_columns_if_needed(self) -> None:
+            self._signature_columns = ["x", "labels"]
+
+    monkeypatch.setattr(logging.getLogger("loopwright"), "propagate", True)
+    trainer = trainer_in(tmp_path, cls=Mine, max_steps=1, save_strategy="no", log_level="info")
+    trainer.train_dataset = [{**row, "more": torch.ones(1)} for row in trainer.train_dataset]
+    with caplog.at_level(logging.INFO, logger="loopwright"):
+        trainer.train()
+    assert "that the trainer does not name in _signature_columns: more" in caplog.text
+    trainer.train_dataset = [{"more": torch.ones(1), "labels": torch.ones(1)}] * 4
+    with pytest.raises(loopwright.DataError, match=r"_signature_columns, which this trainer sets \(columns: more"):
+        trainer.train()
+
+
 def test_modes_in_logs_of_an_evaluation_and_in_training_steps(tmp_path: Path) -> None:
     logged: list[bool] = []
     trained: list[bool] = []
@@ -356,7 +377,7 @@ def test_the_accelerator_of_one_process(tmp_path: Path) -> None:
     it.wait_for_everyone()
 
 
-@pytest.mark.parametrize("name", ["save_state", "register_for_checkpointing", "log", "skip_first_batches", "profile"])
+@pytest.mark.parametrize("name", ["skip_first_batches", "profile", "init_trackers", "set_trigger"])
 def test_what_the_accelerator_does_not_have_names_what_to_use(tmp_path: Path, name: str) -> None:
     with pytest.raises(loopwright.NotAvailable, match=rf"trainer.accelerator.{name}\b.*(use|keep) "):
         getattr(trainer_in(tmp_path).accelerator, name)({})

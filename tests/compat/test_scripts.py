@@ -1,23 +1,32 @@
-"""The tasks of transformers' example scripts give the same losses, metrics and predictions on both libraries."""
+"""Scripts as users write them, and the tasks of transformers' example scripts, have the same numbers on both libraries.
+
+All of them run in one process for each library.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from .running import Results, cases, compare, results_of, selected
-from .scripts import SCRIPTS
+from . import patterns, scripts
+from .running import Results, compare, results_of, selected
 
 pytest.importorskip("datasets")
-ALWAYS = ("token_classification", "summarization")
+pytest.importorskip("peft")
+pytestmark = pytest.mark.xdist_group("scripts")
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of("scripts", selected(request, SCRIPTS), tmp_path_factory.mktemp("scripts"))
+    names = {"patterns": selected(request, patterns.RECIPES), "scripts": selected(request, scripts.RECIPES)}
+    return results_of(names, tmp_path_factory.mktemp("scripts"))
 
 
-@pytest.mark.xdist_group("scripts")
-@pytest.mark.parametrize("name", cases(SCRIPTS, ALWAYS))
+@pytest.mark.parametrize("name", patterns.RECIPES)
+def test_a_script_gives_the_same_numbers(name: str, results: Results) -> None:
+    compare(name, results)
+
+
+@pytest.mark.parametrize("name", scripts.RECIPES)
 def test_an_example_script_gives_the_same_numbers(name: str, results: Results) -> None:
     compare(name, results)
     assert any("eval_loss" in row for row in results["ours"][name]["rows"])

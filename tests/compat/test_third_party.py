@@ -21,7 +21,7 @@ NEEDS = {
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each recipe logged, by owner of the Trainer and name."""
     names = [name for name in selected(request, RECIPES) if _is_installed(NEEDS[name])]
-    return results_of("recipes", names, tmp_path_factory.mktemp("third-party"))
+    return results_of({"recipes": names}, tmp_path_factory.mktemp("third-party"))
 
 
 def _is_installed(package: str) -> bool:

@@ -326,6 +326,34 @@ def collected(folder: str) -> Any:
         }
 
 
+def saved_by_accelerator(folder: str) -> Any:
+    """A state that both ranks save in a folder, with an object of the user, and the run that resumes from it."""
+    place, weights, states = os.path.join(folder, "mine"), [], []
+    for start in (None, place):
+        options = {**CPU, "max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "no"}
+        args = loopwright.TrainingArguments(os.path.join(folder, "run"), **options)
+        torch.manual_seed(0)
+        trainer = loopwright.Trainer(Numbers(), args, train_dataset=[row(index) for index in range(16)])
+        own = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(own.weight, 0.0 if start else 7.0)
+        trainer.accelerator.register_for_checkpointing(own)
+        if start is None:
+            trainer.add_callback(_SavesAt(2, lambda it=trainer: it.accelerator.save_state(place)))
+        trainer.train(resume_from_checkpoint=start)
+        weights.append([each.tolist() for each in trainer.model.parameters()])
+        states.append(own.weight.item())
+    return {"same": weights[0] == weights[1], "own": states, "step": trainer.state.global_step}
+
+
+class _SavesAt(loopwright.TrainerCallback):
+    def __init__(self, step: int, save: Any) -> None:
+        self.step, self.save = step, save
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.save()
+
+
 def first_process_first(folder: str) -> Any:
     """The main process writes a file before the others look for it."""
     args = loopwright.TrainingArguments(folder, use_cpu=True)

@@ -18,3 +18,8 @@ def test_what_each_of_two_processes_gets(pool: Pool, tmp_path: Path) -> None:
     assert (first["part"], second["part"]) == ([0, 1, 2], [3, 4])
     assert (first["part padded"], second["part padded"]) == ([1, 2], [3, 3])
     assert first["loader"] == second["loader"] == 2 * first["batch"]
+
+
+def test_a_state_that_two_processes_save_is_resumed(pool: Pool, tmp_path: Path) -> None:
+    for each in pool.run(2, "saved_by_accelerator", folder=str(tmp_path)):
+        assert each == {"same": True, "own": [7.0, 7.0], "step": 4}

@@ -22,7 +22,7 @@ from .distributed import DistributedArgs
 from .duration import DurationArgs
 from .effects import without_effect
 from .evaluation import EvaluationArgs
-from .field import UNSET, nearest, specs
+from .field import UNSET, is_redeclared, nearest, specs
 from .hardware import HardwareArgs
 from .hub import HubArgs
 from .legacy import LegacyArgs, apply_legacy
@@ -192,8 +192,11 @@ class BaseArguments(
     def to_dict(self) -> dict[str, Any]:
         """All arguments as plain values; tokens are masked and old names omitted."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-        given = {name: value for name, value in values.items() if value is not UNSET}
-        return {name: _masked(name, value) for name, value in given.items()}
+        own, old = type(self), [name for name, spec in specs(type(self)).items() if spec.row is not None]
+        for name in old:
+            if values[name] is UNSET or not is_redeclared(own, name):
+                del values[name]
+        return {name: _masked(name, value) for name, value in values.items() if value is not UNSET}
 
     def to_json_string(self) -> str:
         """All arguments as JSON."""

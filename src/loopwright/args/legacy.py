@@ -43,6 +43,8 @@ class LegacyRow:
     """Values without effect (usually the old default)."""
     adds: bool = False
     """The translation adds to the new argument instead of replacing it, so both may be given."""
+    shows: Any = UNSET
+    """What code that reads the old name gets: its value if that never changes."""
 
     def asks_nothing(self, given: Any) -> bool:
         """Whether a value is one of the harmless ones; 0 and False differ here."""
@@ -74,9 +76,9 @@ def gone(why: str) -> Any:
     return _old(LegacyRow(why))
 
 
-def refused(why: str, *, harmless: tuple[Any, ...] = (None, False)) -> Any:
+def refused(why: str, *, harmless: tuple[Any, ...] = (None, False), shows: Any = UNSET) -> Any:
     """An old name whose effect is no longer supported."""
-    return _old(LegacyRow(why, refused=True, harmless=harmless))
+    return _old(LegacyRow(why, refused=True, harmless=harmless, shows=shows))
 
 
 def _ratio(value: float) -> float:
@@ -160,6 +162,7 @@ class LegacyArgs(Group):
     save_safetensors: bool | None = refused(
         "weights are always saved as safetensors; for a .bin file call torch.save(model.state_dict(), path)",
         harmless=(None, True),
+        shows=True,
     )
     push_to_hub_model_id: str | None = renamed("hub_model_id")
     push_to_hub_organization: str | None = added("it became the first part of hub_model_id", _in_organization)
@@ -204,6 +207,8 @@ def apply_legacy(args: BaseArguments, problems: Problems) -> None:
     for spec in specs(type(args)).values():
         if spec.row is not None and getattr(args, spec.name) is not UNSET:
             _move(args, spec.name, problems)
+        if spec.row is not None and spec.row.shows is not UNSET and not is_redeclared(type(args), spec.name):
+            setattr(args, spec.name, spec.row.shows)
     for (name, old), (new, why) in OLD_VALUES.items():
         value = getattr(args, name)
         if type(value) is type(old) and value == old:
@@ -212,13 +217,15 @@ def apply_legacy(args: BaseArguments, problems: Problems) -> None:
 
 
 def _move(args: BaseArguments, name: str, problems: Problems) -> None:
-    """Translate one old name; its field is UNSET afterwards."""
+    """Translate one old name; its field is UNSET afterwards, or what it shows."""
     spec, given = specs(type(args))[name], getattr(args, name)
     row: LegacyRow = spec.row
     if is_redeclared(type(args), name):
         _follow_redeclared(args, spec, given, problems)
         return
     setattr(args, name, UNSET)
+    if given is row.shows:
+        return  # from other arguments, as in dataclasses.replace
     try:
         value = given if row.asks_nothing(given) else read(spec, given)
         if row.refused and not row.asks_nothing(value):

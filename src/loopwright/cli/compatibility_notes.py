@@ -80,9 +80,11 @@ NAMES: list[tuple[str, str, str]] = [
     ),
     ("callback_handler", "TRL, sentence-transformers", "`on_*` methods and `callback_list`"),
     ("_inner_training_loop", "TRL (experimental)", "an override is refused by name"),
-    ("_maybe_log_save_evaluate", "TRL (online DPO)", "an override is refused by name"),
+    ("_maybe_log_save_evaluate", "TRL (online DPO)", "override point; may call `super()`"),
     ("_eval_dataloaders", "TRL, sentence-transformers, GLiNER", "evaluation loaders with persistent workers, by key"),
     ("_total_loss_scalar", "TRL (online DPO)", "the sum of the losses of all updates"),
+    ("_issue_warnings_after_load", "GLiNER", "reports weights that were not found, or found too many"),
+    ("_load_callback_state", "scripts that evaluate checkpoints", "override point; restores callbacks from `state`"),
     ("_push_from_checkpoint", "sentence-transformers", "does nothing: overrides may call it, and are never called"),
     ("axolotl, Unsloth", "they rewrite the source of transformers' Trainer", "`install()` refuses them by name"),
 ]

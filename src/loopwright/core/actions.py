@@ -73,6 +73,13 @@ class LoopActions(Unavailable):
             return
         self._log_interval(step, updates, self.run.learning_rate, self.run.meter.read())
 
+    def end_log_interval(self, step: int) -> None:
+        """Start a new interval after numbers that a user's override has logged."""
+        updates, self.run.progress.last_logged_step = step - self.run.progress.last_logged_step, step
+        reading = self.run.meter.read()
+        if reading.nonfinite:
+            self._report_nonfinite(step, updates, reading)
+
     def write_late_logs(self) -> None:
         """Write the deferred logs, oldest first."""
         while self.run.late_logs:
@@ -321,6 +328,17 @@ class LoopActions(Unavailable):
         if without:
             names = ", ".join(sorted(without))
             self.notices.warn_once(f"the checkpoint has no state of these callbacks: {names}")
+
+    def load_callback_state(self) -> None:
+        """Restore the callbacks from `state`, and outside of training also the flags of `control`.
+
+        A run that resumes decides itself whether to stop.
+        """
+        saved = self.state.stateful_callbacks
+        self.restore_callbacks(saved)
+        own = {name: each for name, each in saved.items() if name == "TrainerControl"}
+        if self.args.restore_callback_states_from_checkpoint and not self.trainer.is_in_train:
+            restore_callback_states([self.control], own)
 
     def check_output_dir(self) -> None:
         """Create the output folder, and check that it can be written."""

@@ -147,6 +147,10 @@ class Internals(Updating):
         self.start_clock()
         self.changes.begin_following()
 
+    def act_by_override(self) -> bool:
+        """Let a user's override log, evaluate and save; returns whether there is one."""
+        return False
+
     def watched(self) -> AbstractContextManager[Any]:
         """A context in which the ranks report their positions to each other; empty for a single process."""
         return nullcontext()

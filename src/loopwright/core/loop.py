@@ -57,7 +57,13 @@ def end_epoch(trainer: Internals) -> None:
 
 
 def act(trainer: Internals) -> None:
-    """Log, evaluate and save, in this order, if control requests it."""
+    """Log, evaluate and save, in this order, if control requests it; a user's override may do it instead."""
+    if not trainer.act_by_override():
+        follow_control(trainer)
+
+
+def follow_control(trainer: Internals) -> None:
+    """What `act` does without an override."""
     control = trainer.control
     if control.should_log:
         trainer.log_now()

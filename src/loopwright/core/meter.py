@@ -82,6 +82,8 @@ class Meter:
         self._norms: list[Any] = []
         self._waiting = 0
         self._last_norm: float | None = None
+        self._norm_then: float | None = None
+        """The gradient norm at the last reading."""
         self.losses: list[float] = []
         """Losses already on the host that belong to the open log interval, except those in `_sums`."""
         self.bad = 0
@@ -125,8 +127,30 @@ class Meter:
             total, number = sums.total, sums.updates
         loss = total / number if number else float("nan")
         reading = Reading(loss, self._last_norm, self.bad, self._first_bad)
+        self._norm_then = self._last_norm
         self._open(([], [], 0, [], Sums(), 0, None, None))
         return reading
+
+    def open_losses(self) -> list[Any]:
+        """Numbers, some of them on the device, whose sum is that of the losses since the last reading."""
+        return [self._sums.total, *self.losses, *self._losses]
+
+    @property
+    def newest_norm(self) -> Any:
+        """The gradient norm of the last update, which may be on the device; None if there is none."""
+        if self._norms:
+            return self._norms[-1]
+        return self._norm_then if self._last_norm is None else self._last_norm
+
+    @property
+    def logged_loss(self) -> float:
+        """The sum of the losses of all updates up to the last reading."""
+        self.settle()
+        return (
+            self.total_loss
+            - (self._sums.finite if self._filter else self._sums.total)
+            - sum(loss for loss in self.losses if math.isfinite(loss) or not self._filter)
+        )
 
     def hand_over(self) -> Callable[[], Reading]:
         """Close the interval without reading it; the returned function reads it later."""

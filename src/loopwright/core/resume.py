@@ -114,7 +114,8 @@ class Resuming(Part):
     def is_followed_by_user(self) -> bool:
         """Whether code of the user runs after a save that may read or change the checkpoint."""
         is_heard = self.callback_handler.is_heard_by_user("on_save")
-        return is_heard or is_overridden(self.trainer, "_save_checkpoint")
+        methods = ("_save_checkpoint", "_maybe_log_save_evaluate")
+        return is_heard or any(hasattr(self.trainer, each) and is_overridden(self.trainer, each) for each in methods)
 
     @property
     def leads_saving(self) -> bool:
@@ -321,7 +322,11 @@ class Resuming(Part):
                 setattr(self.state, each.name, getattr(saved, each.name))
         self.state.log_history = LogHistory(saved.log_history)
         self.internals.encoded_history()  # now, so that the first save takes no longer than others
-        self.internals.restore_callbacks(saved.stateful_callbacks)
+        self._load_callback_state()
+
+    def _load_callback_state(self) -> None:
+        """Restore the callbacks from the state of the checkpoint."""
+        self.internals.restore_callbacks(self.state.stateful_callbacks)
 
     def restore_weights(self, step: int) -> None:
         folder = Path(self.run.checkpoints.local(self.run.checkpoints.complete()[step]))

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ..args.distributed import read_accelerator_config
-from ..core.update import MicroBatch, whole_batch
+from ..core.update import MicroBatch
 from ..errors import NotAvailable
+from .accelerator_saving import AcceleratorSaving
 from .arguments import TrainingArguments
 from .checkpoint.tensors import plain_module
+from .hooks import TorchHooks
 from .strategies.base import ManyProcesses
 from .strategies.single import SingleDevice
 
 INSTEAD = {
-    "save_state": "trainer.control.should_save = True, which saves a checkpoint after the step",
-    "load_state": "trainer.train(resume_from_checkpoint=...)",
+    "register_save_state_pre_hook": "a callback's on_save",
+    "register_load_state_pre_hook": "an override of trainer._load_from_checkpoint",
     "init_trackers": "report_to in the arguments",
     "get_tracker": "a callback's on_log",
     "trackers": "report_to in the arguments",
@@ -38,17 +40,11 @@ INSTEAD = {
 """Members of accelerate's Accelerator that have no counterpart, and what to use."""
 
 
-class Accelerator:
+class Accelerator(AcceleratorSaving):
     """`trainer.accelerator` for code written against accelerate: what it offers is done by the strategy."""
 
-    def __init__(
-        self,
-        strategy: SingleDevice,
-        args: TrainingArguments,
-        micro_batches: Callable[[], int] = lambda: 1,
-        micro_batch: Callable[[], MicroBatch] = whole_batch,
-    ) -> None:
-        self._strategy, self._micro_batches, self._micro_batch, self._args = strategy, micro_batches, micro_batch, args
+    def __init__(self, strategy: SingleDevice, args: TrainingArguments, trainer: TorchHooks) -> None:
+        self._strategy, self._args, self._trainer = strategy, args, trainer
         self.step_scheduler_with_optimizer = False
         self.project_dir = self.logging_dir = None
         self.log_with: list[Any] = []
@@ -244,21 +240,25 @@ class Accelerator:
         )
 
     @property
+    def _micro_batch(self) -> MicroBatch:
+        return self._trainer._loopwright.run.micro_batch
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether the current micro-batch is the last of its update."""
-        return self._micro_batch().is_last
+        return self._micro_batch.is_last
 
     @property
     def gradient_state(self) -> Any:
         return SimpleNamespace(
             sync_gradients=self.sync_gradients,
-            num_steps=self._micro_batches(),
+            num_steps=self._trainer.current_gradient_accumulation_steps,
             plugin_kwargs=self._accumulation_options,
             end_of_dataloader=False,
         )
 
     def backward(self, loss: Tensor, **ignored: Any) -> None:
-        self._strategy.backward(self._strategy.without_dummy(loss, self._micro_batch()))
+        self._strategy.backward(self._strategy.without_dummy(loss, self._micro_batch))
 
     def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
         return self._strategy.forward_context()
@@ -317,18 +317,6 @@ class Accelerator:
         return [None] * len(objects)
 
     clear = free_memory
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        raise NotAvailable("trainer.accelerator.log has no tracker; use trainer.log(values)")
-
-    def end_training(self) -> None:
-        """Trackers are finished when training ends."""
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        raise NotAvailable(
-            "trainer.accelerator.register_for_checkpointing is not available; keep state in a callback with state() "
-            "and from_state(), which is saved in every checkpoint"
-        )
 
     @property
     def _models(self) -> list[Any]:

@@ -47,6 +47,7 @@ from .model.options import (
 )
 from .model.special_tokens import align_special_tokens
 from .optim.creation import TorchOptim
+from .overridden_actions import act_by_override
 from .precision import choose_precision, set_tf32
 from .rng import enable_full_determinism, set_seed
 from .run import TorchRun
@@ -153,9 +154,7 @@ class TorchInternals(Internals):
         self.trainer.data_collator = data_collator or default_collator(processing_class)
         self.strategy = choose_strategy(args, self.device, choose_precision(args, self.device))
         self.is_alone = self.strategy.world_size == 1
-        self.trainer.accelerator = Accelerator(
-            self.strategy, args, lambda: self.trainer.current_gradient_accumulation_steps, lambda: self.run.micro_batch
-        )
+        self.trainer.accelerator = Accelerator(self.strategy, args, self.trainer)
         if args.shares_state:
             initialize_accelerate(args)
         if not self.is_alone:
@@ -290,6 +289,9 @@ class TorchInternals(Internals):
     def place(self) -> str:
         name = device_name(self.device)
         return f"{self.device}{f' ({name})' if name else ''}, {self.pacing.number_format()}"
+
+    def act_by_override(self) -> bool:
+        return act_by_override(self)
 
     def watched(self) -> AbstractContextManager[Any]:
         if self.is_alone:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from ..core.checkpoint.manager import CheckpointManager
 from ..core.constructor import make_model
 from ..core.events import CallbackHandler
+from ..core.loop import follow_control
 from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
 from ..core.trainer import BaseTrainer, derived
@@ -140,16 +141,22 @@ class Trainer(BaseTrainer):
         """Samples per micro-batch of training."""
         return self.args.train_batch_size
 
-    @derived
+    @property
     def _globalstep_last_logged(self) -> int:
-        """The step of the last log point."""
+        """The step of the last log point; an override of `_maybe_log_save_evaluate` that logs may set it."""
         return self._loopwright.run.progress.last_logged_step
+
+    @_globalstep_last_logged.setter
+    def _globalstep_last_logged(self, step: int) -> None:
+        self._loopwright.end_log_interval(step)
 
     @derived
     def _total_loss_scalar(self) -> float:
-        """The sum of the losses of all updates."""
+        """The sum of the losses of all updates up to the last log point; after training, of all updates."""
         run = self._loopwright.run
-        return run.meter.total_loss if "meter" in vars(run) else 0.0
+        if "meter" not in vars(run):
+            return 0.0
+        return run.meter.logged_loss if self.is_in_train else run.meter.total_loss
 
     @derived
     def _eval_dataloaders(self) -> dict[str, DataLoader[Any]]:
@@ -457,6 +464,24 @@ class Trainer(BaseTrainer):
         """
         self._loopwright.log(logs, start_time)
 
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Tensor,
+        grad_norm: Tensor | float | None,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save if `control` requests it. Called after every update and epoch.
+
+        `tr_loss` is the sum of the losses since the last log point. An override that logs it without calling this
+        method subtracts it from itself and sets `_globalstep_last_logged`.
+        """
+        follow_control(self._loopwright)
+
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         """Print the metrics of a split as a table. Called by the user."""
         self._loopwright.log_metrics(split, metrics)
@@ -501,10 +526,21 @@ class Trainer(BaseTrainer):
         """Load the weights of a checkpoint. Called when training resumes."""
         self._loopwright.saving._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Report the weights that `load_state_dict` did not find, or found too many.
+
+        Not called by the trainer, which refuses such weights; for overrides of `_load_from_checkpoint`.
+        """
+        self._loopwright.saving.report_unmatched(load_result)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states of optimizer and schedule. Called when training resumes, and not otherwise."""
         if checkpoint is not None:
             self._loopwright.saving._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_callback_state(self) -> None:
+        """Restore callbacks from `state.stateful_callbacks`. Called when training resumes, after `state` is loaded."""
+        self._loopwright.load_callback_state()
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint into the model.

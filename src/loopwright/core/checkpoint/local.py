@@ -71,7 +71,7 @@ class LocalStorage:
             if path.is_dir():
                 _sync_folder(path)
         self.allow()
-        _replace(staged, self.root / folder_name(step))
+        replace_folder(staged, self.root / folder_name(step))
         _sync_folder(self.root)
 
     def remove(self, name: str) -> None:
@@ -139,7 +139,7 @@ def staging_folder(root: Path, step: int) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _replace(staging: Path, final: Path) -> None:
+def replace_folder(staging: Path, final: Path) -> None:
     """Rename the staging folder to its final name; an existing folder of that name is removed afterwards."""
     if not final.exists():
         os.rename(staging, final)

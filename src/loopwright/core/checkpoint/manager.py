@@ -47,6 +47,8 @@ class CheckpointManager:
         """The error of a background save that was not raised yet."""
         self.published: deque[str] = deque()
         """Names of published checkpoints that the user has not been shown yet."""
+        self.newest: int | None = None
+        """The step of the checkpoint that was published last."""
         self.last_seconds = 0.0
         """Duration of the last save."""
         self.was_skipped = False
@@ -264,6 +266,7 @@ class CheckpointManager:
                 self.was_skipped = not self._published(step, publish_it)
                 if not self.was_skipped:
                     self.published.append(folder_name(step))
+                    self.newest = step
                     self.last_seconds = time.monotonic() - started
                     if crew is None or crew.rank == crew.leader:
                         self._rotate(keep, [step, *protect])
@@ -325,18 +328,19 @@ class CheckpointManager:
         def publish() -> None:
             with self.storage.staging(step) as folder:
                 write(folder)
-                describe(folder, step, format=format, run=self._run_id).write(folder)
+                describe(folder, step, format=format, run=self.run_id).write(folder)
                 self.storage.publish(folder, step)
 
         return publish
 
     def _with(self, crew: Crew, step: int, write: Write, format: str, records: Keep | None) -> Callable[[], None]:
         keep = records or (lambda folder, found: None)
-        run = self._run_id
+        run = self.run_id
         return lambda: publish_together(self.storage, step, write, format=format, run=run, crew=crew, keep=keep)
 
     @property
-    def _run_id(self) -> str | None:
+    def run_id(self) -> str | None:
+        """The id of the run that writes here."""
         return None if self.current is None else self.current.run
 
     def _publish(self, step: int, publish: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from ...errors import CheckpointError
 from .disk_errors import disk_error
 from .manifest import Entry, Manifest, describe, file_entry
-from .storage import Storage
 
 
 @dataclass
@@ -36,6 +35,13 @@ class Crew(Protocol):
         """All-gather a value; the results are in rank order."""
 
 
+class Publishing(Protocol):
+    """Where a checkpoint is written: staged first, then published under its name."""
+
+    def staging(self, step: int) -> AbstractContextManager[Path]: ...
+    def publish(self, staged: Path, step: int) -> None: ...
+
+
 Write = Callable[[Path], Any]
 Keep = Callable[[Path, dict[int, dict[str, Any]]], None]
 """Writes the per-rank states to a folder."""
@@ -51,7 +57,7 @@ class Trouble:
 
 
 def publish_together(
-    storage: Storage, step: int, write: Write, *, format: str, run: str | None, crew: Crew, keep: Keep
+    storage: Publishing, step: int, write: Write, *, format: str, run: str | None, crew: Crew, keep: Keep
 ) -> None:
     """Write a checkpoint with all ranks of the crew; raises on every rank if one fails."""
     leads, described = crew.rank == crew.leader, partial(describe, step=step, format=format, run=run)
@@ -81,7 +87,7 @@ def _written(write: Write, folder: Path) -> tuple[Part, dict[str, Entry]]:
 
 
 def _publish(
-    storage: Storage,
+    storage: Publishing,
     folder: Path,
     parts: dict[int, tuple[Part, dict[str, Entry]]],
     described: Callable[..., Manifest],

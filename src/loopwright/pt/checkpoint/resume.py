@@ -18,8 +18,9 @@ from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
 from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
+from .registered import Registered
 from .shards import BoxReader, slot_reader
-from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer
+from .tensors import decode_schedule, plain_module, read_description, read_json, read_optimizer, some
 from .transformers_format import foreign_progress, is_foreign, read_foreign
 from .weights import partly_saved_names
 
@@ -31,10 +32,27 @@ class TorchResuming(TorchPart, Resuming):
     _restored: frozenset[str] = frozenset()
     """Names of the weights in the checkpoint of an adapter."""
 
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self.registered = Registered()
+        """Objects of the user that are part of every checkpoint."""
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint."""
         self.strategy.load_weights(plain_module(model or self.model), resume_from_checkpoint)
         self._restored = partly_saved_names(Path(resume_from_checkpoint))
+
+    def report_unmatched(self, load_result: Any) -> None:
+        """Warn about the names that `load_state_dict(..., strict=False)` returned; tied weights are tied again."""
+        module = plain_module(self.model)
+        missing, expected = list(load_result.missing_keys), getattr(module, "_keys_to_ignore_on_save", None)
+        if missing and expected and set(missing) == set(expected) and hasattr(module, "tie_weights"):
+            module.tie_weights()
+        elif missing:
+            self.notices.warn_once(f"the checkpoint has no value of these weights: {some(missing)}")
+        unexpected = list(load_result.unexpected_keys)
+        if unexpected:
+            self.notices.warn_once(f"the checkpoint has weights that the model lacks: {some(unexpected)}")
 
     def _load_weights_of(self, folder: str) -> None:
         """Load the best model: its weights, and the saved state of its modules."""
@@ -70,6 +88,17 @@ class TorchResuming(TorchPart, Resuming):
         if self.modules is not None and "buffers" in states:
             self.modules.load_own_buffers(check_part(states["buffers"], named()))
 
+    def load_state(self, checkpoint: str | bool) -> None:
+        """Restore everything but the state of the run: its step, its position in the data and its logs stay."""
+        self.run.checkpoints.wait()
+        folder = Path(self.run.checkpoints.find(checkpoint) or "")
+        self.trainer._load_from_checkpoint(str(folder))
+        self.trainer._load_optimizer_and_scheduler(str(folder))
+        self.registered.resume(folder, self.notices.warn_once)
+        if not is_foreign(folder):
+            self._resume_scaler(folder / SCALER)
+            self.strategy.load_rng_state(self._random_states(folder))
+
     def _resume_modules(self, states: dict[str, Any]) -> None:
         if self.modules is not None and states.get("modules"):
             self.modules.load_state_dict(states["modules"], self.notices.warn_once)
@@ -89,6 +118,7 @@ class TorchResuming(TorchPart, Resuming):
         else:
             self._guess_progress()
         self.trainer._load_optimizer_and_scheduler(checkpoint)
+        self.registered.resume(folder, self.notices.warn_once)
         if foreign:
             return
         self._resume_scaler(folder / SCALER)
@@ -117,6 +147,9 @@ class TorchResuming(TorchPart, Resuming):
             self.run.resume_rng = self._random_states(folder)
             # Now, for an evaluation that was pending at a signal; and again where training resumes.
             self.strategy.load_rng_state(self.run.resume_rng)
+
+    def _load_callback_state(self) -> None:
+        self.trainer._load_callback_state()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         """Restore the states of optimizer and schedule."""

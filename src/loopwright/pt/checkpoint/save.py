@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from ...args.paths import working_folder
-from ...core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE
+from ...core.checkpoint.folder import MODEL, OPTIMIZER, PROGRESS, RNG, SCALER, SCHEDULER, STATE, folder_name
 from ...core.checkpoint.json_files import documents_writer
+from ...core.checkpoint.one_folder import OneFolder
 from ...core.checkpoint.storage import folder_for
-from ...core.checkpoint.writers import Part
+from ...core.checkpoint.writers import Part, publish_together
 from ...core.overrides import adapt, is_overridden
 from ...errors import CheckpointError
 from ..memory_metrics import free_memory
@@ -106,6 +107,23 @@ class TorchSaving(TorchResuming):
         )
         self.keep_compiled()
 
+    def save_state(self, place: str | None) -> str:
+        """Write a checkpoint into a folder, or a regular one; returns where it is."""
+        step = self.state.global_step
+        if place is None:
+            self.trainer._save_checkpoint(self.model)
+            self.run.checkpoints.wait()
+            self.run.checkpoints.raise_if_failed()
+            return str(self.run.checkpoints.storage.place(folder_name(step)))
+        self.run.checkpoints.wait()
+        storage, write = OneFolder(place), self._checkpoint_writer(copy=False)
+        kind, run = self.args.checkpoint_format, self.run.checkpoints.run_id
+        if self.crew is not None:
+            publish_together(storage, step, write, format=kind, run=run, crew=self.crew, keep=keep_records)
+        elif self.leads_saving:
+            storage.save(step, write, format=kind, run=run)
+        return place
+
     def keep_compiled(self) -> None:
         """Write the compile cache next to the checkpoints, not into them."""
         if self.internals.compiled is not None and self.args.should_save:
@@ -156,6 +174,9 @@ class TorchSaving(TorchResuming):
                 tensors = keep(self._gathered_tensors(tensors, leads=leads))
                 writers += [lambda folder: write_optimizer(folder, described, tensors)] if leads else []
             documents.update(self._resume_documents())
+        if leads and not self.args.save_only_model:
+            self.registered.report_missing(self.notices.warn_once)
+            writers.append(self.registered.writer(keep))
         record = None if self.is_alone else self._own_record()
         write_documents = documents_writer(documents if leads else {})
 

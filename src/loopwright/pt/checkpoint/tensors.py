@@ -211,16 +211,16 @@ def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], 
     state = {}
     for index, slots in saved["state"].items():
         name = names[index] if isinstance(index, int) else str(index)
-        state[name] = {slot: _encode(value, f"{name}/{slot}", tensors) for slot, value in slots.items()}
+        state[name] = {slot: encode_value(value, f"{name}/{slot}", tensors) for slot, value in slots.items()}
     groups = []
     for number, group in enumerate(saved["param_groups"]):
         options = {
-            key: _encode(value, f"group {number}/{key}", tensors)
+            key: encode_value(value, f"group {number}/{key}", tensors)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
         groups.append({"params": [names[index] for index in group["params"]], "options": options})
-    extra = {key: _encode(value, key, tensors) for key, value in saved.items() if key not in ("state", "param_groups")}
+    extra = {k: encode_value(each, k, tensors) for k, each in saved.items() if k not in ("state", "param_groups")}
     return {"groups": groups, "state": state, "extra": extra}, tensors
 
 
@@ -335,18 +335,19 @@ def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
     return names
 
 
-def _encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+def encode_value(value: Any, key: str, tensors: dict[str, Tensor], whose: str = "the optimizer's ") -> Any:
+    """A value as JSON values; its tensors are added to `tensors`, by the names of their places."""
     if isinstance(value, Tensor):
         tensors[key] = value
         return {"tensor": key}
     if isinstance(value, (list, tuple)):
-        parts = [_encode(each, f"{key}/{i}", tensors) for i, each in enumerate(value)]
+        parts = [encode_value(each, f"{key}/{i}", tensors, whose) for i, each in enumerate(value)]
         return {"tuple": parts} if isinstance(value, tuple) else parts
     if isinstance(value, Mapping):
-        return {"dict": [[name, _encode(each, f"{key}/{name}", tensors)] for name, each in value.items()]}
+        return {"dict": [[name, encode_value(each, f"{key}/{name}", tensors, whose)] for name, each in value.items()]}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise CheckpointError(f"the optimizer's {key} is a {type(value).__name__}, which cannot be saved without pickle")
+    raise CheckpointError(f"{whose}{key} is a {type(value).__name__}, which cannot be saved without pickle")
 
 
 def decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:

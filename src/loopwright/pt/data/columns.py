@@ -90,6 +90,7 @@ class ColumnFilter:
         self.description = description
         self._passes_made = passes_made
         self._notices = notices
+        self._are_named = are_named
         self._before = are_named or _chokes_on_extras(collator)
         # Every worker of every epoch has a copy of this object, so a flag in shared memory records the report.
         self._told = torch.zeros((), dtype=torch.bool).share_memory_() if in_workers else None
@@ -138,17 +139,29 @@ class ColumnFilter:
         self._seen = [*columns]
         self._keep = keep = [name for name in columns if name in self.accepted or name in made]
         if not any(name not in LABEL_COLUMNS for name in keep):
-            raise DataError(
-                f"no column of the {self.description} data is an argument of the model's forward (columns: "
-                f"{', '.join(columns) or 'none'}; arguments: {', '.join(sorted(self.accepted))}). Rename the "
-                "columns, or set remove_unused_columns=False to pass all of them"
-            )
+            raise DataError(self._no_column(columns))
         if len(keep) < len(columns):
             withheld = ", ".join(name for name in columns if name not in keep)
-            self._tell(
-                f"removed columns of the {self.description} data that the model's forward does not accept: {withheld}"
+            why = (
+                "the trainer does not name in _signature_columns"
+                if self._are_named
+                else ("the model's forward does not accept")
             )
+            self._tell(f"removed columns of the {self.description} data that {why}: {withheld}")
         return keep
+
+    def _no_column(self, columns: Iterable[str]) -> str:
+        there, wanted = ", ".join(columns) or "none", ", ".join(sorted(self.accepted))
+        if self._are_named:
+            return (
+                f"no column of the {self.description} data is named in _signature_columns, which this trainer sets "
+                f"(columns: {there}; named: {wanted}). Rename the columns, name them there, or set "
+                "remove_unused_columns=False to pass all of them"
+            )
+        return (
+            f"no column of the {self.description} data is an argument of the model's forward (columns: {there}; "
+            f"arguments: {wanted}). Rename the columns, or set remove_unused_columns=False to pass all of them"
+        )
 
     def _tell(self, text: str) -> None:
         worker = get_worker_info()
