@@ -49,6 +49,8 @@ class CheckpointManager:
         """Names of published checkpoints that the user has not been shown yet."""
         self.last_seconds = 0.0
         """Duration of the last save."""
+        self.on_published: Callable[[int], None] = lambda step: None
+        """Called with the step of a published checkpoint, by the rank that publishes, before old ones are removed."""
         self.was_skipped = False
         """Whether the last save published nothing because the disk is full."""
 
@@ -266,6 +268,7 @@ class CheckpointManager:
                     self.published.append(folder_name(step))
                     self.last_seconds = time.monotonic() - started
                     if crew is None or crew.rank == crew.leader:
+                        self.on_published(step)
                         self._rotate(keep, [step, *protect])
 
         if background:
