@@ -97,7 +97,8 @@ class HubPart(ModelPushing):
 
     def before_save(self) -> None:
         if self._pushes_saves and self.trainer.is_world_process_zero():
-            self._drafts = {self.state.global_step: self._draft()}
+            # The save before this one may still be in progress, and its push needs its draft.
+            self._drafts = dict([*self._drafts.items(), (self.state.global_step, self._draft())][-2:])
 
     def after_save(self) -> None:
         if not self._pushes_saves:
@@ -185,7 +186,7 @@ class HubPart(ModelPushing):
             folder = Path(self.run.checkpoints.local(place)) if is_url(place) else Path(plain_path(place))
             manifest = read_manifest(folder)
             step = step_in_name(folder) if manifest is None else manifest.step
-            draft = self._drafts.pop(step, None) if step is not None else None
+            draft = None if step is None else self._drafts.get(step)
             push = self._checkpoint_push(folder, manifest, draft or self._draft())
         except (OSError, LoopwrightError) as error:
             self.queue.add_failure(push, HubError(f"{title} cannot be read ({error})"))

@@ -12,7 +12,7 @@ from ..core.checkpoint.manifest import damage, names_outside, read_manifest
 from ..errors import CheckpointError, HubError, LoopwrightError
 from ..notices import logger
 from .failures import explained
-from .repository import Repository, hub_package
+from .repository import Repository
 
 LAST = "last-checkpoint"
 """The folder on the Hub that holds the newest checkpoint."""
@@ -64,18 +64,17 @@ class PushedCheckpoint:
         root = output_dir / FOLDER / commit[:12]
         folder = root / self.folder
         logger.info(f"downloading {self} (commit {commit[:12]}) to {folder}")
-        try:
-            at_commit.download(f"{self.folder}/{MANIFEST}", root)
-        except hub_package().errors.EntryNotFoundError as error:
+        available = set(at_commit.files_in(self.folder))
+        if f"{self.folder}/{MANIFEST}" not in available:
             raise CheckpointError(
                 f"{self} has no {MANIFEST}, so it is not a complete checkpoint of loopwright; "
                 'those are pushed with hub_strategy="checkpoint" or "all_checkpoints"'
-            ) from error
+            )
+        at_commit.download(f"{self.folder}/{MANIFEST}", root)
         manifest = read_manifest(folder)
         problem = f"{MANIFEST} is damaged" if manifest is None else names_outside(manifest.files)
         if manifest is None or problem:
             raise CheckpointError(f"{self}: {problem}; resume from another commit or checkpoint")
-        available = set(at_commit.files_in(self.folder))
         missing = sorted(name for name in manifest.files if f"{self.folder}/{name}" not in available)
         if missing:
             raise CheckpointError(
