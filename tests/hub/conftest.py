@@ -18,15 +18,13 @@ def server() -> Iterator[HubServer]:
     made.stop()
 
 
-def connect(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let huggingface_hub send its requests to the server, and repeat a failed one without long pauses."""
+def connect(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub send its requests to a server, and repeat a failed one without long pauses."""
     from huggingface_hub import constants
     from huggingface_hub.utils import http_backoff
 
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     quick = {**http_backoff.__kwdefaults__, "base_wait_time": 0.01, "max_wait_time": 0.02}
@@ -38,5 +36,5 @@ def connect(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def online(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
     """A server that huggingface_hub in this process is connected to."""
-    connect(server, monkeypatch)
+    connect(server.url, monkeypatch)
     return server

@@ -135,7 +135,7 @@ class Pushed(NamedTuple):
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
     folder, server = tmp_path_factory.mktemp("pushed"), HubServer()
     with pytest.MonkeyPatch.context() as patch:
-        connect(server, patch)
+        connect(server.url, patch)
         trainer_of(folder / "first", hub_strategy="all_checkpoints").train()
         trainer_of(folder / "last", hub_strategy="checkpoint", max_steps=2).train()
     server.stop()

@@ -46,7 +46,7 @@ class HubPart(ModelPushing):
     def __init__(self, internals: Any) -> None:
         super().__init__(internals)
         self._drafts: dict[int, Draft] = {}
-        self._problem: HubError | None = None
+        self._problem: LoopwrightError | None = None
         self._silenced = False
 
     def create_repository(self) -> None:
@@ -55,7 +55,7 @@ class HubPart(ModelPushing):
             return
         try:
             self.trainer.init_hf_repo()
-        except HubError as error:
+        except LoopwrightError as error:
             if self.strategy.world_size == 1:
                 raise
             self._problem = error
@@ -76,6 +76,7 @@ class HubPart(ModelPushing):
         if self._problem is None and self.trainer.hub_model_id is None:
             self.create_repository()
         problem = self.strategy.broadcast(None if self._problem is None else str(self._problem))
+        self._problem = None
         if problem is not None:
             raise HubError(problem)
         if self._strategy == HubStrategy.EVERY_SAVE and self.strategy.is_sharded:
