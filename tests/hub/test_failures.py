@@ -98,6 +98,13 @@ def test_a_wrong_token_is_refused_before_training(online: HubServer) -> None:
     assert "wrongwrong" not in str(caught.value)
 
 
+def test_the_repository_is_the_one_that_is_named(online: HubServer) -> None:
+    assert trainer_of("named/here", hub_model_id=None).hub_model_id == "me/here"
+    assert trainer_of(hub_model_id="mine").hub_model_id == "me/mine"
+    assert trainer_of(hub_model_id="team/mine").hub_model_id == "team/mine"
+    assert {*online.repos} == {"me/here", "me/mine", "team/mine"}
+
+
 def test_offline_is_refused_before_training(online: HubServer, monkeypatch: Any) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match="HF_HUB_OFFLINE is set, so nothing is sent: unset it"):

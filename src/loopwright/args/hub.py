@@ -28,8 +28,8 @@ class HubArgs(Group):
     )
     hub_strategy: HubStrategy | str = arg(
         "every_save",
-        "end: only save_model() and push_to_hub() push; every_save: also the model of each checkpoint; checkpoint: and "
-        "the newest checkpoint as last-checkpoint; all_checkpoints: and each checkpoint in a folder of its own.",
+        "What to push of a save: end (nothing), every_save (the model), checkpoint or all_checkpoints (also the "
+        "checkpoint).",
     )
     hub_always_push: bool = arg(
         False, "Push every save in turn; by default a newer one takes the place of one that waits.", ranks="any"

@@ -204,6 +204,6 @@ class ModelPushing(PushPart):
 
 
 def _has_ended(future: Future[Any], seconds: float) -> bool:
-    with suppress(Exception):  # its error is raised by whoever needs the result
+    with suppress(Exception):  # its error is raised where the result is needed
         future.exception(timeout=seconds)
     return future.done()
