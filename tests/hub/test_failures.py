@@ -143,6 +143,27 @@ def test_an_error_of_the_run_is_not_delayed_by_a_push(online: HubServer, caplog:
     gate.opened.set()
 
 
+def test_a_card_that_cannot_be_made_stops_nothing(online: HubServer, caplog: Any) -> None:
+    class Odd(list):
+        builder_name = property(lambda self: 1 / 0)
+
+    trainer = trainer_of(max_steps=2)
+    trainer.eval_dataset = Odd()
+    trainer.train()
+    head = online.repo().head()
+    assert "model.safetensors" in head and "README.md" not in head and "ZeroDivisionError" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_linked_is_reported(online: HubServer) -> None:
+    """Its files cannot be kept for the push: the run ends, and the error names the checkpoint."""
+    trainer = trainer_of(max_steps=4, hub_strategy="all_checkpoints")
+    Path("run/.push-checkpoint-2-1").write_text("a file where a folder goes")
+    with pytest.raises(HubError, match="pushing checkpoint-2 to me/model failed: checkpoint-2 cannot be read"):
+        trainer.train()
+    assert checked(online.repo().commits[-1], "checkpoint-4") == 4
+    assert CheckpointManager("run", notices=Notices()).find(True) is not None
+
+
 def test_a_run_that_pushes_is_the_run_that_does_not(online: HubServer) -> None:
     trainer_of("plain", push_to_hub=False).train()
     online.before = refusing("PUT /store/", CLOSE)

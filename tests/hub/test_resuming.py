@@ -21,12 +21,12 @@ from loopwright.errors import CheckpointError, HubError
 
 from .conftest import connect
 from .runs import checked, final_weights, trainer_of
-from .server import TOKEN, Answer, HubServer
+from .server import CLOSE, TOKEN, Answer, HubServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(server: HubServer, folder: Path, strategy: str) -> subprocess.Popen[str]:
+def start(server: HubServer, folder: Path, *, waits_at: int = -1) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "HF_ENDPOINT": server.url,
@@ -34,44 +34,59 @@ def start(server: HubServer, folder: Path, strategy: str) -> subprocess.Popen[st
         "HF_HUB_DISABLE_XET": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
-    command = [sys.executable, "-m", "tests.hub.child", str(folder), strategy, "6"]
+    command = [sys.executable, "-m", "tests.hub.child", str(folder), "all_checkpoints", str(waits_at)]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
-def test_killed_in_a_push_and_resumed(server: HubServer, tmp_path: Path) -> None:
-    """Killed while the second checkpoint is sent: the first is intact, and the same command pushes all of them."""
-    reached, sent = threading.Event(), []
+class Held:
+    """Holds back one of the large files that are sent; a checkpoint has two."""
 
-    def before(method: str, path: str) -> Answer:
+    def __init__(self, server: HubServer, which: int) -> None:
+        self.reached, self.opened, self.left = threading.Event(), threading.Event(), which
+        server.before = self
+
+    def __call__(self, method: str, path: str) -> Answer:
         if method == "PUT":
-            sent.append(path)
-            if len(sent) == 4:  # of the two files of each checkpoint, the last of the second
-                reached.set()
-                threading.Event().wait(0.2)
+            self.left -= 1
+            if self.left == 0:
+                self.reached.set()
+                self.opened.wait(120)
+                return CLOSE
         return None
 
-    server.before = before
-    child = start(server, tmp_path / "run", "all_checkpoints")
-    assert reached.wait(120), child.stderr.read() if child.stderr else ""
+
+def folders(files: dict[str, bytes]) -> list[str]:
+    return sorted({path.split("/")[0] for path in files if path.startswith("checkpoint-")})
+
+
+def test_stopped_and_killed_in_a_push_and_resumed(server: HubServer, tmp_path: Path) -> None:
+    """A signal does not wait for the push; a kill leaves what has arrived; the same command pushes all of them."""
+    held = Held(server, 4)
+    child = start(server, tmp_path / "run", waits_at=4)
+    assert held.reached.wait(120), child.communicate(timeout=10)
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 75, errors
+    assert "not pushed to me/model: checkpoint-4, checkpoint-5" in errors
+    assert folders(server.repo().head()) == ["checkpoint-2"]
+    held.opened.set()
+
+    held = Held(server, 1)
+    child = start(server, tmp_path / "run", waits_at=6)
+    assert held.reached.wait(120), child.communicate(timeout=10)
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=60)
+    held.opened.set()
+    assert folders(server.repo().head()) == ["checkpoint-2"]
+
     server.before = lambda method, path: None
-    before_resuming = server.repo().commits[-1]
-    assert checked(before_resuming, "checkpoint-2") == 2
-    assert not [path for path in before_resuming.files if path.startswith(("checkpoint-4", "checkpoint-6"))]
-    again = start(server, tmp_path / "run", "all_checkpoints")
-    _, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, errors
+    child = start(server, tmp_path / "run")
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 0, errors
+    assert folders(server.repo().head()) == [f"checkpoint-{step}" for step in (2, 4, 5, 6)]
     for commit in server.repo().commits[1:]:
-        folders = {path.split("/")[0] for path in commit.files if path.startswith("checkpoint-")}
-        assert all(checked(commit, folder) == int(folder.split("-")[1]) for folder in folders)
-    assert {path.split("/")[0] for path in server.repo().head() if "/" in path} == {
-        "checkpoint-2",
-        "checkpoint-4",
-        "checkpoint-6",
-    }
+        assert all(checked(commit, folder) == int(folder.split("-")[1]) for folder in folders(commit.files))
     assert not list((tmp_path / "run").glob(".push-*"))
-    torch.manual_seed(0)
     trainer_of(tmp_path / "whole", push_to_hub=False).train()
     whole, resumed = final_weights(tmp_path / "whole"), final_weights(tmp_path / "run")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -156,6 +171,7 @@ def test_a_run_resumes_from_the_hub_to_the_bit(pushed: HubServer, both: Pushed) 
     second = final_weights("second")
     assert all(torch.equal(both.weights[name], second[name]) for name in second)
     assert sorted(path.name for path in Path("second").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert not Path("second/from-hub").exists(), "the download is removed at the end"
 
 
 def test_the_name_last_checkpoint_is_that_of_the_repository(pushed: HubServer) -> None:
@@ -163,7 +179,6 @@ def test_the_name_last_checkpoint_is_that_of_the_repository(pushed: HubServer) -
     trainer.train(resume_from_checkpoint="last-checkpoint")
     assert trainer._loopwright.run.first_step == 2
     assert checked(pushed.repo().commits[-1], "last-checkpoint") == 6
-    assert not Path("second/from-hub").exists(), "the download is removed at the end"
 
 
 def change(name: str, content: bytes | None) -> Callable[[dict[str, bytes]], Any]:

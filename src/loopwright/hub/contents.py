@@ -90,13 +90,17 @@ def linked_copy(folder: Path, target: Path) -> Path:
     They are copied where the file system has no hard links.
     """
     shutil.rmtree(target, ignore_errors=True)
-    for name, path in files_in(folder).items():
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(path, place)
-        except OSError:
-            shutil.copyfile(path, place)
+    try:
+        for name, path in files_in(folder).items():
+            place = target / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copyfile(path, place)
+    except OSError:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
     return target
 
 

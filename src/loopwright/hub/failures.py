@@ -13,12 +13,13 @@ CAUSES = {
     403: "this token may not write there: use a token with write access, or another hub_model_id",
     404: "there is no such repository or branch, or the token may not read it: check hub_model_id and hub_revision",
     409: "the branch was changed by another push at the same moment",
+    412: "the branch was changed by another push at the same moment",
     413: "the Hub refused the size of the files: make them smaller, or request a larger limit",
     429: "too many requests",
     507: "the storage of the account is full: delete files there, or choose another hub_model_id",
 }
 """Causes by the status of a response."""
-MAY_PASS = (408, 409, 425, 429, 500, 502, 503, 504)
+MAY_PASS = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 """Statuses of responses after which trying again may help."""
 
 

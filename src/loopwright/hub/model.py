@@ -36,6 +36,7 @@ class ModelPushing(PushPart):
         self.queue = PushQueue()
         self._options = CardOptions()
         self._license: str | None = None
+        self._left_out: list[str] = []
         self._count = 0
 
     # ---- the repository ---------------------------------------------------------------------------------------------
@@ -168,9 +169,10 @@ class ModelPushing(PushPart):
         return documents if measured is None else {**documents, RESULTS_FILE: measured.encode()}
 
     def _tell_left_out(self, pickles: list[str], *, is_whole: bool) -> None:
-        if pickles:
+        if pickles and sorted(pickles) != self._left_out:
+            self._left_out = sorted(pickles)
             effect = "; checkpoints on the Hub cannot be resumed without them" if is_whole else ""
-            logger.warning(f"not pushed, because loading a pickle can run code: {', '.join(sorted(pickles))}{effect}")
+            logger.warning(f"not pushed, because loading a pickle can run code: {', '.join(self._left_out)}{effect}")
 
     # ---- ranks ------------------------------------------------------------------------------------------------------
 

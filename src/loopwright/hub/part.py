@@ -25,7 +25,7 @@ from .contents import (
 from .model import ModelPushing
 from .pushes import Push
 from .record import PushRecord
-from .repository import Change, hub_package
+from .repository import Change, Repository, hub_package
 from .resuming import FOLDER, LAST, PushedCheckpoint
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".keras", ".h5")
@@ -69,6 +69,10 @@ class HubPart(ModelPushing):
     @property
     def _pushes_saves(self) -> bool:
         return bool(self.args.push_to_hub) and self._strategy != HubStrategy.END
+
+    @property
+    def _may_be_superseded(self) -> bool:
+        return self._strategy != HubStrategy.ALL_CHECKPOINTS and not self.args.hub_always_push
 
     def begin(self) -> None:
         if not self.args.push_to_hub:
@@ -130,8 +134,6 @@ class HubPart(ModelPushing):
         self._wait(self.queue.wait_until_done)
         failures = [str(error) for _, error in self.queue.take_failures()]
         text = self.strategy.broadcast("; ".join(failures) or None)
-        if self.trainer.is_world_process_zero():
-            shutil.rmtree(self._working / FOLDER, ignore_errors=True)
         if text is not None:
             raise HubError(
                 f"training has ended and all files are saved in {self.args.output_dir}, but {text}. "
@@ -145,6 +147,8 @@ class HubPart(ModelPushing):
                 f"not pushed to {self.trainer.hub_model_id}: {', '.join(left)}. The run that resumes this one pushes "
                 "the checkpoints that its folder still has"
             )
+        if self.trainer.is_world_process_zero():
+            shutil.rmtree(self._working / FOLDER, ignore_errors=True)
         if self._silenced:
             hub_package().utils.enable_progress_bars()
             self._silenced = False
@@ -153,12 +157,10 @@ class HubPart(ModelPushing):
         self.queue.wait_until_done()
 
     def local_checkpoint(self, request: str) -> str:
-        place = request
-        if request == LAST and not os.path.isdir(LAST) and self.trainer.hub_model_id:
-            place = f"hf://{self.trainer.hub_model_id}" + (
-                f"@{self.args.hub_revision}" if self.args.hub_revision else ""
-            )
-        found = PushedCheckpoint.parsed(place, self.args.hub_token)
+        found = PushedCheckpoint.parsed(request, self.args.hub_token)
+        name = self.trainer.hub_model_id or self.args.hub_model_id or ""
+        if request == LAST and "/" in name and not os.path.isdir(LAST):
+            found = PushedCheckpoint(Repository(name, self.args.hub_revision, self.args.hub_token), LAST)
         return request if found is None else str(found.downloaded(self._working))
 
     # ---- pushes of checkpoints --------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class HubPart(ModelPushing):
 
     def _push_checkpoint(self, place: str) -> None:
         title = Path(place).name
-        push = Push(title, self._repository(), Change({}), "")
+        push = Push(title, self._repository(), Change({}), "", may_be_superseded=self._may_be_superseded)
         try:
             folder = Path(self.run.checkpoints.local(place)) if is_url(place) else Path(plain_path(place))
             manifest = read_manifest(folder)
@@ -215,7 +217,7 @@ class HubPart(ModelPushing):
             self._repository(),
             change,
             draft.message,
-            may_be_superseded=self._strategy != HubStrategy.ALL_CHECKPOINTS and not self.args.hub_always_push,
+            may_be_superseded=self._may_be_superseded,
             done=lambda: None if check is None else record.add(check),
             folder=copy,
         )
@@ -227,4 +229,11 @@ class HubPart(ModelPushing):
     def _draft(self) -> Draft:
         state, by_step = self.state, self.args.save_strategy == SaveStrategy.STEPS
         position = f"step {state.global_step}" if by_step else f"epoch {int(state.epoch or 0)}"
-        return Draft(f"Training in progress, {position}", self._documents())
+        try:
+            documents = self._documents()
+        except Exception as error:  # it reads objects of the user; a save does not fail because of a card
+            logger.warning(
+                f"this push has no model card, because it could not be made ({type(error).__name__}: {error})"
+            )
+            documents = {}
+        return Draft(f"Training in progress, {position}", documents)

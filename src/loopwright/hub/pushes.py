@@ -6,6 +6,7 @@ place of its own on the Hub; this is logged. The thread ends when nothing is lef
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import threading
 import time
@@ -61,6 +62,7 @@ class PushQueue:
         self._is_stopped = False
         self._failed: list[Push] = []
         self._last_succeeded = False
+        self._is_waited_for = False
 
     # ---- what transformers' PushInProgress has ----------------------------------------------------------------------
 
@@ -98,6 +100,9 @@ class PushQueue:
                         f"{push.title} was ready, which takes its place"
                     )
             self._waiting.append(push)
+            if not self._is_waited_for:
+                atexit.register(self._finish_before_exit)
+                self._is_waited_for = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hub-push", daemon=True)
                 self._thread.start()
@@ -119,8 +124,8 @@ class PushQueue:
     def try_failed_again(self) -> None:
         """Put the failed pushes back into the queue if the last push has succeeded, so that they may as well."""
         with self._changed:
-            failed = self._failed if self._last_succeeded else []
-            self._failed = [] if self._last_succeeded else self._failed
+            failed = [push for push in self._failed if self._last_succeeded and push.change.files]
+            self._failed = [push for push in self._failed if push not in failed]
         for push in failed:
             push.future = Future()
             self.put(push)
@@ -156,6 +161,12 @@ class PushQueue:
                 self._current = None
                 self._conclude(push, result, error)
                 self._changed.notify_all()
+
+    def _finish_before_exit(self) -> None:
+        """Wait for pushes that a script has left to the background, unless they were abandoned."""
+        if not self._is_stopped and not self.is_done():
+            logger.warning("waiting for the pushes to the Hub that are in progress")
+            self.wait_until_done()
 
     def _conclude(self, push: Push, result: Any, error: BaseException | None) -> None:
         if isinstance(error, Abandoned):

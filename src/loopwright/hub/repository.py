@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ FEATURE = "pushing to the Hub"
 MOST_FILES = 25_000
 """Files that one commit may add."""
 LARGE = 1 << 20
-"""Bytes from which a file is sent by itself, as weights are, so that a push can be abandoned between two of them."""
+"""Bytes from which a file is always sent by itself, as weights are."""
+FEW = 100
+"""Files up to which each one is sent by itself: a push can be abandoned between two of them, and needs no threads,
+which cannot be started while the process ends."""
 WEIGHTS = re.compile(r"^(model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json)$")
 """Files of whole models that one push writes together: those of an earlier one are removed."""
 
@@ -142,13 +145,15 @@ def hub_package() -> Any:
     return huggingface_hub
 
 
-def _groups(files: dict[str, Content]) -> Iterable[list[str]]:
-    """Large files one by one, so that none is sent twice under two names; then all others together."""
-    large = [
-        path for path, content in sorted(files.items()) if path.endswith(".safetensors") or _size(content) >= LARGE
-    ]
-    small = sorted(files.keys() - set(large))
-    return [*([path] for path in large), *([small] if small else [])]
+def _groups(files: dict[str, Content]) -> list[list[str]]:
+    """Files that are sent together; the second of two equal ones is found to be stored already, and is not sent."""
+    alone = [path for path, content in sorted(files.items()) if len(files) <= FEW or _is_large(path, content)]
+    others = sorted(files.keys() - set(alone))
+    return [*([path] for path in alone), *([others] if others else [])]
+
+
+def _is_large(path: str, content: Content) -> bool:
+    return path.endswith(".safetensors") or _size(content) >= LARGE
 
 
 def _size(content: Content) -> int:

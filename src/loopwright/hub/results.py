@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import yaml
@@ -38,7 +39,7 @@ class Results:
                 break
             step, epoch = row.get("step", 0), row.get("epoch")
             found = {**{name.removeprefix("eval_"): row[name] for name in names}, **found}
-        numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        numbers = {name: each for name, each in found.items() if isinstance(each, (int, float)) and isfinite(each)}
         return cls(step, epoch, numbers) if numbers else None
 
     def main_metric(self, wanted: str | None) -> str | None:
