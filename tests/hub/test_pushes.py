@@ -185,3 +185,45 @@ def test_a_push_begins_with_its_event(online: HubServer) -> None:
 
     trainer_of(callbacks=[Counts()]).train()
     assert Counts.steps == [2, 4, 6]
+
+
+def test_a_save_by_a_callback_is_pushed(online: HubServer) -> None:
+    class Saves(TrainerCallback):
+        trainer: Any
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.trainer._save_checkpoint(self.trainer.model)
+
+    for background in (True, False):
+        callback = Saves()
+        callback.trainer = trainer_of(
+            f"run-{background}", hub_strategy="all_checkpoints", save_strategy="no", async_save=background,
+            hub_model_id=f"me/{background}", callbacks=[callback],
+        )  # fmt: skip
+        callback.trainer.train()
+        assert checked(online.repo(f"me/{background}").commits[-1], "checkpoint-3") == 3
+
+
+def test_checkpoints_at_a_url_are_pushed(online: HubServer, url: str) -> None:
+    trainer = trainer_of(url, hub_strategy="all_checkpoints", save_total_limit=1)
+    trainer.train()
+    trainer.push_to_hub()
+    last = online.repo().commits[-1]
+    assert [checked(last, f"checkpoint-{step}") for step in (2, 4, 6)] == [2, 4, 6]
+    assert {"model.safetensors", "README.md"} <= {*last.files}
+    assert not list(Path("trainer_output").rglob(".push-*"))
+
+
+def test_another_strategy_pushes_what_it_needs(online: HubServer) -> None:
+    trainer_of(max_steps=2).train()
+    trainer_of(max_steps=2, hub_strategy="checkpoint").train(resume_from_checkpoint=True)
+    assert checked(online.repo().commits[-1], "last-checkpoint") == 2
+    before = len(online.repo().commits)
+    trainer_of(max_steps=2, hub_strategy="checkpoint").train(resume_from_checkpoint=True)
+    assert len(online.repo().commits) == before, "nothing is missing"
+
+
+def test_an_unknown_word_for_the_card_is_refused(online: HubServer) -> None:
+    with pytest.raises(TypeError, match="colour"):
+        trainer_of(hub_strategy="end").push_to_hub(colour="red")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -45,7 +44,7 @@ class ModelPushing(PushPart):
         if not self.trainer.is_world_process_zero():
             return
         args = self.args
-        name = args.hub_model_id or os.path.basename(str(args.output_dir).rstrip("/")) or "model"
+        name = args.hub_model_id or self._working.absolute().name
         asked = Repository(name, args.hub_revision, token or args.hub_token)
         created = self._on_the_hub(
             f"{name} could not be created", asked, lambda: asked.created(private=args.hub_private_repo)
@@ -82,6 +81,7 @@ class ModelPushing(PushPart):
         """Push the model, its processor, card, results and logs in one commit; returns it, or a Future of it."""
         self.callback_handler.fire("on_push_begin")
         self._together(lambda: self._begin_model_push(token, revision))
+        self._wait(self.queue.wait_until_done)  # a push in progress may read the files that are written next
         if not is_saved and not is_url(self.args.output_dir):
             adapt(self.trainer.save_model, "_internal_call")(_internal_call=True)
         folder = self._model_folder()
@@ -129,6 +129,7 @@ class ModelPushing(PushPart):
             self._repository(token, revision),
             Change(dict(files)),
             message or "End of training",
+            is_awaited=True,
             folder=folder if folder != self._working else None,
         )
         self.trainer.push_in_progress = self.queue
@@ -139,7 +140,6 @@ class ModelPushing(PushPart):
             raise HubError(f"the push to {self.trainer.hub_model_id} was abandoned, because the run was stopped")
         error = future.exception()
         if error is not None:
-            self.queue.take_failures()
             raise HubError(f"{error}. The files are in {self.args.output_dir}; call push_to_hub() again") from error
         return future.result()
 
@@ -182,11 +182,12 @@ class ModelPushing(PushPart):
 
     def _together(self, action: Callable[[], Any]) -> Any:
         """Run an action on rank 0; its error is raised by every rank."""
-        result, problem = None, None
+        result: Any = None
+        problem: Exception | None = None
         if self.trainer.is_world_process_zero():
             try:
                 result = action()
-            except LoopwrightError as error:
+            except Exception as error:  # the other ranks wait, so any error is sent to them
                 problem = error
         text = self.strategy.broadcast(None if problem is None else str(problem))
         if problem is not None:
@@ -202,7 +203,7 @@ class ModelPushing(PushPart):
                 return
 
     def _is_interrupted(self) -> bool:
-        return self.strategy.any_rank(bool(self.run.signals.received))
+        return self.strategy.any_rank(self.internals.is_training and bool(self.run.signals.received))
 
 
 def _has_ended(future: Future[Any], seconds: float) -> bool:

@@ -48,6 +48,7 @@ class HubPart(ModelPushing):
         self._drafts: dict[int, Draft] = {}
         self._problem: LoopwrightError | None = None
         self._silenced = False
+        self._is_saving = False
 
     def create_repository(self) -> None:
         """Create the repository; with several ranks, an error is raised by all of them when training begins."""
@@ -101,11 +102,13 @@ class HubPart(ModelPushing):
             self._push_missing()
 
     def before_save(self) -> None:
+        self._is_saving = True
         if self._pushes_saves and self.trainer.is_world_process_zero():
             # The save before this one may still be in progress, and its push needs its draft.
             self._drafts = dict([*self._drafts.items(), (self.state.global_step, self._draft())][-2:])
 
     def after_save(self) -> None:
+        self._is_saving = False
         if not self._pushes_saves:
             return
         checkpoints = self.run.checkpoints
@@ -166,8 +169,9 @@ class HubPart(ModelPushing):
     # ---- pushes of checkpoints --------------------------------------------------------------------------------------
 
     def _published(self, step: int) -> None:
-        """A checkpoint was published, perhaps by another thread, where nothing follows on it."""
-        if self.run.checkpoints.is_saving and self.trainer.is_world_process_zero():
+        """Push a checkpoint that was published, unless callbacks follow that may change it: then `after_save` does."""
+        follows = self._is_saving and not self.run.checkpoints.is_saving
+        if not follows and self.trainer.is_world_process_zero():
             self._push_checkpoint(str(self.run.checkpoints.storage.place(folder_name(step))))
 
     def _push_missing(self) -> None:
@@ -224,7 +228,8 @@ class HubPart(ModelPushing):
 
     def _record(self) -> PushRecord:
         target = self._repository()
-        return PushRecord(self.run.checkpoints.storage, f"{target.name}@{target.revision or 'main'}")
+        key = f"{target.name}@{target.revision or 'main'}, {self._strategy.value}"
+        return PushRecord(self.run.checkpoints.storage, key)
 
     def _draft(self) -> Draft:
         state, by_step = self.state, self.args.save_strategy == SaveStrategy.STEPS

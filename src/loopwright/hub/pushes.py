@@ -38,6 +38,8 @@ class Push:
     """The message of the commit."""
     may_be_superseded: bool = False
     """Whether a newer push makes this one unnecessary."""
+    is_awaited: bool = False
+    """Whether the caller gets the error from `future`; other errors are kept until the end of training."""
     done: Callable[[], None] = lambda: None
     """Called after the commit."""
     folder: Path | None = None
@@ -180,11 +182,15 @@ class PushQueue:
                 each.discard()
             self._failed = [each for each in self._failed if each not in replaced]
             push.discard()
+            logger.info(f"pushed {push.title} to {push.target.name}")
             push.future.set_result(result)
 
     def _fail(self, push: Push, error: BaseException) -> None:
         self._last_succeeded = False
-        self._failed.append(push)
+        if push.is_awaited:
+            push.discard()
+        else:
+            self._failed.append(push)
         reason = str(error) if isinstance(error, HubError) else explained(error, push.target.token)
         text = f"pushing {push.title} to {push.target.name} failed: {reason}"
         logger.error(f"{text}. The run is not affected, and its files are intact")
