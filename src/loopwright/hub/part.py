@@ -64,16 +64,16 @@ class HubPart(ModelPushing):
     # ---- a run ------------------------------------------------------------------------------------------------------
 
     @property
-    def _strategy(self) -> HubStrategy:
+    def _kind(self) -> HubStrategy:
         return HubStrategy(self.args.hub_strategy)
 
     @property
     def _pushes_saves(self) -> bool:
-        return bool(self.args.push_to_hub) and self._strategy != HubStrategy.END
+        return bool(self.args.push_to_hub) and self._kind != HubStrategy.END
 
     @property
     def _may_be_superseded(self) -> bool:
-        return self._strategy != HubStrategy.ALL_CHECKPOINTS and not self.args.hub_always_push
+        return self._kind != HubStrategy.ALL_CHECKPOINTS and not self.args.hub_always_push
 
     def begin(self) -> None:
         if not self.args.push_to_hub:
@@ -84,7 +84,7 @@ class HubPart(ModelPushing):
         self._problem = None
         if problem is not None:
             raise HubError(problem)
-        if self._strategy == HubStrategy.EVERY_SAVE and self.strategy.is_sharded:
+        if self._kind == HubStrategy.EVERY_SAVE and self.strategy.is_sharded:
             raise ArgumentsError(
                 'hub_strategy="every_save" pushes the whole model of each checkpoint, but the ranks of this run save '
                 'shards of it; use "checkpoint", "all_checkpoints", or "end"'
@@ -120,7 +120,7 @@ class HubPart(ModelPushing):
 
     def push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push a complete checkpoint while training continues, as `hub_strategy` sets."""
-        if self.trainer.is_world_process_zero() and self._strategy != HubStrategy.END:
+        if self.trainer.is_world_process_zero() and self._kind != HubStrategy.END:
             if self.trainer.hub_model_id is None:
                 self.trainer.init_hf_repo()
             self._push_checkpoint(checkpoint_folder)
@@ -178,7 +178,7 @@ class HubPart(ModelPushing):
         """Push the checkpoints of this run that an earlier process has saved and not pushed."""
         checkpoints = self.run.checkpoints
         saved = checkpoints.complete()
-        steps = sorted(saved) if self._strategy == HubStrategy.ALL_CHECKPOINTS else sorted(saved)[-1:]
+        steps = sorted(saved) if self._kind == HubStrategy.ALL_CHECKPOINTS else sorted(saved)[-1:]
         record = self._record()
         for step in steps:
             manifest = checkpoints.storage.manifest(checkpoints.storage.resolve(folder_name(step)) or "")
@@ -210,7 +210,7 @@ class HubPart(ModelPushing):
         if self.strategy.is_sharded:
             root = {name: path for name, path in root.items() if not name.endswith(WEIGHTS)}
         change = Change({**root, **draft.documents})
-        whole = {HubStrategy.CHECKPOINT: LAST, HubStrategy.ALL_CHECKPOINTS: folder.name}.get(self._strategy)
+        whole = {HubStrategy.CHECKPOINT: LAST, HubStrategy.ALL_CHECKPOINTS: folder.name}.get(self._kind)
         if whole is not None:
             change.files.update({f"{whole}/{name}": path for name, path in files.items()})
             change.folders.append(whole)
@@ -228,7 +228,7 @@ class HubPart(ModelPushing):
 
     def _record(self) -> PushRecord:
         target = self._repository()
-        key = f"{target.name}@{target.revision or 'main'}, {self._strategy.value}"
+        key = f"{target.name}@{target.revision or 'main'}, {self._kind.value}"
         return PushRecord(self.run.checkpoints.storage, key)
 
     def _draft(self) -> Draft:
