@@ -78,6 +78,7 @@ class HubPart(ModelPushing):
     def begin(self) -> None:
         if not self.args.push_to_hub:
             return
+        self._drafts, self._is_saving = {}, False
         if self._problem is None and self.trainer.hub_model_id is None:
             self.create_repository()
         problem = self.strategy.broadcast(None if self._problem is None else str(self._problem))

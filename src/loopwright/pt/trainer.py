@@ -181,9 +181,9 @@ class Trainer(BaseTrainer):
     ) -> TrainOutput:
         """Train to the end of the plan; returns the number of updates, the mean loss and the metrics of the run.
 
-        `resume_from_checkpoint`: a folder; True for the newest checkpoint of the last run in output_dir; "auto" for
-        the same if there is one; False to start over. By default an interrupted run is resumed if it is started by
-        the same command, and any other run starts over.
+        `resume_from_checkpoint`: a folder, or one on the Hub (hf://owner/name/last-checkpoint); True for the newest
+        checkpoint of the last run in output_dir; "auto" for the same if there is one; False to start over. By default
+        an interrupted run is resumed if it is started by the same command, and any other run starts over.
         """
         return self._loopwright.train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old_names)
 
