@@ -35,10 +35,11 @@ BELOW: dict[str, set[str]] = {
     "speed": {*FLOOR, "snapshot", "core", "speed"},
     "callbacks": SHARED,  # callbacks and reporters live on one floor
     "reporters": SHARED,
-    "pt": {*SHARED, "snapshot", "speed", "device_packages", "pt"},
+    "hub": {*FLOOR, "core", "hub"},
+    "pt": {*SHARED, "hub", "snapshot", "speed", "device_packages", "pt"},
     "xla": {*SHARED, "snapshot", "speed", "pt", "xla"},
     "neuron": {*SHARED, "snapshot", "speed", "pt", "xla", "neuron"},
-    "keras": {*SHARED, "keras"},
+    "keras": {*SHARED, "hub", "keras"},
     "tf": {*SHARED, "keras", "tf"},
     # Of tf only what a user who has TensorFlow passes; see test_jax_imports_tensorflow_for_what_is_made_of_it.
     "jax": {*SHARED, "keras", "tf", "jax"},
@@ -553,7 +554,7 @@ def test_the_walls_hold(tmp_path, monkeypatch):
 # ---- contracts -------------------------------------------------------------------------------------------------------
 
 CONTRACTS: dict[str, str] = {
-    "core": "StepwiseStrategy",
+    **dict.fromkeys(("core", "hub"), "StepwiseStrategy"),
     **dict.fromkeys(("pt", "xla", "neuron", "cli"), "SingleDevice"),
     "keras": "KerasStrategy",
     "tf": "TFStrategy",

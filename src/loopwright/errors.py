@@ -14,6 +14,7 @@ LoopwrightError
  ├─ CheckpointError (OSError)          a checkpoint is missing, damaged or does not match the model
  ├─ LogError (TypeError)               a value that cannot be written to a log or a file
  ├─ BusyError (RuntimeError)           train() while the same trainer is training
+ ├─ HubError (RuntimeError)            a push to the Hub failed, or a pushed checkpoint cannot be downloaded
  ├─ OwnerError (RuntimeError)          the output folder is used by another run, or was taken over by one
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  │   └─ LostRankError                  another rank was killed, or its machine cannot be reached
@@ -109,6 +110,10 @@ class CheckpointError(LoopwrightError, OSError):
 
 class OutputError(LoopwrightError, OSError):
     """The output folder cannot be created or written."""
+
+
+class HubError(LoopwrightError, RuntimeError):
+    """A push to the Hub that failed, or a pushed checkpoint that cannot be downloaded."""
 
 
 class OwnerError(LoopwrightError, RuntimeError):

@@ -300,6 +300,8 @@ def test_a_setter_that_makes_no_sense_changes_nothing():
     with pytest.raises(ArgumentsError, match="prefetch_factor"):
         args.set_dataloader(train_batch_size=2, prefetch_factor=4)
     assert args == BaseArguments("out", seed=7)
-    with pytest.raises(NotAvailable, match="push_to_hub=True"):
-        args.set_push_to_hub("name")
+    with pytest.raises(ArgumentsError, match="hub_strategy"):
+        args.set_push_to_hub("name", strategy="sometimes")
     assert args.push_to_hub is False
+    args.set_push_to_hub("name", strategy="end")
+    assert (args.push_to_hub, args.hub_model_id, args.hub_strategy) == (True, "name", "end")

@@ -41,7 +41,6 @@ BROKEN = {
     "batches_are_spread_one_way": {"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 2}}},
 }
 UNAVAILABLE = [
-    ("push_to_hub", True),
     *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
     ("use_liger_kernel", True),
     ("liger_kernel_config", {"rope": True}),
@@ -130,13 +129,13 @@ def refusal(given: dict[str, object]) -> str:
 
 
 def test_several_missing_things_are_listed_together():
-    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*push_to_hub=True(.|\n)*report_to="):
-        BaseArguments("out", push_to_hub=True, report_to=["wandb", "tensorboard"])
+    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*report_to=(.|\n)*use_liger_kernel="):
+        BaseArguments("out", use_liger_kernel=True, report_to=["wandb", "tensorboard"])
 
 
 def test_missing_things_come_with_other_problems():
     with pytest.raises(ArgumentsError) as caught:
-        BaseArguments("out", push_to_hub=True, seed=-1)
+        BaseArguments("out", use_liger_kernel=True, seed=-1)
     assert len(caught.value.problems) == 2
 
 
@@ -153,7 +152,8 @@ IDLE_CASES = [
     ({"ddp_timeout": 10, "ddp_backend": "gloo"}, ["ddp_backend", "ddp_timeout"]),
     ({"average_tokens_across_devices": False}, ["average_tokens_across_devices"]),
     ({"save_on_each_node": True, "log_on_each_node": False}, ["log_on_each_node", "save_on_each_node"]),
-    ({"hub_model_id": "x", "hub_strategy": "end"}, ["hub_model_id", "hub_strategy"]),
+    ({"hub_model_id": "x", "hub_strategy": "end"}, ["hub_strategy"]),
+    ({"push_to_hub": True, "hub_strategy": "end", "hub_always_push": True}, ["hub_always_push"]),
     ({"project": "x", "trackio_space_id": "y"}, ["project", "trackio_space_id"]),
     ({"logging_dir": "x"}, ["logging_dir"]),
     ({"logging_dir": "x", "report_to": "tensorboard"}, []),

@@ -776,3 +776,21 @@ def alone_with_saved(folder: str) -> float:
     model.load_state_dict(load_file(f"{folder}/model/model.safetensors"))
     trainer = trainer_of(model, samples(LENGTHS[:8]), folder, eval_dataset=samples(LENGTHS[3:14]))
     return float(trainer.evaluate()["eval_loss"])
+
+
+def pushed(folder: str, url: str, **options: Any) -> Any:
+    """A run that pushes to a server, and the error it ends with."""
+    import pytest
+
+    from tests.hub import runs
+    from tests.hub.conftest import connect
+
+    with pytest.MonkeyPatch.context() as patch:
+        connect(url, patch)
+        trainer = runs.trainer_of(folder, **options)
+        try:
+            trainer.train()
+            commit = trainer.push_to_hub()
+        except loopwright.LoopwrightError as error:
+            return type(error).__name__, str(error), trainer.state.global_step
+    return trainer.hub_model_id, None if commit is None else commit.oid, trainer.state.global_step

@@ -46,6 +46,13 @@ def shows(*names: str) -> Callable[[Any], Any]:
 
 
 ELSEWHERE = {
+    "push_to_hub": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
+    "hub_model_id": "tests/hub/test_failures.py::test_the_repository_is_the_one_that_is_named",
+    "hub_strategy": "tests/hub/test_pushes.py::test_the_newest_checkpoint_is_in_last_checkpoint",
+    "hub_always_push": "tests/hub/test_pushes.py::test_every_save_pushes_the_model_of_each_checkpoint",
+    "hub_token": "tests/hub/test_failures.py::test_a_wrong_token_is_refused_before_training",
+    "hub_private_repo": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
+    "hub_revision": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
     "speed": "tests/speed/test_layouts_in_training.py::test_the_level_says_what_is_tried",
     "per_device_train_batch_tokens": "tests/speed/test_layouts_in_training.py::test_a_token_budget_is_kept",
     "static_lengths": "tests/pt/test_static_shapes.py::test_one_length_makes_all_batches_alike",
@@ -103,7 +110,6 @@ ONE_PROCESS = {
 """About several processes: kept, and listed as having no effect on one."""
 
 OF_WHAT_IS_MISSING = {
-    "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
 }  # fmt: skip
 """Options of something that is not available yet and itself raises: listed as having no effect without it."""
@@ -148,9 +154,7 @@ OTHER_VALUES: dict[str, Any] = {
     "local_rank": 0, "ddp_find_unused_parameters": True,
     "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": True, "ddp_static_graph": True, "ddp_backend": "gloo",
     "ddp_timeout": 5, "average_tokens_across_devices": False, "log_on_each_node": False, "log_level_replica": "error",
-    "save_on_each_node": True, "eval_use_gather_object": True, "hub_token": "secret", "hub_private_repo": True,
-    "hub_model_id": "me/mine",
-    "hub_strategy": "end", "hub_always_push": True, "hub_revision": "branch", "project": "mine",
+    "save_on_each_node": True, "eval_use_gather_object": True, "project": "mine",
     "trackio_space_id": "me/space", "trackio_bucket_id": "bucket", "trackio_static_space_id": "me/static",
 }  # fmt: skip
 
@@ -165,7 +169,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 
 ASKS: dict[str, Any] = {
-    "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
+    "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
     "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
     "checkpoint_format": "transformers",
 }  # fmt: skip

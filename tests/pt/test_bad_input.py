@@ -258,7 +258,7 @@ def test_optimizers_that_are_not_what_they_should_be() -> None:
         Trainer(Regression(), arguments(), train_dataset=DATA, optimizers=torch.optim.SGD(Regression().parameters()))
 
 
-@pytest.mark.parametrize("name", ["push_to_hub", "hyperparameter_search", "init_hf_repo"])
+@pytest.mark.parametrize("name", ["hyperparameter_search"])
 def test_what_is_not_there_yet_says_so(name: str) -> None:
     with pytest.raises(NotAvailable, match=rf"{name}\(\) is not available yet; \w+"):
         getattr(Trainer(Regression(), arguments()), name)()
@@ -318,11 +318,6 @@ def test_every_error_has_a_place_in_the_tree() -> None:
         if isinstance(value, type) and issubclass(value, LoopwrightError):
             assert name in tree
             assert getattr(loopwright, name) is value
-
-
-def test_a_script_that_ends_with_a_model_card_ends(caplog: pytest.LogCaptureFixture) -> None:
-    Trainer(Regression(), arguments()).create_model_card(tags="mine")
-    assert "no README.md was written" in caplog.text
 
 
 @pytest.mark.parametrize("thing", [{"x": [1], "labels": [2]}, (each for each in range(3))], ids=["dict", "generator"])

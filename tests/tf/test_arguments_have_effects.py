@@ -40,6 +40,13 @@ def shows(*names: str) -> Callable[[Any], Any]:
 
 CONTRACT = "tests/contract/"
 ELSEWHERE = {
+    "push_to_hub": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
+    "hub_model_id": "tests/hub/test_failures.py::test_the_repository_is_the_one_that_is_named",
+    "hub_strategy": "tests/hub/test_pushes.py::test_the_newest_checkpoint_is_in_last_checkpoint",
+    "hub_always_push": "tests/hub/test_pushes.py::test_every_save_pushes_the_model_of_each_checkpoint",
+    "hub_token": "tests/hub/test_failures.py::test_a_wrong_token_is_refused_before_training",
+    "hub_private_repo": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
+    "hub_revision": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
     "gradient_accumulation_steps": CONTRACT
     + "test_same_numbers.py::test_losses_and_weights_do_not_depend_on_how_an_update_is_cut_up",
     "max_grad_norm": "tests/tf/test_training.py::test_gradients_are_clipped_by_norm_with_and_without_accumulation",
@@ -77,7 +84,6 @@ STORED = {"do_train", "do_eval", "do_predict", "local_rank"}
 ONE_PROCESS = {"log_on_each_node", "log_level_replica", "save_on_each_node", "ddp_timeout"}
 NEED_WORKERS = {"dataloader_persistent_workers", "dataloader_prefetch_factor"}
 OF_WHAT_IS_MISSING = {
-    "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
 }  # fmt: skip
 OF_WHAT_IS_REFUSED = {"torch_compile_backend", "torch_compile_mode"}
@@ -154,7 +160,7 @@ def test_poly_power_only_goes_with_a_polynomial_descent() -> None:
     with pytest.raises(ArgumentsError, match="poly_power"):
         TFTrainingArguments("run", poly_power=2.0, lr_scheduler_type="cosine")
     with pytest.raises(NotAvailable):
-        TFTrainingArguments("run", push_to_hub=True)
+        TFTrainingArguments("run", report_to="wandb")
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ def _only(name: str) -> Callable[[Any], Any]:
 
 
 MISSING: dict[str, Missing] = {
-    "push_to_hub": Missing("pushing to the Hub"),
     "report_to": Missing(
         "this tracker",
         lambda names: [name for name in names if name in TRACKERS and name not in SERVED],

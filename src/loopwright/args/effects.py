@@ -65,10 +65,9 @@ IDLE = (
         _one_process,
     ),
     Idle(("fsdp_config",), lambda args: not args.fsdp),
-    Idle(
-        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
-        lambda args: not args.push_to_hub,
-    ),
+    # The others are also used by trainer.push_to_hub().
+    Idle(("hub_strategy",), lambda args: not args.push_to_hub),
+    Idle(("hub_always_push",), lambda args: not args.push_to_hub or args.hub_strategy in ("end", "all_checkpoints")),
     Idle(
         ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         _no_tracker("trackio"),

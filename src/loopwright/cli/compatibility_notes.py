@@ -12,6 +12,8 @@ BETTER: dict[str, dict[str, str]] = {
         "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",
         "enable_jit_checkpoint": "SIGTERM saves the last finished step and exits with 75",
         "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first step",
+        "push_to_hub": "one commit for each push, no pickles, errors are raised at the end",
+        "hub_strategy": "a push under way is waited for; `last-checkpoint` resumes by `hf://owner/name/last-checkpoint`",
         "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` is not available",
     },
     "method": {
@@ -19,6 +21,7 @@ BETTER: dict[str, dict[str, str]] = {
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
         "compute_loss": "may return the mean, or `(sum, count)`",
         "save_model": "also to a URL",
+        "create_model_card": "your text is kept; results also as the Hub's evaluation files",
     },
     "event": {},
     "callback": {
@@ -33,11 +36,8 @@ ABSENT: dict[str, dict[str, str]] = {
     "argument": {},
     "method": {
         "hyperparameter_search": "raises",
-        "push_to_hub": "raises",
-        "init_hf_repo": "raises",
-        "create_model_card": "logs that it wrote nothing",
     },
-    "event": {"on_push_begin": "never fired: nothing is pushed"},
+    "event": {},
     "callback": {},
     "optimizer": {},
     "schedule": {},
@@ -72,7 +72,7 @@ NAMES: list[tuple[str, str, str]] = [
     ("_signature_columns", "TRL", "names columns of the dataset; what a collator makes is passed on"),
     ("_train_batch_size", "TRL, GLiNER", "samples per micro-batch"),
     ("_globalstep_last_logged", "TRL", "the step of the last log point"),
-    ("push_in_progress", "sentence-transformers", "None: nothing is pushed"),
+    ("push_in_progress", "sentence-transformers", "the queue of pushes: `is_done`, `wait_until_done`, `cancel`"),
     (
         "accelerator",
         "TRL, sentence-transformers, setfit",
@@ -85,7 +85,7 @@ NAMES: list[tuple[str, str, str]] = [
     ("_total_loss_scalar", "TRL (online DPO)", "the sum of the losses of all updates"),
     ("_issue_warnings_after_load", "GLiNER", "reports weights that were not found, or found too many"),
     ("_load_callback_state", "scripts that evaluate checkpoints", "override point; restores callbacks from `state`"),
-    ("_push_from_checkpoint", "sentence-transformers", "does nothing: overrides may call it, and are never called"),
+    ("_push_from_checkpoint", "sentence-transformers", "override point; gets complete checkpoints only"),
     ("axolotl, Unsloth", "they rewrite the source of transformers' Trainer", "`install()` refuses them by name"),
 ]
 """Names that libraries override or read, who does, and how each is served."""

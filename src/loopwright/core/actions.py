@@ -26,7 +26,7 @@ from .meter import Reading
 from .outputs import speed_metrics
 from .overrides import adapt
 from .pacing import Pacing
-from .part import DataPart, LossPart
+from .part import DataPart, LossPart, PushPart
 from .run import Run
 from .signals import Interrupted
 from .state import callback_states, restore_callback_states
@@ -52,6 +52,7 @@ class LoopActions(Unavailable):
     saving: Resuming
     changes: Changes
     pacing: Pacing
+    pushing: PushPart
     agreement: Agreement
     memory: MemoryMeter
     strategy: Strategy
@@ -236,10 +237,12 @@ class LoopActions(Unavailable):
         started = time.monotonic()
         with self._off_the_clock():
             self.agreement.before_save()
+            self.pushing.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         report_saves(self)
         self._tell_saved()
+        self.pushing.after_save()
 
     def _tell_saved(self) -> None:
         """Fire on_save. If the user's code gets it, the checkpoint is complete; changes to its files are adopted."""
@@ -380,8 +383,9 @@ class LoopActions(Unavailable):
             write_json(Path(folder) / "trainer_state.json", self.state_document())
 
     def end(self) -> None:
-        """Wait for saves in progress; trackers are finished when training ends."""
+        """Wait for saves and pushes in progress; trackers are finished when training ends."""
         self.run.checkpoints.wait()
+        self.pushing.wait()
 
     def add_memory_metrics(self, split: str, metrics: dict[str, Any]) -> None:
         if not self.args.skip_memory_metrics:

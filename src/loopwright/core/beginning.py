@@ -116,6 +116,8 @@ def _choose(
     elif request is None and earlier is not None:
         found = interrupted_checkpoint(internals, earlier, call)
     is_chosen = found is None and request not in (None, True, False, "auto")
+    if is_chosen and isinstance(request, str):
+        request = internals.pushing.local_checkpoint(request)
     found = manager.find(request) if found is None else found
     current = CurrentRun(new_id()) if found is None else manager.resumed_run(found, is_chosen=is_chosen)
     return found, replace(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import LostRankError
 from ..notices import logger
 from .checkpoint.folder import folder_name
-from .checkpoint.run_id import FAILED, INTERRUPTED
+from .checkpoint.run_id import FAILED, FINISHED, INTERRUPTED
 from .console import report_saves
 from .continuation import is_interactive
 from .run import Run
@@ -92,6 +92,8 @@ def _hide_tracebacks() -> None:
 
 def status_after(error: BaseException, run: Run) -> str:
     """The status of a run that ends with an exception."""
+    if run.status == FINISHED:  # everything is done and saved; only a push has failed
+        return FINISHED
     if run.status == INTERRUPTED or isinstance(error, (KeyboardInterrupt, LostRankError)):
         return INTERRUPTED
     return FAILED if run.has_begun else run.status_before

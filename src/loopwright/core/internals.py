@@ -24,6 +24,7 @@ from .loop import run_training
 from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
+from .part import PushPart
 from .run import Run
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
@@ -42,6 +43,7 @@ class Internals(Updating):
 
     run_class: type[Run] = Run
     agreement_class: type[Agreement] = Agreement
+    pushing_class: type[PushPart] = PushPart
     is_training: bool = False
     """Whether `train()` is running."""
     agree: Callable[[CallbackHandler, str], None] | None = None
@@ -62,6 +64,7 @@ class Internals(Updating):
         self.trainer.callback_handler = CallbackHandler(callbacks, **context)
         self.new_run()
         self.make_parts()
+        self.pushing = self.pushing_class(self)
         self.agreement = self.agreement_class(self)
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
@@ -127,6 +130,7 @@ class Internals(Updating):
                 self.write_late_logs()
             try:
                 self.run.checkpoints.wait()
+                self.pushing.close()
                 self.finish_with_model()
                 self.data.release()
                 self.run.close()
@@ -141,6 +145,7 @@ class Internals(Updating):
             self.agreement.before_training(resume_from_checkpoint)
             self.run.resumed_from = begin_run(self, resume_from_checkpoint)
             self.prepare_training(self.run.resumed_from)
+            self.pushing.begin()
         except Interrupted:  # in an evaluation that checks the metric
             self.leave()
         self.run.may_leave, self.run.has_begun = False, True
@@ -245,6 +250,7 @@ class Internals(Updating):
             self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")
         self.run.status = FINISHED
+        self.pushing.finish()
         return TrainOutput(self.state.global_step, loss, metrics)
 
     def resume_request(self, resume: str | bool | None, old_names: dict[str, Any]) -> str | bool | None:

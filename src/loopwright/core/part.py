@@ -79,6 +79,35 @@ class DataPart(Part):
         return nullcontext()
 
 
+class PushPart(Part):
+    """Pushes checkpoints and models to the Hub; this one, for trainers without it, pushes nothing."""
+
+    def create_repository(self) -> None:
+        """Create the repository that a run pushes to; called by the constructor of a trainer."""
+
+    def begin(self) -> None:
+        """Called when a run begins, by every rank."""
+
+    def local_checkpoint(self, request: str) -> str:
+        """The folder of a requested checkpoint, downloaded if it is one on the Hub; called by rank 0."""
+        return request
+
+    def before_save(self) -> None:
+        """Called before a checkpoint is saved, by every rank."""
+
+    def after_save(self) -> None:
+        """Called after a checkpoint was saved or left to the background, by every rank."""
+
+    def finish(self) -> None:
+        """Wait for all pushes at the end of training, and raise the error of one that failed; a collective."""
+
+    def close(self) -> None:
+        """Abandon what is not pushed yet; called when a run ends, also after an error."""
+
+    def wait(self) -> None:
+        """Wait for the pushes in progress."""
+
+
 class LossPart(Part):
     """One update: its micro-batches, and the weight of the loss of each."""
 

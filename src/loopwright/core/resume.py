@@ -113,6 +113,8 @@ class Resuming(Part):
 
     def is_followed_by_user(self) -> bool:
         """Whether code of the user runs after a save that may read or change the checkpoint."""
+        if self.args.push_to_hub and is_overridden(self.trainer, "_push_from_checkpoint"):
+            return True
         is_heard = self.callback_handler.is_heard_by_user("on_save")
         methods = ("_save_checkpoint", "_maybe_log_save_evaluate")
         return is_heard or any(hasattr(self.trainer, each) and is_overridden(self.trainer, each) for each in methods)

@@ -20,15 +20,3 @@ class Unavailable(HookUser):
     def hyperparameter_search(self) -> NoReturn:
         """Search for good arguments (not available yet)."""
         self._not_yet("hyperparameter_search", "create a trainer for each set of arguments")
-
-    def push_to_hub(self) -> NoReturn:
-        """Push the model to a hub (not available yet)."""
-        self._not_yet("push_to_hub", "upload the folder of save_model()")
-
-    def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the hub repository (not available yet)."""
-        self._not_yet("init_hf_repo", "create it with huggingface_hub")
-
-    def create_model_card(self) -> None:
-        """Write a model card (not available yet; warns instead of raising, because scripts call it last)."""
-        self.notices.warn_once("create_model_card is not available yet; no README.md was written")

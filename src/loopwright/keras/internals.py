@@ -15,6 +15,7 @@ from ..core.host_memory import MemoryMeter
 from ..core.internals import Internals
 from ..core.pacing import Pacing
 from ..core.update import Update
+from ..hub.part import HubPart
 from .agreement import KerasAgreement
 from .arguments import POLICIES, KerasTrainingArguments
 from .callbacks import adapted
@@ -42,6 +43,8 @@ class KerasInternals(Internals):
     run: KerasRun
     run_class = KerasRun
     agreement_class = KerasAgreement
+    pushing: HubPart
+    pushing_class = HubPart
     strategy: KerasStrategy
     trainer_name: str
     """The trainer's name in messages."""
@@ -120,6 +123,7 @@ class KerasInternals(Internals):
         if args.should_save:
             self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
+        self.pushing.create_repository()
         self.trainer.setup_wandb()
         self.trainer.setup_comet()
         self.callback_handler.fire("on_init_end")

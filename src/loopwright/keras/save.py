@@ -43,6 +43,8 @@ class KerasSaving(KerasPart, Resuming):
             assert place is not None  # settled arguments name a folder
             with folder_for(place) as folder:
                 self.trainer._save(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.internals.pushing.push_saved(is_in_place=output_dir in (None, self.args.output_dir))
 
     def _save(self, output_dir: str | None = None) -> None:
         folder = Path(output_dir or working_folder(self.args.output_dir))

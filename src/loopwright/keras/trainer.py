@@ -38,6 +38,8 @@ class KerasTrainer(BaseTrainer):
     processing_class: Any
     compute_metrics: Any
     is_in_train: bool = False
+    hub_model_id: str | None = None
+    push_in_progress: Any = None
 
     def __init__(
         self,
@@ -358,12 +360,16 @@ class KerasTrainer(BaseTrainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push the model to a hub (not available yet)."""
-        return self._loopwright.push_to_hub()
+        """Save the model and push it with its card, results and logs in one commit. Called by the user."""
+        return self._loopwright.pushing.push_to_hub(commit_message, blocking, token, revision, **kwargs)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the hub repository (not available yet)."""
-        self._loopwright.init_hf_repo(token)
+        """Create the repository on the Hub. Called by the constructor with `push_to_hub`, and by the first push."""
+        self._loopwright.pushing.init_hf_repo(token)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a complete checkpoint while training continues. Called after a save, with `push_to_hub`."""
+        self._loopwright.pushing.push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
         self,
@@ -377,5 +383,15 @@ class KerasTrainer(BaseTrainer):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write a model card (not available yet: warns instead of raising, because scripts call it last)."""
-        self._loopwright.create_model_card()
+        """Write README.md: measured results, data, arguments and versions. Called by the user and by pushes."""
+        self._loopwright.pushing.create_model_card(
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )

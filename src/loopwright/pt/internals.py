@@ -17,6 +17,7 @@ from ..core.checkpoint.run_id import FAILED
 from ..core.constructor import adopt_tokenizer, make_model
 from ..core.internals import Internals
 from ..core.overrides import accepts, is_overridden
+from ..hub.part import HubPart
 from ..speed.measure.peaks import device_name
 from .accelerate_state import initialize_accelerate
 from .acceleration import Acceleration
@@ -66,6 +67,8 @@ class TorchInternals(Internals):
     run_class = TorchRun
     agreement: TorchAgreement
     agreement_class = TorchAgreement
+    pushing: HubPart
+    pushing_class = HubPart
     strategy: SingleDevice
     device: torch.device
 
@@ -169,6 +172,7 @@ class TorchInternals(Internals):
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
         if not args.skip_memory_metrics:
             self.memory.keep("init")
+        self.pushing.create_repository()
         self.callback_handler.fire("on_init_end")
 
     def make_parts(self) -> None:

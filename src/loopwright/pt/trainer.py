@@ -57,8 +57,12 @@ class Trainer(BaseTrainer):
 
     # Attributes of other trainers that overrides may read.
     is_deepspeed_enabled = is_fsdp_enabled = is_fsdp_xla_enabled = False
-    deepspeed = hp_search_backend = hp_name = objective = hub_model_id = push_in_progress = None
+    deepspeed = hp_search_backend = hp_name = objective = None
     current_flos = 0.0
+    hub_model_id: str | None = None
+    """The repository on the Hub, after `init_hf_repo`."""
+    push_in_progress: Any = None
+    """The queue of pushes, after the first one: `is_done()`, `wait_until_done()`, `cancel()`."""
 
     def __init__(
         self,
@@ -184,9 +188,9 @@ class Trainer(BaseTrainer):
     ) -> TrainOutput:
         """Train to the end of the plan; returns the number of updates, the mean loss and the metrics of the run.
 
-        `resume_from_checkpoint`: a folder; True for the newest checkpoint of the last run in output_dir; "auto" for
-        the same if there is one; False to start over. By default an interrupted run is resumed if it is started by
-        the same command, and any other run starts over.
+        `resume_from_checkpoint`: a folder, or one on the Hub (hf://owner/name/last-checkpoint); True for the newest
+        checkpoint of the last run in output_dir; "auto" for the same if there is one; False to start over. By default
+        an interrupted run is resumed if it is started by the same command, and any other run starts over.
         """
         return self._loopwright.train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old_names)
 
@@ -602,15 +606,19 @@ class Trainer(BaseTrainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Push the model to a hub (not available yet)."""
-        return self._loopwright.push_to_hub()
+        """Save the model and push it with its card, results and logs to the Hub, in one commit. Called by every rank.
+
+        Returns the commit, or with `blocking=False` a Future of it. `kwargs` are those of `create_model_card`.
+        """
+        return self._loopwright.pushing.push_to_hub(commit_message, blocking, token, revision, **kwargs)
 
     def init_hf_repo(self, token: str | None = None) -> None:
-        """Create the hub repository (not available yet)."""
-        self._loopwright.init_hf_repo(token)
+        """Create the repository on the Hub. Called by the constructor with `push_to_hub`, and by the first push."""
+        self._loopwright.pushing.init_hf_repo(token)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Does nothing, because pushing to a hub is not available yet; overrides may call it."""
+        """Push a complete checkpoint while training continues. Called after a save, with `push_to_hub`."""
+        self._loopwright.pushing.push_from_checkpoint(checkpoint_folder)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """The arguments of an accelerate Accelerator with these settings. Not called by the trainer."""
@@ -628,5 +636,19 @@ class Trainer(BaseTrainer):
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
     ) -> None:
-        """Write a model card (not available yet: warns instead of raising, because scripts call it last)."""
-        self._loopwright.create_model_card()
+        """Write README.md: measured results, data, arguments, speed and versions. Called by the user and by pushes.
+
+        What you have written there is kept. With `dataset` (an id on the Hub), results are also written to
+        `.eval_results/`, which the Hub shows.
+        """
+        self._loopwright.pushing.create_model_card(
+            language=language,
+            license=license,
+            tags=tags,
+            model_name=model_name,
+            finetuned_from=finetuned_from,
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
+        )

@@ -51,6 +51,8 @@ class CheckpointManager:
         """The step of the checkpoint that was published last."""
         self.last_seconds = 0.0
         """Duration of the last save."""
+        self.on_published: Callable[[int], None] = lambda step: None
+        """Called with the step of a published checkpoint, by the rank that publishes, before old ones are removed."""
         self.was_skipped = False
         """Whether the last save published nothing because the disk is full."""
 
@@ -269,6 +271,7 @@ class CheckpointManager:
                     self.newest = step
                     self.last_seconds = time.monotonic() - started
                     if crew is None or crew.rank == crew.leader:
+                        self.on_published(step)
                         self._rotate(keep, [step, *protect])
 
         if background:

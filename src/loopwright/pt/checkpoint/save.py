@@ -58,6 +58,8 @@ class TorchSaving(TorchResuming):
         elif self.args.should_save:
             with folder_for(place) as folder:
                 self.trainer._save(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.internals.pushing.push_saved(is_in_place=place == self.args.output_dir)
 
     def _save_gathered(self, place: str) -> None:
         """Write full weights gathered from the shards of all ranks; a collective."""
