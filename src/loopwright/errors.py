@@ -17,6 +17,7 @@ LoopwrightError
  ├─ OwnerError (RuntimeError)          the output folder is used by another run, or was taken over by one
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  │   └─ LostRankError                  another rank was killed, or its machine cannot be reached
+ ├─ SearchError (RuntimeError)         a hyper-parameter search, or the process of one of its trials, failed
  └─ OutputError (OSError)              the output folder cannot be written
 """
 
@@ -113,6 +114,10 @@ class OutputError(LoopwrightError, OSError):
 
 class OwnerError(LoopwrightError, RuntimeError):
     """The output folder is used by another run, or was taken over by one."""
+
+
+class SearchError(LoopwrightError, RuntimeError):
+    """A hyper-parameter search, or the process of one of its trials, failed."""
 
 
 class PeerError(LoopwrightError, RuntimeError):

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .changes import Changes
     from .evaluation.entry import Evaluation
     from .resume import Resuming
+    from .trial import Trials
 
 
 class LoopActions(Unavailable):
@@ -53,6 +54,7 @@ class LoopActions(Unavailable):
     changes: Changes
     pacing: Pacing
     agreement: Agreement
+    trials: Trials
     memory: MemoryMeter
     strategy: Strategy
     is_probing: bool = False
@@ -209,12 +211,12 @@ class LoopActions(Unavailable):
         try:
             with self._off_the_clock():
                 self.run.may_leave = True
-                metrics = self.trainer._evaluate(None, self.run.ignore_keys_for_eval)
+                metrics = self.trainer._evaluate(self.run.trial, self.run.ignore_keys_for_eval)
         except Interrupted:
             self.save_and_exit()
         finally:
             self.run.may_leave = False
-        is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
+        is_best = self.trainer._determine_best_metric(metrics=metrics, trial=self.run.trial)
         if self.args.save_strategy == "best":
             # Keep a request by a timer or a trigger file; the flow of steps and epochs makes none here.
             self.control.should_save = self.control.should_save or is_best
@@ -229,7 +231,7 @@ class LoopActions(Unavailable):
         started = time.monotonic()
         with self._off_the_clock():
             self.agreement.before_save()
-            adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
+            adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=self.run.trial)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         report_saves(self)
         self._tell_saved()
@@ -248,6 +250,8 @@ class LoopActions(Unavailable):
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
+        if trial is not None:
+            self.trainer._report_to_hp_search(trial, self.state.global_step, metrics)
         skips = skip_scheduler or not self.state.global_step  # at eval_on_start no update was made
         if self.run.schedule_follows_metric and not skips:
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])

@@ -17,10 +17,6 @@ class Unavailable(HookUser):
     def _not_yet(self, what: str, instead: str) -> NoReturn:
         raise NotAvailable(f"{what}() is not available yet; {instead}")
 
-    def hyperparameter_search(self) -> NoReturn:
-        """Search for good arguments (not available yet)."""
-        self._not_yet("hyperparameter_search", "create a trainer for each set of arguments")
-
     def push_to_hub(self) -> NoReturn:
         """Push the model to a hub (not available yet)."""
         self._not_yet("push_to_hub", "upload the folder of save_model()")

@@ -1,0 +1,179 @@
+"""Search: one hyper-parameter search, from the request of the user to the best trial."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NoReturn
+
+from ..args.paths import working_folder
+from ..core.checkpoint.manager import CheckpointManager
+from ..core.continuation import WITHOUT_EFFECT
+from ..core.description import described
+from ..core.outputs import BestRun
+from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.trial import default_objective, folder_name
+from ..errors import ArgumentsError
+from ..notices import logger
+from .coordinator import Decide, TrialCoordinator
+from .recipe import Recipe
+from .runner import Runner
+from .space import DEFAULT, read_space
+from .trial_run import Job, Outcome
+
+DIRECTIONS = ("minimize", "maximize")
+
+
+@dataclass
+class Request:
+    """The arguments of `hyperparameter_search`."""
+
+    hp_space: Any = None
+    compute_objective: Callable[[dict[str, float]], Any] | None = None
+    n_trials: int = 20
+    direction: str | list[str] = "minimize"
+    backend: str = "optuna"
+    hp_name: Callable[[Any], str] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options, for the backend."""
+
+    def check(self) -> None:
+        """Raise one error with all problems."""
+        problems = []
+        for each in self.directions:
+            if each not in DIRECTIONS:
+                problems.append(f"direction={each!r}: must be one of {', '.join(DIRECTIONS)}")
+        if not self.directions:
+            problems.append("direction=[]: name at least one direction")
+        if isinstance(self.n_trials, bool) or not isinstance(self.n_trials, int) or self.n_trials < 1:
+            problems.append(f"n_trials={self.n_trials!r}: must be an integer above 0")
+        if self.hp_space is not None and not callable(self.hp_space) and not isinstance(self.hp_space, Mapping):
+            problems.append("hp_space must be a function of the trial, or a dict of arguments and their values")
+        for name in ("compute_objective", "hp_name"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                problems.append(f"{name} must be a function")
+        if problems:
+            raise ArgumentsError(problems)
+
+    @property
+    def directions(self) -> list[str]:
+        """The direction of each objective."""
+        return [self.direction] if isinstance(self.direction, str) else list(self.direction)
+
+
+class Search:
+    """Chooses nothing itself: a backend asks it to run trials."""
+
+    def __init__(self, trainer: Any, request: Request, *, in_process: bool, frame: FrameType | None) -> None:
+        self.trainer, self.request = trainer, request
+        self.folder = str(trainer.args.output_dir)
+        self.seed = int(trainer.args.seed)
+        space = DEFAULT if request.hp_space is None else request.hp_space
+        self.space: Callable[[Any], dict[str, Any]] = read_space(space) if isinstance(space, Mapping) else space
+        self.compute_objective = request.compute_objective or default_objective
+        self.recipe = Recipe.of(trainer, request.backend)
+        internals = trainer._loopwright
+        self.notices = internals.notices
+        self.runner = Runner(self.recipe, internals.strategy, self.notices, in_process=in_process, frame=frame)
+
+    @property
+    def direction(self) -> str:
+        """The direction of a search with one objective."""
+        if len(self.request.directions) > 1:
+            raise ArgumentsError(
+                f"backend={self.request.backend!r} has one objective; use backend='optuna' for several directions"
+            )
+        return self.request.directions[0]
+
+    @property
+    def local_folder(self) -> str:
+        """The folder of this machine for the study."""
+        return str(working_folder(self.folder))
+
+    def job(self, number: int, trial: Any, *, name: str | None = None) -> Job:
+        """The job of a trial: its values by `hp_space`, and its folder."""
+        values = self.space(trial)
+        if name is None and self.request.hp_name is not None:
+            name = folder_name(self.request.hp_name(trial))
+        folder = os.path.join(self.folder, name or f"run-{number}")
+        return Job(number, dict(values), dict(getattr(trial, "params", values)), folder, name)
+
+    def run(self, job: Job, trial: Any, decide: Decide) -> Outcome:
+        """Run a trial; `decide` is called after each evaluation."""
+        return self.runner.run(job, trial, TrialCoordinator(trial, self.compute_objective, decide))
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be the same when a search continues, as short texts."""
+        args = self.trainer.args.to_dict()
+        return {
+            "direction": ", ".join(self.request.directions),
+            "space": described(self.request.hp_space),
+            "arguments": described({name: args[name] for name in sorted(args) if name not in WITHOUT_EFFECT}),
+        }
+
+    def check_fingerprint(self, earlier: Mapping[str, str], place: str) -> None:
+        """Raise if the study in a file is that of another search."""
+        now = self.fingerprint()
+        changed = [name for name, text in now.items() if name in earlier and earlier[name] != text]
+        if changed:
+            raise ArgumentsError(
+                f"{place} holds a study with another {' and another '.join(changed)}; choose another output_dir, or "
+                "delete it to search from the beginning"
+            )
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """A context in which no other search uses the output folder, and SIGTERM lets trials save."""
+        manager = CheckpointManager(self.folder, notices=self.notices)
+        os.makedirs(self.local_folder, exist_ok=True)
+        manager.take()
+        try:
+            with _termination():
+                yield
+        finally:
+            manager.release()
+
+    def tell(self, job: Job, outcome: Outcome) -> None:
+        """Log the end of a trial."""
+        values = ", ".join(f"{name}={_short(value)}" for name, value in job.params.items())
+        state = {"continue": "", "prune": " (pruned)", "pause": " (paused)"}[outcome.decision]
+        logger.info(f"trial {job.number}: {values} -> {_short(outcome.objective)} after step {outcome.step}{state}")
+
+
+def best_run(
+    run_id: str, objective: float | list[float], values: dict[str, Any], summary: Any, checkpoint: str | None
+) -> BestRun:
+    """The result of a search."""
+    best = BestRun(run_id, objective, values, summary)
+    best.checkpoint = checkpoint
+    return best
+
+
+@contextmanager
+def _termination() -> Iterator[None]:
+    """Let SIGTERM end the search as a run ends: its trials save, and the exit code is 75."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, earlier)
+        logger.warning("SIGTERM received: the trials save and stop; the same command continues the search")
+        sys.exit(STOPPED_AFTER_SAVING)
+
+    earlier = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier if earlier is not None else signal.SIG_DFL)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
