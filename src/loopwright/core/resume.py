@@ -210,7 +210,11 @@ class Resuming(Part):
             return
         before, now = self._saved_arguments(folder), self.args.to_dict()
         for names, effect in CHANGES.items():
-            changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
+            changed = [
+                f"{n} ({before[n]} -> {now[n]})"
+                for n in names
+                if n in before and before[n] != now[n] and n not in self.internals.trials.changed
+            ]
             if changed:
                 self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
 

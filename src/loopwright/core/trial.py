@@ -41,6 +41,8 @@ class Trials(Part):
     """Whether the trainer was created for its trial, so that its arguments are those of the trial."""
     name: str | None = None
     decision: str = CONTINUE
+    changed: frozenset[str] = frozenset()
+    """Arguments whose values differ from the checkpoint's, and that a callback applies to the optimizer."""
 
     @contextmanager
     def active(self, trial: Any) -> Iterator[None]:
@@ -103,6 +105,8 @@ class Trials(Part):
             reply = self._report_directly(trial, step, metrics) if is_direct else self._report(step, metrics)
         reply = self.strategy.broadcast(reply)
         trainer.objective, decision = reply
+        if decision == PAUSE and step >= (self.run.planned_updates or 0):  # there is nothing left to continue
+            decision = CONTINUE
         if decision != CONTINUE:
             self.decision = decision
             self.control.should_training_stop = True

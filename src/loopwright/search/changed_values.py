@@ -33,7 +33,7 @@ def _scale_rates(optimizer: Any, schedule: Any, factor: float) -> None:
             if key in group:
                 group[key] = group[key] * factor
     for key in ("base_lrs", "_last_lr"):
-        if hasattr(schedule, key):
+        if key in vars(schedule):
             setattr(schedule, key, [rate * factor for rate in getattr(schedule, key)])
 
 

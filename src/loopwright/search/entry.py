@@ -22,7 +22,30 @@ def _optuna(search: Search) -> Result:
     return OptunaSearch(search).run()
 
 
-BACKENDS: dict[str, Callable[[Search], Result]] = {"optuna": _optuna}
+def _own(search: Search) -> Result:
+    from .own_backend import OwnSearch
+
+    return OwnSearch(search).run()
+
+
+def _ray(search: Search) -> Result:
+    from .ray_backend import RaySearch
+
+    return RaySearch(search).run()
+
+
+def _wandb(search: Search) -> Result:
+    from .wandb_backend import SweepSearch
+
+    return SweepSearch(search).run()
+
+
+BACKENDS: dict[str, Callable[[Search], Result]] = {
+    "optuna": _optuna,
+    "ray": _ray,
+    "wandb": _wandb,
+    **dict.fromkeys(("random", "grid", "asha", "population"), _own),
+}
 PREFERRED = ("optuna", "ray", "wandb")
 """The backend without `backend=`: the first that is installed."""
 

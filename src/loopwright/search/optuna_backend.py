@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
+from dataclasses import replace
 from typing import Any
 
 from ..core.outputs import BestRun
@@ -32,8 +32,6 @@ class OptunaSearch:
         except ImportError:
             raise MissingPackage("optuna", needed_for="backend='optuna'", install="'loopwright[search]'") from None
         self.optuna, self.search = optuna, search
-        self._names: dict[str, int] = {}
-        self._lock = threading.Lock()
         options = dict(search.request.options)
         self.how = {name: options.pop(name) for name in OF_OPTIMIZE if name in options}
         self._check(options)
@@ -80,7 +78,6 @@ class OptunaSearch:
         """Continue interrupted trials, then run new ones until there are as many as requested."""
         states = self.optuna.trial.TrialState
         earlier = self.study.get_trials(deepcopy=False)
-        self._names = {each.user_attrs[FOLDER]: each.number for each in earlier if FOLDER in each.user_attrs}
         mine = [each for each in earlier if str(each.user_attrs.get(FOLDER, "")).startswith(self._own_prefix())]
         interrupted = [each for each in mine if each.state == states.RUNNING]
         ended = [each for each in earlier if each.state.is_finished()]
@@ -107,17 +104,9 @@ class OptunaSearch:
         return "storage" not in self.search.request.options
 
     def _objective(self, trial: Any) -> Any:
-        with self._lock:
-            job = self.search.job(trial.number, trial)
-            folder = os.path.abspath(job.folder)
-            other = self._names.setdefault(folder, trial.number)
-        if other != trial.number:
-            raise ArgumentsError(
-                f"hp_name returned {job.name!r} for trial {other} and for trial {trial.number}; return another name "
-                "for each"
-            )
+        job = self.search.job(trial.number, trial)
         trial.set_user_attr(NAME, job.name)
-        trial.set_user_attr(FOLDER, folder)
+        trial.set_user_attr(FOLDER, os.path.abspath(job.folder))
         return self._result(trial, job)
 
     def _result(self, trial: Any, job: Job) -> Any:
@@ -150,7 +139,7 @@ class OptunaSearch:
         job = self.search.job(number, trial, name=trial.user_attrs.get(NAME))
         states, catch = self.optuna.trial.TrialState, self.how.get("catch", ())
         try:
-            objective = self._result(trial, Job(**{**vars(job), "resume": "auto"}))
+            objective = self._result(trial, replace(job, resume="auto"))
         except self.optuna.TrialPruned:
             self.study.tell(number, state=states.PRUNED)
         except Exception as error:

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -137,7 +136,3 @@ def free_port() -> int:
             return port
     raise SearchError(f"no port between {PORTS[0]} and {PORTS[-1]} is free for the ranks of a trial; free one")
 
-
-def resumed(job: Job, checkpoint: str | bool) -> Job:
-    """The job, continued from a checkpoint, or from the newest one in its folder."""
-    return replace(job, resume=checkpoint)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -76,11 +77,17 @@ class Search:
         self.seed = int(trainer.args.seed)
         space = DEFAULT if request.hp_space is None else request.hp_space
         self.space: Callable[[Any], dict[str, Any]] = read_space(space) if isinstance(space, Mapping) else space
+        self._named: dict[str, int] = {}
         self.compute_objective = request.compute_objective or default_objective
         self.recipe = Recipe.of(trainer, request.backend)
-        internals = trainer._loopwright
-        self.notices = internals.notices
-        self.runner = Runner(self.recipe, internals.strategy, self.notices, in_process=in_process, frame=frame)
+        self.notices = trainer._loopwright.notices
+        self._in_process, self._frame = in_process, frame
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs trials; made by all ranks at their first use of it."""
+        strategy = self.trainer._loopwright.strategy
+        return Runner(self.recipe, strategy, self.notices, in_process=self._in_process, frame=self._frame)
 
     @property
     def direction(self) -> str:
@@ -101,6 +108,11 @@ class Search:
         values = self.space(trial)
         if name is None and self.request.hp_name is not None:
             name = folder_name(self.request.hp_name(trial))
+        other = self._named.setdefault(name or f"run-{number}", number)
+        if other != number:
+            raise ArgumentsError(
+                f"hp_name returned {name!r} for trial {other} and for trial {number}; return another name for each"
+            )
         folder = os.path.join(self.folder, name or f"run-{number}")
         return Job(number, dict(values), dict(getattr(trial, "params", values)), folder, name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +43,13 @@ class Outcome:
     decision: str = CONTINUE
     """`CONTINUE` if the trial was not stopped: it is complete."""
     checkpoint: str | None = None
+    """The best checkpoint if the trial determined one, else the newest; None if it saved none."""
+    newest: str | None = None
 
 
-def run_trial(recipe: Recipe, job: Job, trial: Any, coordinator: Coordinator | None) -> Outcome:
+def run_trial(
+    recipe: Recipe, job: Job, trial: Any, coordinator: Coordinator | None, callbacks: Sequence[Any] = ()
+) -> Outcome:
     """Train with the values of a job; `coordinator` receives the reports on rank 0."""
     model_init = recipe.given.get("model_init")
     args = with_values(recipe.args, job.values, job.folder, takes_trial=takes_trial(model_init))
@@ -52,12 +57,20 @@ def run_trial(recipe: Recipe, job: Job, trial: Any, coordinator: Coordinator | N
     internals = trainer._loopwright
     trials = internals.trials
     trials.is_prepared, trials.coordinator, trials.name = True, coordinator, job.name
+    for each in callbacks:
+        each.trainer = trainer
+        trainer.add_callback(each)
     if job.changed:
-        trainer.add_callback(ChangedValues(job.changed))
+        callback = ChangedValues(job.changed)
+        trials.changed = frozenset(callback.changed)
+        trainer.add_callback(callback)
     _train(trainer, job, trial)
     if trainer.objective is None:  # there was no evaluation
         trials.report(trial, trainer.state.global_step, trainer.evaluate())
-    return Outcome(trainer.objective, trainer.state.global_step, trials.decision, checkpoint_of(trainer))
+    saved = internals.run.checkpoints.complete()
+    newest = str(saved[max(saved)]) if saved else None
+    best = trainer.state.best_model_checkpoint or newest
+    return Outcome(trainer.objective, trainer.state.global_step, trials.decision, best, newest)
 
 
 def _train(trainer: Any, job: Job, trial: Any) -> None:
@@ -72,10 +85,3 @@ def _train(trainer: Any, job: Job, trial: Any) -> None:
                 raise
             time.sleep(PAUSE_BETWEEN)
 
-
-def checkpoint_of(trainer: Any) -> str | None:
-    """The best checkpoint of a trainer's last run if it determined one, else its newest; None if it saved none."""
-    if trainer.state.best_model_checkpoint is not None:
-        return str(trainer.state.best_model_checkpoint)
-    saved = trainer._loopwright.run.checkpoints.complete()
-    return str(saved[max(saved)]) if saved else None
