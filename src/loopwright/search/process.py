@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import signal
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from ..core.parent import TIME_TO_SAVE
 from ..core.run_record import LAUNCH, RESUME, STOPPED, TAKE_OVER
 from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.trial import PAUSE, Reply
 from ..errors import SearchError
 from .coordinator import TrialCoordinator
 from .main_module import MainModule
@@ -70,6 +72,7 @@ class TrialProcess:
             message = self._last_message(coordinator)
             code = self._process.wait()
         except BaseException:  # of the user's objective, or Ctrl-C: the trial saves and ends with the search
+            self._pipe.close()  # it may be waiting for an answer
             self.stop()
             raise
         finally:
@@ -123,7 +126,10 @@ class RemoteCoordinator:
 
     def report(self, step: int, metrics: dict[str, float]) -> Any:
         """Send an evaluation; returns the objective and the decision."""
-        return self._call(REPORT, step, metrics)
+        try:
+            return self._call(REPORT, step, metrics)
+        except (EOFError, OSError):  # the search has ended: save and exit, to be resumed by the next one
+            return Reply(math.nan, PAUSE)
 
     def suggest(self, *given: Any, **options: Any) -> Any:
         """A value that the search chooses."""

@@ -59,7 +59,7 @@ class Recipe:
         trainer._loopwright = kind._loopwright_class(trainer)
         trainer._loopwright.construct(args=args, callbacks=_copied(self.callbacks), **self.given)
         for each in self.without:
-            trainer.remove_callback(each)
+            trainer.callback_handler.remove_callback(each)
         trainer.hp_search_backend, trainer.objective = self.backend, None
         return trainer
 

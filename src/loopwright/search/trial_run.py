@@ -59,11 +59,11 @@ def run_trial(
     trials.is_prepared, trials.coordinator, trials.name = True, coordinator, job.name
     for each in callbacks:
         each.trainer = trainer
-        trainer.add_callback(each)
+        trainer.callback_handler.add_callback(each)
     if job.changed:
         callback = ChangedValues(job.changed)
         trials.changed = frozenset(callback.changed)
-        trainer.add_callback(callback)
+        trainer.callback_handler.add_callback(callback)
     _train(trainer, job, trial)
     if trainer.objective is None:  # there was no evaluation
         trials.report(trial, trainer.state.global_step, trainer.evaluate())
