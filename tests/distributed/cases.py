@@ -748,3 +748,25 @@ def alone_with_saved(folder: str) -> float:
     model.load_state_dict(load_file(f"{folder}/model/model.safetensors"))
     trainer = trainer_of(model, samples(LENGTHS[:8]), folder, eval_dataset=samples(LENGTHS[3:14]))
     return float(trainer.evaluate()["eval_loss"])
+
+
+def searched(folder: str, *, in_process: bool) -> dict[str, Any]:
+    """A search of two trials, of which the first is pruned."""
+    import optuna
+
+    from tests.search.torch_toy import torch_toy
+
+    class First(optuna.pruners.BasePruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            return bool(trial.number == 0)
+
+    trainer = torch_toy(folder)
+    assert trainer.args.world_size == 2
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.5, 0.9)},
+        n_trials=2, backend="optuna", pruner=First(), in_process=in_process,
+    )  # fmt: skip
+    if best is None:
+        return {"best": None}
+    states = [[each.state.name, max(each.intermediate_values)] for each in best.run_summary.trials]
+    return {"best": best.run_id, "states": states, "checkpoint": best.checkpoint}
