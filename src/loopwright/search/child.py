@@ -30,7 +30,9 @@ def main() -> int:
         coordinator.send(UNREADY, f"{type(error).__name__}: {error}")
         return 1
     leads = os.environ.get("RANK", "0") == "0"
-    trial: Any = KnownTrial(job.number, job.params, coordinator.suggest if leads else None)
+    trial: Any = dict(job.params)
+    if not job.has_dict:
+        trial = KnownTrial(job.number, job.params, coordinator.suggest if leads else None)
     try:
         outcome = run_trial(recipe, job, trial, coordinator if leads else None)
     except Exception as error:  # sent to the search, which raises it

@@ -13,17 +13,27 @@ from .trials import SUGGESTIONS
 Objective = float | list[float]
 Decide = Callable[[int, Any], str]
 """Decides after an evaluation: gets the step and the objective."""
+Listen = Callable[[int, dict[str, float], Any], None]
+"""Receives the step, the metrics and the objective of an evaluation."""
 
 
 class TrialCoordinator:
     """In the process of the search; the process of the trial calls it through a pipe."""
 
-    def __init__(self, trial: Any, compute_objective: Callable[[dict[str, float]], Any], decide: Decide) -> None:
-        self._trial, self._compute, self._decide = trial, compute_objective, decide
+    def __init__(
+        self,
+        trial: Any,
+        compute_objective: Callable[[dict[str, float]], Any],
+        decide: Decide,
+        listen: Listen | None = None,
+    ) -> None:
+        self._trial, self._compute, self._decide, self._listen = trial, compute_objective, decide, listen
 
     def report(self, step: int, metrics: dict[str, float]) -> Reply:
         """The objective of an evaluation, and whether the trial continues."""
         objective = checked(self._compute(dict(metrics)))
+        if self._listen is not None:
+            self._listen(step, metrics, objective)
         return Reply(objective, self._decide(step, objective))
 
     def suggest(self, method: str, *given: Any, **options: Any) -> Any:

@@ -77,8 +77,9 @@ def hyperparameter_search(trainer: Any, request: Request, frame: FrameType | Non
         problem = f"{type(error).__name__}: {error}"
         raise
     finally:
-        with suppress(Exception):  # ranks that have ended by themselves
-            search.runner.end(problem)
+        if internals.strategy.world_size > 1:
+            with suppress(Exception):  # ranks that have ended by themselves
+                search.runner.end(problem)
 
 
 def _chosen(backend: Any) -> str:

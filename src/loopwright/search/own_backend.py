@@ -15,7 +15,7 @@ from ..core.outputs import BestRun
 from ..core.trial import CONTINUE, PAUSE
 from ..errors import ArgumentsError, SearchError
 from ..notices import logger
-from .coordinator import Decide
+from .coordinator import Decide, Listen
 from .journal import Entry, Journal, Task
 from .plans import Halving, Independent, Plan, Population, best_of
 from .session import Search, best_run
@@ -93,11 +93,14 @@ def _check_pausing(search: Search) -> None:
 class OwnSearch:
     """Runs the tasks of a plan and records them."""
 
-    def __init__(self, search: Search) -> None:
+    listen: Listen | None = None
+    """Receives each evaluation of a trial."""
+
+    def __init__(self, search: Search, plan: str | None = None) -> None:
         self.search, request = search, search.request
-        make_plan, options = PLANS[request.backend]
+        make_plan, options = PLANS[plan or request.backend]
         known = (*options, *OF_ALL)
-        unknown = [name for name in request.options if name not in known]
+        unknown = [name for name in request.options if name not in known and plan is None]
         if unknown:
             raise ArgumentsError(
                 [f"backend={request.backend!r} has no option {name!r}{nearest(name, known)}" for name in unknown]
@@ -183,7 +186,7 @@ class OwnSearch:
     def _run(self, task: Task, job: Job, trial: RandomTrial) -> None:
         outcome: Outcome | None = None
         try:
-            outcome = self.search.run(job, trial, pausing(task.until))
+            outcome = self.search.run(job, trial, pausing(task.until), self.listen)
         except self.catch as error:
             logger.warning(f"trial {task.number} failed: {error}")
         except Exception:

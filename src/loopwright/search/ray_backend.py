@@ -42,7 +42,9 @@ class RaySearch:
             from ray import tune
         except ImportError:
             raise MissingPackage("ray", needed_for="backend='ray'", install="'ray[tune]'") from None
-        self.tune, self.search = tune, search
+        self.tune, self.search, self.mode = tune, search, search.direction[:3]
+        if search.trainer._loopwright.strategy.world_size > 1:
+            raise ArgumentsError("backend='ray' starts the processes of its trials itself; start the script without a launcher")
         self.options = dict(search.request.options)
         known = {*inspect.signature(tune.run).parameters} - {"run_or_experiment", "config", "num_samples"}
         unknown = [name for name in self.options if name not in known]
@@ -61,8 +63,7 @@ class RaySearch:
             num_samples=search.request.n_trials,
             **{**self._defaults(folder), **self.options},
         )
-        mode = search.direction[:3]
-        best = analysis.get_best_trial(metric=OBJECTIVE, mode=mode, scope=os.environ.get(SCOPE, "last"))
+        best = analysis.get_best_trial(metric=OBJECTIVE, mode=self.mode, scope=os.environ.get(SCOPE, "last"))
         if best is None:
             raise SearchError(f"no trial of {search.folder} has reported an objective; see the messages of its trials")
         result = best.last_result

@@ -85,8 +85,7 @@ class Runner:
 
     def end(self, problem: str | None = None) -> None:
         """On rank 0: let the other ranks leave `follow`."""
-        if not self.is_alone:
-            self._strategy.broadcast((OVER, problem))
+        self._strategy.broadcast((OVER, problem))
 
     def _run(self, job: Job, trial: Any, coordinator: TrialCoordinator | None, port: int | None) -> Outcome:
         outcome: Outcome | None = None

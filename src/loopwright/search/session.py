@@ -22,7 +22,7 @@ from ..core.signals import STOPPED_AFTER_SAVING
 from ..core.trial import default_objective, folder_name
 from ..errors import ArgumentsError
 from ..notices import logger
-from .coordinator import Decide, TrialCoordinator
+from .coordinator import Decide, Listen, TrialCoordinator
 from .recipe import Recipe
 from .runner import Runner
 from .space import DEFAULT, read_space
@@ -116,9 +116,9 @@ class Search:
         folder = os.path.join(self.folder, name or f"run-{number}")
         return Job(number, dict(values), dict(getattr(trial, "params", values)), folder, name)
 
-    def run(self, job: Job, trial: Any, decide: Decide) -> Outcome:
-        """Run a trial; `decide` is called after each evaluation."""
-        return self.runner.run(job, trial, TrialCoordinator(trial, self.compute_objective, decide))
+    def run(self, job: Job, trial: Any, decide: Decide, listen: Listen | None = None) -> Outcome:
+        """Run a trial; `decide` and `listen` are called after each evaluation."""
+        return self.runner.run(job, trial, TrialCoordinator(trial, self.compute_objective, decide, listen))
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same when a search continues, as short texts."""

@@ -30,6 +30,8 @@ class Job:
     """The name by `hp_name`."""
     resume: str | bool = False
     """False to begin, "auto" to continue in its folder, or the path of a checkpoint."""
+    has_dict: bool = False
+    """Whether `model_init` receives the values as a dict, as with Ray and W&B."""
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Values that differ from those of the checkpoint's run, each with the earlier one."""
 
