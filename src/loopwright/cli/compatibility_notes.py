@@ -19,6 +19,7 @@ BETTER: dict[str, dict[str, str]] = {
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
         "compute_loss": "may return the mean, or `(sum, count)`",
         "save_model": "also to a URL",
+        "hyperparameter_search": "trials in processes of their own; a killed search continues; also `random`, `grid`, `asha`",
     },
     "event": {},
     "callback": {
@@ -32,7 +33,6 @@ BETTER: dict[str, dict[str, str]] = {
 ABSENT: dict[str, dict[str, str]] = {
     "argument": {},
     "method": {
-        "hyperparameter_search": "raises",
         "push_to_hub": "raises",
         "init_hf_repo": "raises",
         "create_model_card": "logs that it wrote nothing",

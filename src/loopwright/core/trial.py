@@ -81,7 +81,8 @@ class Trials(Part):
 
     def folder_of(self, trial: Any) -> str:
         """The output folder of a trial: that of the arguments if they are the trial's already."""
-        trainer, own = self.trainer, str(self.args.output_dir)
+        trainer: Any = self.trainer
+        own = str(self.args.output_dir)
         backend = getattr(trainer, "hp_search_backend", None)
         if trial is None or self.is_prepared or backend is None or self.internals.is_training:
             return own
@@ -95,7 +96,7 @@ class Trials(Part):
         self.state.trial_name, self.state.trial_params = self.name, params_of(self.run.trial)
 
     def report(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation, and stop the run if the answer says so: all ranks after the same update."""
+        """Report an evaluation, and stop the run if that is the answer: all ranks after the same update."""
         trainer: Any = self.trainer
         is_direct = not self.is_prepared and trainer.hp_search_backend is not None and hasattr(trial, "report")
         if trial is None or not (self.is_prepared or is_direct):

@@ -352,17 +352,7 @@ class KerasTrainer(BaseTrainer):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Train with different arguments and return the best trial, with its values, objective and checkpoint.
-
-        hp_space: a function that receives the trial (`trial.suggest_float(...)`) and returns arguments and their
-            values; or a dict such as `{"learning_rate": {"log_uniform": [1e-6, 1e-3]}}`.
-        compute_objective: the objective from the metrics of an evaluation; by default their sum, or the loss.
-        n_trials: the number of trials; those of an interrupted search in the same output folder count.
-        direction: minimize or maximize; a list for several objectives.
-        backend: optuna, ray, wandb, random, grid, asha or population; by default the first one installed.
-        hp_name: returns the name of a trial, which is that of its folder; by default run-NUMBER.
-        kwargs: `in_process=True` runs trials in this process; all others are options of the backend.
-        """
+        """Train with different arguments and return the best trial; the arguments are those of `Trainer`."""
         request = Request(hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs)
         return hyperparameter_search(self, request, sys._getframe(1))
 

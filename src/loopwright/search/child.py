@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,21 +10,22 @@ from typing import Any
 from ..core.parent import stop_with_parent
 from .main_module import load_main
 from .process import DONE, FAILED, UNREADY, RemoteCoordinator, packed_error
+from .transfer import next_value, unpacked
 from .trial_run import run_trial
 from .trials import KnownTrial
 
 
 def main() -> int:
     """Run the trial that stdin describes; returns the exit code."""
-    header = pickle.load(sys.stdin.buffer)
-    recipe_data, job = pickle.load(sys.stdin.buffer), pickle.load(sys.stdin.buffer)
+    header = next_value(sys.stdin.buffer)
+    recipe_data, job = next_value(sys.stdin.buffer), next_value(sys.stdin.buffer)
     os.set_inheritable(header.descriptor, False)
     coordinator = RemoteCoordinator(Connection(header.descriptor))
     stop_with_parent()
     sys.path[:], sys.argv[:] = header.path, header.words
     try:
         load_main(header.main)
-        recipe = pickle.loads(recipe_data)
+        recipe = unpacked(recipe_data)
     except Exception as error:  # anything that the user's modules raise when they are imported
         coordinator.send(UNREADY, f"{type(error).__name__}: {error}")
         return 1

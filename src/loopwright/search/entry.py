@@ -73,7 +73,7 @@ def hyperparameter_search(trainer: Any, request: Request, frame: FrameType | Non
             found = BACKENDS[request.backend](search)
         problem = None
         return found
-    except BaseException as error:
+    except BaseException as error:  # the other ranks stop with the same reason
         problem = f"{type(error).__name__}: {error}"
         raise
     finally:

@@ -142,7 +142,7 @@ class OptunaSearch:
             objective = self._result(trial, replace(job, resume="auto"))
         except self.optuna.TrialPruned:
             self.study.tell(number, state=states.PRUNED)
-        except Exception as error:
+        except Exception as error:  # of the user's; recorded as Optuna does
             self.study.tell(number, state=states.FAIL)
             if not isinstance(error, catch):
                 raise

@@ -189,7 +189,7 @@ class OwnSearch:
             outcome = self.search.run(job, trial, pausing(task.until), self.listen)
         except self.catch as error:
             logger.warning(f"trial {task.number} failed: {error}")
-        except Exception:
+        except Exception:  # of the user's; recorded, and raised
             self.journal.end(task.number, None)
             raise
         self.journal.end(task.number, outcome)

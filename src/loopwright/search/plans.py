@@ -70,7 +70,7 @@ class Halving:
     factor: int = 3
 
     def next(self, entries: Entries, busy: set[int]) -> Task | None:
-        """A promotion if there is one, the highest rung first; else a new trial; at the end, the best one to its end."""
+        """A promotion if there is one, the highest rung first; else a new trial; at the end, the best one of all."""
         found = interrupted(entries, busy)
         if found is not None:
             return found

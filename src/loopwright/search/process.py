@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from ..core.trial import PAUSE, Reply
 from ..errors import SearchError
 from .coordinator import TrialCoordinator
 from .main_module import MainModule
+from .transfer import packed, unpacked
 from .trial_run import Job, Outcome
 
 TICK = 0.2
@@ -63,7 +63,7 @@ class TrialProcess:
         header = Header(remote.fileno(), [each or os.getcwd() for each in sys.path], list(sys.argv), main)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # one that has died is noticed below
-            stdin.write(pickle.dumps(header) + pickle.dumps(recipe) + pickle.dumps(job))
+            stdin.write(packed(header) + packed(recipe) + packed(job))
         remote.close()
 
     def attend(self, coordinator: TrialCoordinator | None) -> Outcome:
@@ -149,8 +149,8 @@ def packed_error(error: BaseException) -> tuple[bytes | None, str]:
     """An exception for another process: pickled if it can be, and as text."""
     text = "".join(traceback.format_exception(error))
     try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
+        data = packed(error)
+        unpacked(data)
     except Exception:  # an exception of the user's may not be made for it
         return None, text
     return data, text
@@ -161,7 +161,7 @@ def _error_of(content: tuple[bytes | None, str], number: int) -> BaseException:
     error: BaseException | None = None
     if data is not None:
         with suppress(Exception):  # of a class that only the other process has
-            error = pickle.loads(data)
+            error = unpacked(data)
     if error is None:
         error = SearchError(f"trial {number} failed: {text.strip().splitlines()[-1]}")
     error.add_note(f"in the process of trial {number}:\n{text}")

@@ -44,7 +44,9 @@ class RaySearch:
             raise MissingPackage("ray", needed_for="backend='ray'", install="'ray[tune]'") from None
         self.tune, self.search, self.mode = tune, search, search.direction[:3]
         if search.trainer._loopwright.strategy.world_size > 1:
-            raise ArgumentsError("backend='ray' starts the processes of its trials itself; start the script without a launcher")
+            raise ArgumentsError(
+                "backend='ray' starts the processes of its trials itself; start the script without a launcher"
+            )
         self.options = dict(search.request.options)
         known = {*inspect.signature(tune.run).parameters} - {"run_or_experiment", "config", "num_samples"}
         unknown = [name for name in self.options if name not in known]
@@ -59,7 +61,7 @@ class RaySearch:
         shared = Shared(search.recipe, folder, search.compute_objective, search.request.hp_name)
         analysis = self.tune.run(
             self.tune.with_parameters(train_on_ray, shared=shared),
-            config=self._config(),
+            config=self._distributions(),
             num_samples=search.request.n_trials,
             **{**self._defaults(folder), **self.options},
         )
@@ -81,7 +83,7 @@ class RaySearch:
             "verbose": 1,
         }
 
-    def _config(self) -> dict[str, Any]:
+    def _distributions(self) -> dict[str, Any]:
         space = self.search.space
         if isinstance(space, Space):
             return {name: self._part(part) for name, part in space.parts.items()}

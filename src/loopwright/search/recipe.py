@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import dataclass
 from typing import Any
 
 from ..args.base import BaseArguments
 from ..callbacks.defaults import default_callbacks
 from ..core.trainer import BaseTrainer
+from .transfer import packed
 
 OF_THE_RUN = frozenset(
     (
@@ -26,6 +26,8 @@ class Recipe:
     """The class of a trainer, the user's attributes, and what its constructor was given."""
 
     kind: type[BaseTrainer]
+    internals: type[Any]
+    """The class of the library's part of the trainer."""
     attributes: dict[str, Any]
     given: dict[str, Any]
     args: BaseArguments
@@ -41,6 +43,7 @@ class Recipe:
         given = trainer._loopwright.given_to_constructor()
         return cls(
             kind=type(trainer),
+            internals=type(trainer._loopwright),
             attributes={
                 name: value for name, value in vars(trainer).items() if name not in OF_THE_RUN and name not in given
             },
@@ -53,10 +56,9 @@ class Recipe:
 
     def build(self, args: BaseArguments) -> Any:
         """A new trainer with these arguments. The constructor of a subclass is not called; its attributes are set."""
-        kind: Any = self.kind
-        trainer = object.__new__(kind)
+        trainer: Any = object.__new__(self.kind)
         vars(trainer).update(self.attributes)
-        trainer._loopwright = kind._loopwright_class(trainer)
+        trainer._loopwright = self.internals(trainer)
         trainer._loopwright.construct(args=args, callbacks=_copied(self.callbacks), **self.given)
         for each in self.without:
             trainer.callback_handler.remove_callback(each)
@@ -79,7 +81,7 @@ def part_not_pickled(recipe: Recipe) -> str | None:
     parts.update({f"the callback {type(each).__name__}": each for each in recipe.callbacks})
     for name, value in parts.items():
         try:
-            pickle.dumps(value)
+            packed(value)
         except Exception as error:  # any class may define how it is pickled
             return f"{name} ({_first_line(error)})"
     return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import socket
 import sys
@@ -18,6 +17,7 @@ from .coordinator import TrialCoordinator
 from .main_module import MainModule, this_main, why_not_imported
 from .process import TrialProcess, Unready
 from .recipe import Recipe, part_not_pickled
+from .transfer import packed
 from .trial_run import Job, Outcome, run_trial
 from .trials import KnownTrial
 
@@ -53,7 +53,7 @@ class Runner:
             self._stay("loopwright.compat is installed in this process only")
             return
         try:
-            self._data = pickle.dumps(self._recipe)
+            self._data = packed(self._recipe)
         except Exception as error:  # any class may define how it is pickled
             self._stay(f"this cannot be pickled: {part_not_pickled(self._recipe) or error}")
             return
@@ -92,7 +92,7 @@ class Runner:
         problem: Exception | None = None
         try:
             outcome = self._run_here(job, trial, coordinator, port)
-        except Exception as error:  # all ranks must hear of it before it is raised
+        except Exception as error:  # raised once all ranks have received it
             problem = error
         if self._strategy.any_rank(isinstance(problem, Unready)):
             self._stay_after(problem)
@@ -121,7 +121,7 @@ class Runner:
 def _is_replaced() -> bool:
     """Whether loopwright's classes are in the place of transformers' in this process."""
     module = sys.modules.get(f"{__package__.partition('.')[0]}.compat.installation")
-    return bool(getattr(module, "_undo", None))
+    return module is not None and bool(module.is_installed())
 
 
 def free_port() -> int:

@@ -69,7 +69,7 @@ class Request:
 
 
 class Search:
-    """Chooses nothing itself: a backend asks it to run trials."""
+    """What all backends share: the request, the folder, and running one trial."""
 
     def __init__(self, trainer: Any, request: Request, *, in_process: bool, frame: FrameType | None) -> None:
         self.trainer, self.request = trainer, request

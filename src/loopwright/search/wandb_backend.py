@@ -105,7 +105,7 @@ class LocalSweep(OwnSearch):
                 f"with the methods {' and '.join(LOCAL_METHODS)}; set WANDB_MODE=online for others"
             )
         search.space = space_of(config["parameters"])
-        self._wandb, self._config, self._options = wandb, config, options
+        self._wandb, self._options = wandb, options
         super().__init__(search, method)
 
     def _run(self, task: Task, job: Job, trial: RandomTrial) -> None:
