@@ -19,7 +19,7 @@ BETTER: dict[str, dict[str, str]] = {
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
         "compute_loss": "may return the mean, or `(sum, count)`",
         "save_model": "also to a URL",
-        "hyperparameter_search": "trials in processes of their own; a killed search continues; also `random`, `grid`, `asha`",
+        "hyperparameter_search": "each trial has its own process; a killed search continues where it was",
     },
     "event": {},
     "callback": {

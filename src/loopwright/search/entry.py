@@ -11,18 +11,18 @@ from typing import Any
 from ..args.field import nearest
 from ..core.outputs import BestRun
 from ..errors import ArgumentsError, BusyError, MissingPackage
-from .session import Request, Search
+from .session import BaseSearch, Request, Search
 
 Result = BestRun | list[BestRun]
 
 
-def _optuna(search: Search) -> Result:
+def _optuna(search: BaseSearch) -> Result:
     from .optuna_backend import OptunaSearch
 
     return OptunaSearch(search).run()
 
 
-def _own(search: Search) -> Result:
+def _own(search: BaseSearch) -> Result:
     from .own_backend import OwnSearch
 
     return OwnSearch(search).run()
@@ -40,7 +40,7 @@ def _wandb(search: Search) -> Result:
     return SweepSearch(search).run()
 
 
-BACKENDS: dict[str, Callable[[Search], Result]] = {
+BACKENDS: dict[str, Callable[[Any], Result]] = {
     "optuna": _optuna,
     "ray": _ray,
     "wandb": _wandb,
@@ -54,7 +54,7 @@ def hyperparameter_search(trainer: Any, request: Request, frame: FrameType | Non
     """Search, and return the best trial; with several ranks, None on all but rank 0, as transformers does."""
     internals = trainer._loopwright
     request.check()
-    request.backend = _chosen(request.backend)
+    request.backend = chosen_backend(request.backend)
     if trainer.model_init is None:
         raise ArgumentsError(
             "a hyper-parameter search creates a new model for each trial; pass model_init to the trainer, a function "
@@ -82,9 +82,12 @@ def hyperparameter_search(trainer: Any, request: Request, frame: FrameType | Non
                 search.runner.end(problem)
 
 
-def _chosen(backend: Any) -> str:
+def chosen_backend(backend: Any, *, otherwise: str | None = None) -> str:
+    """The name of a backend; without one, the first that is installed."""
     if backend is None:
-        installed = [name for name in PREFERRED if name in BACKENDS and find_spec(name) is not None]
+        installed = [name for name in PREFERRED if find_spec(name) is not None]
+        if otherwise is not None:
+            return "optuna" if "optuna" in installed else otherwise
         if not installed:
             raise MissingPackage("optuna", needed_for="hyperparameter_search", install="'loopwright[search]'")
         return installed[0]

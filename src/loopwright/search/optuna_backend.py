@@ -12,7 +12,7 @@ from ..core.trial import CONTINUE, PRUNE
 from ..errors import ArgumentsError, MissingPackage, SearchError
 from ..notices import logger
 from .coordinator import Decide
-from .session import Search, best_run
+from .session import BaseSearch, best_run
 from .trial_run import Job, Outcome
 
 STUDY, FILE = "search", "study.log"
@@ -26,7 +26,7 @@ OF_OPTIMIZE = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "sho
 class OptunaSearch:
     """A search whose values Optuna chooses."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: BaseSearch) -> None:
         try:
             import optuna
         except ImportError:
@@ -46,7 +46,7 @@ class OptunaSearch:
             f"{name} is not an option of a search with Optuna; there are {', '.join(sorted([*known, *OF_OPTIMIZE]))}"
             for name in unknown
         ]
-        if self.how.get("n_jobs", 1) != 1 and (self.search.runner.in_process or not self.search.runner.is_alone):
+        if self.how.get("n_jobs", 1) != 1 and not self.search.may_run_several:
             problems.append(
                 f"n_jobs={self.how['n_jobs']}: several trials at a time need a process of one rank for each; use "
                 "n_jobs=1"

@@ -18,7 +18,7 @@ from ..notices import logger
 from .coordinator import Decide, Listen
 from .journal import Entry, Journal, Task
 from .plans import Halving, Independent, Plan, Population, best_of
-from .session import Search, best_run
+from .session import BaseSearch, best_run
 from .space import Space
 from .trial_run import Job, Outcome
 from .trials import RandomTrial
@@ -27,12 +27,12 @@ INHERITED = "inherited"
 """Folder of a trial with the checkpoint of another one that it continues from."""
 
 
-def random_plan(search: Search) -> Plan:
+def random_plan(search: BaseSearch) -> Plan:
     """Independent random values."""
     return Independent(search.request.n_trials)
 
 
-def grid_plan(search: Search) -> Plan:
+def grid_plan(search: BaseSearch) -> Plan:
     """Every combination of the values, or the first `n_trials` of them."""
     if not isinstance(search.space, Space):
         raise ArgumentsError("backend='grid' needs hp_space as a dict of arguments and lists of their values")
@@ -40,16 +40,16 @@ def grid_plan(search: Search) -> Plan:
     return Independent(min(len(points), search.request.n_trials), tuple(points))
 
 
-def asha_plan(search: Search) -> Plan:
+def asha_plan(search: BaseSearch) -> Plan:
     """Successive halving; options `min_steps` and `reduction_factor`."""
     options = search.request.options
     factor, first = options.get("reduction_factor", 3), options.get("min_steps")
     _check_counts({"reduction_factor": (factor, 2), "min_steps": (first, 1)})
-    _check_pausing(search)
+    search.check_pausing()
     return Halving(search.request.n_trials, search.direction, first, factor)
 
 
-def population_plan(search: Search) -> Plan:
+def population_plan(search: BaseSearch) -> Plan:
     """Population-based training; options `interval` and `quantile`."""
     options = search.request.options
     quantile, interval = options.get("quantile", 0.25), options.get("interval")
@@ -58,11 +58,11 @@ def population_plan(search: Search) -> Plan:
         raise ArgumentsError(f"quantile={quantile!r}: must be a number above 0 and at most 0.5")
     if search.request.n_trials < 2:
         raise ArgumentsError("n_trials=1: a population has at least 2 trials")
-    _check_pausing(search)
+    search.check_pausing()
     return Population(search.request.n_trials, search.direction, search.space, search.seed, interval, quantile)
 
 
-PLANS: dict[str, tuple[Callable[[Search], Plan], tuple[str, ...]]] = {
+PLANS: dict[str, tuple[Callable[[BaseSearch], Plan], tuple[str, ...]]] = {
     "random": (random_plan, ()),
     "grid": (grid_plan, ()),
     "asha": (asha_plan, ("min_steps", "reduction_factor")),
@@ -82,21 +82,13 @@ def _check_counts(given: dict[str, tuple[Any, int]]) -> None:
         raise ArgumentsError(problems)
 
 
-def _check_pausing(search: Search) -> None:
-    args, name = search.trainer.args, search.request.backend
-    if args.eval_strategy == "no":
-        raise ArgumentsError(f"backend={name!r} compares trials at evaluations; set eval_strategy")
-    if args.save_only_model:
-        raise ArgumentsError(f"backend={name!r} resumes trials; set save_only_model=False")
-
-
 class OwnSearch:
     """Runs the tasks of a plan and records them."""
 
     listen: Listen | None = None
     """Receives each evaluation of a trial."""
 
-    def __init__(self, search: Search, plan: str | None = None) -> None:
+    def __init__(self, search: BaseSearch, plan: str | None = None) -> None:
         self.search, request = search, search.request
         make_plan, options = PLANS[plan or request.backend]
         known = (*options, *OF_ALL)
@@ -109,7 +101,7 @@ class OwnSearch:
         self.jobs = request.options.get("n_jobs", 1)
         self.catch = request.options.get("catch", ())
         _check_counts({"n_jobs": (self.jobs, 1)})
-        if self.jobs > 1 and (search.runner.in_process or not search.runner.is_alone):
+        if self.jobs > 1 and not search.may_run_several:
             raise ArgumentsError(
                 f"n_jobs={self.jobs}: several trials at a time need a process of one rank for each; use n_jobs=1"
             )

@@ -1,4 +1,4 @@
-"""Search: one hyper-parameter search, from the request of the user to the best trial."""
+"""Searches: what a user has requested, and how one trial is run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..core.continuation import WITHOUT_EFFECT
 from ..core.description import described
 from ..core.outputs import BestRun
 from ..core.signals import STOPPED_AFTER_SAVING
-from ..core.trial import default_objective, folder_name
+from ..core.trial import CONTINUE, PAUSE, PRUNE, default_objective, folder_name
 from ..errors import ArgumentsError
-from ..notices import logger
+from ..notices import Notices, logger
 from .coordinator import Decide, Listen, TrialCoordinator
 from .recipe import Recipe
 from .runner import Runner
@@ -68,26 +68,15 @@ class Request:
         return [self.direction] if isinstance(self.direction, str) else list(self.direction)
 
 
-class Search:
-    """What all backends share: the request, the folder, and running one trial."""
+class BaseSearch:
+    """What all backends use: the request, the folder, and running one trial."""
 
-    def __init__(self, trainer: Any, request: Request, *, in_process: bool, frame: FrameType | None) -> None:
-        self.trainer, self.request = trainer, request
-        self.folder = str(trainer.args.output_dir)
-        self.seed = int(trainer.args.seed)
+    def __init__(self, request: Request, folder: str, seed: int, notices: Notices) -> None:
+        self.request, self.folder, self.seed, self.notices = request, folder, seed, notices
         space = DEFAULT if request.hp_space is None else request.hp_space
         self.space: Callable[[Any], dict[str, Any]] = read_space(space) if isinstance(space, Mapping) else space
-        self._named: dict[str, int] = {}
         self.compute_objective = request.compute_objective or default_objective
-        self.recipe = Recipe.of(trainer, request.backend)
-        self.notices = trainer._loopwright.notices
-        self._in_process, self._frame = in_process, frame
-
-    @cached_property
-    def runner(self) -> Runner:
-        """Runs trials; made by all ranks at their first use of it."""
-        strategy = self.trainer._loopwright.strategy
-        return Runner(self.recipe, strategy, self.notices, in_process=self._in_process, frame=self._frame)
+        self._named: dict[str, int] = {}
 
     @property
     def direction(self) -> str:
@@ -103,6 +92,22 @@ class Search:
         """The folder of this machine for the study."""
         return str(working_folder(self.folder))
 
+    @property
+    def may_run_several(self) -> bool:
+        """Whether several trials may run at the same time."""
+        raise NotImplementedError
+
+    def check_pausing(self) -> None:
+        """Raise if trials cannot be paused at evaluations and resumed."""
+
+    def arguments(self) -> dict[str, Any]:
+        """The values that all trials share."""
+        raise NotImplementedError
+
+    def run(self, job: Job, trial: Any, decide: Decide, listen: Listen | None = None) -> Outcome:
+        """Run a trial; `decide` and `listen` are called after each evaluation."""
+        raise NotImplementedError
+
     def job(self, number: int, trial: Any, *, name: str | None = None) -> Job:
         """The job of a trial: its values by `hp_space`, and its folder."""
         values = self.space(trial)
@@ -116,13 +121,9 @@ class Search:
         folder = os.path.join(self.folder, name or f"run-{number}")
         return Job(number, dict(values), dict(getattr(trial, "params", values)), folder, name)
 
-    def run(self, job: Job, trial: Any, decide: Decide, listen: Listen | None = None) -> Outcome:
-        """Run a trial; `decide` and `listen` are called after each evaluation."""
-        return self.runner.run(job, trial, TrialCoordinator(trial, self.compute_objective, decide, listen))
-
     def fingerprint(self) -> dict[str, str]:
         """What must be the same when a search continues, as short texts."""
-        args = self.trainer.args.to_dict()
+        args = self.arguments()
         return {
             "direction": ", ".join(self.request.directions),
             "space": described(self.request.hp_space),
@@ -135,7 +136,7 @@ class Search:
         changed = [name for name, text in now.items() if name in earlier and earlier[name] != text]
         if changed:
             raise ArgumentsError(
-                f"{place} holds a study with another {' and another '.join(changed)}; choose another output_dir, or "
+                f"{place} is of a search with a different {' and '.join(changed)}; choose another output_dir, or "
                 "delete it to search from the beginning"
             )
 
@@ -154,8 +155,42 @@ class Search:
     def tell(self, job: Job, outcome: Outcome) -> None:
         """Log the end of a trial."""
         values = ", ".join(f"{name}={_short(value)}" for name, value in job.params.items())
-        state = {"continue": "", "prune": " (pruned)", "pause": " (paused)"}[outcome.decision]
+        state = {CONTINUE: "", PRUNE: " (pruned)", PAUSE: " (paused)"}[outcome.decision]
         logger.info(f"trial {job.number}: {values} -> {_short(outcome.objective)} after step {outcome.step}{state}")
+
+
+class Search(BaseSearch):
+    """A search over the arguments of a trainer."""
+
+    def __init__(self, trainer: Any, request: Request, *, in_process: bool, frame: FrameType | None) -> None:
+        args, notices = trainer.args, trainer._loopwright.notices
+        super().__init__(request, str(args.output_dir), int(args.seed), notices)
+        self.trainer, self.recipe = trainer, Recipe.of(trainer, request.backend)
+        self._in_process, self._frame = in_process, frame
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs trials; made by all ranks at their first use of it."""
+        strategy = self.trainer._loopwright.strategy
+        return Runner(self.recipe, strategy, self.notices, in_process=self._in_process, frame=self._frame)
+
+    @property
+    def may_run_several(self) -> bool:
+        return self.runner.is_alone and not self.runner.in_process
+
+    def check_pausing(self) -> None:
+        args, name = self.trainer.args, self.request.backend
+        if args.eval_strategy == "no":
+            raise ArgumentsError(f"backend={name!r} compares trials at evaluations; set eval_strategy")
+        if args.save_only_model:
+            raise ArgumentsError(f"backend={name!r} resumes trials; set save_only_model=False")
+
+    def arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.trainer.args.to_dict()
+        return found
+
+    def run(self, job: Job, trial: Any, decide: Decide, listen: Listen | None = None) -> Outcome:
+        return self.runner.run(job, trial, TrialCoordinator(trial, self.compute_objective, decide, listen))
 
 
 def best_run(
