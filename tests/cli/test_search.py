@@ -81,6 +81,7 @@ def test_halving_pauses_commands_and_resumes_them(tmp_path: Path, capfd: pytest.
         ({"script": "other.py"}, "script: 'other.py' is not a file in"),
         ({"arsg": {}}, "unknown key 'arsg'.*'args'"),
         ({"args": [1]}, "is not a block of options"),
+        ({"search": {"space": None}}, "a search space is a dict"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:

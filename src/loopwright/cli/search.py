@@ -11,6 +11,8 @@
       backend: optuna                       or random, grid, asha
       direction: minimize
       metric: eval_loss
+
+A configuration of `loopwright train` may have the block instead of `script` and `args`.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from typing import Any
 from ..args.field import nearest
 from ..args.problems import short
 from ..errors import ArgumentsError
-from ..search.command_search import CommandSearch, script_words
+from ..search.command_search import CommandSearch, MakeWords, script_words, text_of
 from ..search.entry import BACKENDS, chosen_backend
 from ..search.own_backend import PLANS
 from ..search.session import Request
 from ..search.space import Space, read_space
 from ..search.trials import RandomTrial
+from .main import COMMANDS
 
 KEYS = ("space", "trials", "backend", "direction", "metric", "jobs", "options")
 OF_SCRIPTS = ("script", "args", "output_dir", "search")
+TRAIN = "train"
+"""The command that trains what a configuration with a `task:` describes."""
 MEASURED = "measured"
 """The folder of a run that is started only to measure its speed."""
 REFUSED = ("ray", "wandb", "population")
@@ -75,22 +80,53 @@ def read_config(path: Path) -> CommandSearch:
         raise ArgumentsError(f"{path} has no block `search:`; see `python -m pydoc {__name__}` for its form")
     block = document["search"]
     problems = [f"search: unknown key {name!r}{nearest(str(name), KEYS)}" for name in block if name not in KEYS]
-    problems += [f"unknown key {name!r}{nearest(str(name), OF_SCRIPTS)}" for name in document if name not in OF_SCRIPTS]
-    script, constant = document.get("script"), document.get("args") or {}
-    if not isinstance(script, str) or not (path.parent / script).is_file():
-        problems.append(f"script: {short(script)} is not a file in {path.parent.resolve()}")
-    if not isinstance(constant, Mapping):
-        problems.append(f"args: {short(constant)} is not a block of options and their values")
     if "space" not in block:
         problems.append("search: the key 'space' is missing; it lists arguments and their values")
+    is_task = "task" in document
+    problems += _problems_of_task() if is_task else _problems_of_script(document, path.parent)
     if problems:
         raise ArgumentsError([f"{path}: {each}" for each in problems])
+    make_words = _task_command(document, path) if is_task else _script_command(document, path.parent)
     folder = str(document.get("output_dir") or f"{path.stem}-search")
-    absolute = os.path.abspath(path.parent / str(script))
-    return CommandSearch(
-        _request(block), folder, lambda values, place: script_words(absolute, values, dict(constant), place),
-        str(block.get("metric", "eval_loss")),
-    )  # fmt: skip
+    return CommandSearch(_request(block), folder, make_words, str(block.get("metric", "eval_loss")))
+
+
+def _problems_of_script(document: Mapping[str, Any], folder: Path) -> list[str]:
+    problems = [f"unknown key {name!r}{nearest(str(name), OF_SCRIPTS)}" for name in document if name not in OF_SCRIPTS]
+    script, constant = document.get("script"), document.get("args") or {}
+    if not isinstance(script, str) or not (folder / script).is_file():
+        problems.append(f"script: {short(script)} is not a file in {folder.resolve()}")
+    if not isinstance(constant, Mapping):
+        problems.append(f"args: {short(constant)} is not a block of options and their values")
+    return problems
+
+
+def _problems_of_task() -> list[str]:
+    if TRAIN in COMMANDS:
+        return []
+    return [f"task: this version has no `loopwright {TRAIN}`; name a script that trains instead"]
+
+
+def _script_command(document: Mapping[str, Any], folder: Path) -> MakeWords:
+    script, constant = os.path.abspath(folder / str(document["script"])), dict(document.get("args") or {})
+    return lambda values, place: script_words(script, values, constant, place)
+
+
+def _task_command(document: Mapping[str, Any], path: Path) -> MakeWords:
+    """`loopwright train` on the configuration without the block; it lies beside it, because of relative paths."""
+    import yaml
+
+    rest = path.with_name(f".{path.stem}.trial.yaml").absolute()
+    text = yaml.safe_dump({key: value for key, value in document.items() if key != "search"}, sort_keys=False)
+    if not rest.exists() or rest.read_text(encoding="utf-8") != text:
+        rest.write_text(text, encoding="utf-8")
+
+    def words(values: dict[str, Any], place: str) -> list[str]:
+        given = {**values, "output_dir": os.path.abspath(place)}
+        overrides = [f"{key}={text_of(each)}" for key, each in given.items()]
+        return ["-m", f"{__package__}.main", TRAIN, str(rest), *overrides]
+
+    return words
 
 
 def _request(block: Mapping[str, Any]) -> Request:
