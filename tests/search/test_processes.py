@@ -86,6 +86,7 @@ def test_a_process_gives_the_numbers_of_a_trial_in_this_one(tmp_path: Path) -> N
         ("random", signal.SIGTERM),
         pytest.param("optuna", signal.SIGTERM, marks=pytest.mark.grid),
         pytest.param("random", signal.SIGKILL, marks=pytest.mark.grid),
+        pytest.param("optuna", signal.SIGINT, marks=pytest.mark.grid),
     ],
 )
 def test_a_killed_search_continues_where_it_was(backend: str, number: signal.Signals, tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_killed_search_continues_where_it_was(backend: str, number: signal.Sig
         trial = int(wait_for(tmp_path / "waiting"))
         search.send_signal(number)
         (tmp_path / "go").touch()
-        assert search.wait(SECONDS) == (-signal.SIGKILL if number == signal.SIGKILL else 75)
+        assert search.wait(SECONDS) == (75 if number == signal.SIGTERM else -number)
     assert not (tmp_path / "best.json").exists() and trial
     before = updates(tmp_path)
     with started(tmp_path, backend) as search:

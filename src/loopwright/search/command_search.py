@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,13 @@ from ..callbacks.metrics_file import FILE_NAME, NON_FINITE
 from ..core.checkpoint.folder import STATE
 from ..core.checkpoint.manager import CheckpointManager
 from ..core.checkpoint.run_id import FINISHED, read_current
-from ..core.parent import TIME_TO_SAVE
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..core.trial import CONTINUE
 from ..errors import ArgumentsError, SearchError
 from ..notices import Notices
 from .coordinator import Decide, Listen, checked
 from .session import BaseSearch, Request
+from .stopping import Stoppable
 from .trial_run import Job, Outcome
 
 TICK = 0.2
@@ -74,7 +72,8 @@ class CommandSearch(BaseSearch):
         path, last, decision = Path(job.folder) / FILE_NAME, None, CONTINUE
         earlier = last_step(path, self.metric)
         process = self._start(job)
-        try:
+        ended = Stoppable(process)
+        with self.running.holding(ended), ended.stopping():
             for step, metrics in evaluations(process, path, self.metric):
                 last = step, checked(metrics[self.metric])
                 if step > earlier:  # those before were decided on when they were made
@@ -82,11 +81,9 @@ class CommandSearch(BaseSearch):
                         listen(step, metrics, last[1])
                     decision = decide(*last)
                 if decision != CONTINUE:
-                    process.send_signal(signal.SIGTERM)  # it saves, so that it can be resumed
+                    ended.request_stop()  # it saves, so that it can be resumed
                     break
             code = process.wait()
-        finally:
-            stop(process)
         # Between the evaluation and the signal the command may have finished by itself.
         finished = has_finished(job.folder)
         if code and not (decision != CONTINUE and (finished or code == STOPPED_AFTER_SAVING)):
@@ -124,22 +121,10 @@ class CommandSearch(BaseSearch):
                 speed = next((row["pace"].get("steps_per_second") for row in rows(path) if "pace" in row), None)
             seconds = time.monotonic() - started
         finally:
-            stop(process)
+            Stoppable(process).stop()
         if not speed:
             return None
         return Measurement(1 / speed, planned_steps(job.folder), seconds)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Let a command save and end; kill it, with all it has started, if it does not."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(TIME_TO_SAVE)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.outputs import BestRun
+from ..core.signals import Interrupted
 from ..core.trial import CONTINUE, PRUNE
 from ..errors import ArgumentsError, MissingPackage, SearchError
 from ..notices import logger
@@ -74,7 +75,7 @@ class OptunaSearch:
             self.search.check_fingerprint(earlier, f"the study {name!r} of {self.search.folder}")
         return study
 
-    def run(self) -> BestRun | list[BestRun]:
+    def _run(self) -> BestRun | list[BestRun]:
         """Continue interrupted trials, then run new ones until there are as many as requested."""
         states = self.optuna.trial.TrialState
         earlier = self.study.get_trials(deepcopy=False)
@@ -97,6 +98,13 @@ class OptunaSearch:
             self.study.optimize(self._objective, n_trials=left, **self.how)
         return self._best()
 
+    def run(self) -> BestRun | list[BestRun]:
+        """Run the trials and return the best one, or the best ones of several objectives."""
+        try:
+            return self._run()
+        except Interrupted:
+            raise KeyboardInterrupt from None
+
     def _own_prefix(self) -> str:
         return os.path.join(os.path.abspath(self.search.folder), "")
 
@@ -110,7 +118,10 @@ class OptunaSearch:
         return self._result(trial, job)
 
     def _result(self, trial: Any, job: Job) -> Any:
-        outcome = self.search.run(job, trial, self._decide(trial))
+        try:
+            outcome = self.search.run(job, trial, self._decide(trial))
+        except KeyboardInterrupt:  # Optuna would record a failed trial, which is not resumed
+            raise Interrupted from None
         self._note(trial, outcome)
         self.search.tell(job, outcome)
         if outcome.decision == PRUNE:

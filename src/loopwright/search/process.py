@@ -14,13 +14,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from ..core.parent import TIME_TO_SAVE
 from ..core.run_record import LAUNCH, RESUME, STOPPED, TAKE_OVER
 from ..core.signals import STOPPED_AFTER_SAVING
 from ..core.trial import PAUSE, Reply
 from ..errors import SearchError
 from .coordinator import TrialCoordinator
 from .main_module import MainModule
+from .stopping import Stoppable
 from .transfer import packed, unpacked
 from .trial_run import Job, Outcome
 
@@ -60,6 +60,8 @@ class TrialProcess:
             # Ctrl-C reaches the search only, which lets the trial save.
             start_new_session=True,
         )
+        self.ended = Stoppable(self._process)
+        """Ends the process."""
         header = Header(remote.fileno(), [each or os.getcwd() for each in sys.path], list(sys.argv), main)
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as stdin:  # one that has died is noticed below
@@ -73,7 +75,7 @@ class TrialProcess:
             code = self._process.wait()
         except BaseException:  # of the user's objective, or Ctrl-C: the trial saves and ends with the search
             self._pipe.close()  # it may be waiting for an answer
-            self.stop()
+            self.ended.stop()
             raise
         finally:
             self._pipe.close()
@@ -105,17 +107,6 @@ class TrialProcess:
             answer = coordinator.report(*given) if kind == REPORT else coordinator.suggest(*given, **options)
             with suppress(ConnectionError):
                 self._pipe.send(answer)
-
-    def stop(self) -> None:
-        """Let the process save and end; kill it, with all it has started, if it does not."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(TIME_TO_SAVE)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
 
 
 class RemoteCoordinator:

@@ -17,6 +17,7 @@ from .coordinator import TrialCoordinator
 from .main_module import MainModule, this_main, why_not_imported
 from .process import TrialProcess, Unready
 from .recipe import Recipe, part_not_pickled
+from .stopping import Running
 from .transfer import packed
 from .trial_run import Job, Outcome, run_trial
 from .trials import KnownTrial
@@ -31,9 +32,16 @@ class Runner:
     """Runs one trial after the other, or several at a time."""
 
     def __init__(
-        self, recipe: Recipe, strategy: Strategy, notices: Notices, *, in_process: bool, frame: FrameType | None
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        notices: Notices,
+        running: Running,
+        *,
+        in_process: bool,
+        frame: FrameType | None,
     ) -> None:
-        self._recipe, self._strategy, self._notices = recipe, strategy, notices
+        self._recipe, self._strategy, self._notices, self._running = recipe, strategy, notices, running
         self._data: bytes | None = None
         self._main: MainModule | None = None
         self._lock = threading.Lock()
@@ -115,7 +123,9 @@ class Runner:
             return run_trial(self._recipe, job, trial, coordinator)
         assert self._data is not None
         more = {} if port is None else {"MASTER_PORT": str(port)}
-        return TrialProcess(self._data, job, main=self._main, more=more).attend(coordinator)
+        process = TrialProcess(self._data, job, main=self._main, more=more)
+        with self._running.holding(process.ended):
+            return process.attend(coordinator)
 
 
 def _is_replaced() -> bool:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from ..args.paths import working_folder
 from ..core.checkpoint.manager import CheckpointManager
 from ..core.continuation import WITHOUT_EFFECT
 from ..core.description import described
 from ..core.outputs import BestRun
-from ..core.signals import STOPPED_AFTER_SAVING
 from ..core.trial import CONTINUE, PAUSE, PRUNE, default_objective, folder_name
 from ..errors import ArgumentsError
 from ..notices import Notices, logger
@@ -26,6 +22,7 @@ from .coordinator import Decide, Listen, TrialCoordinator
 from .recipe import Recipe
 from .runner import Runner
 from .space import DEFAULT, read_space
+from .stopping import Running, stopped_by_signals
 from .trial_run import Job, Outcome
 
 DIRECTIONS = ("minimize", "maximize")
@@ -77,6 +74,7 @@ class BaseSearch:
         self.space: Callable[[Any], dict[str, Any]] = read_space(space) if isinstance(space, Mapping) else space
         self.compute_objective = request.compute_objective or default_objective
         self._named: dict[str, int] = {}
+        self.running = Running()
 
     @property
     def direction(self) -> str:
@@ -147,7 +145,7 @@ class BaseSearch:
         os.makedirs(self.local_folder, exist_ok=True)
         manager.take()
         try:
-            with _termination():
+            with stopped_by_signals(self.running):
                 yield
         finally:
             manager.release()
@@ -172,7 +170,9 @@ class Search(BaseSearch):
     def runner(self) -> Runner:
         """Runs trials; made by all ranks at their first use of it."""
         strategy = self.trainer._loopwright.strategy
-        return Runner(self.recipe, strategy, self.notices, in_process=self._in_process, frame=self._frame)
+        return Runner(
+            self.recipe, strategy, self.notices, self.running, in_process=self._in_process, frame=self._frame
+        )
 
     @property
     def may_run_several(self) -> bool:
@@ -200,26 +200,6 @@ def best_run(
     best = BestRun(run_id, objective, values, summary)
     best.checkpoint = checkpoint
     return best
-
-
-@contextmanager
-def _termination() -> Iterator[None]:
-    """Let SIGTERM end the search as a run ends: its trials save, and the exit code is 75."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, earlier)
-        logger.warning("SIGTERM received: the trials save and stop; the same command continues the search")
-        sys.exit(STOPPED_AFTER_SAVING)
-
-    earlier = signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier if earlier is not None else signal.SIG_DFL)
 
 
 def _short(value: Any) -> str:
