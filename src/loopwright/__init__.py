@@ -102,6 +102,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "OwnerError",
         "PeerError",
         "RanksDisagree",
+        "SearchError",
         "UnknownArgument",
     ),
 }
@@ -299,6 +300,7 @@ if TYPE_CHECKING:
         OwnerError as OwnerError,
         PeerError as PeerError,
         RanksDisagree as RanksDisagree,
+        SearchError as SearchError,
         UnknownArgument as UnknownArgument,
     )
     from .jax.arguments import JAXTrainingArguments as JAXTrainingArguments

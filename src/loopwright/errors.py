@@ -18,6 +18,7 @@ LoopwrightError
  ├─ OwnerError (RuntimeError)          the output folder is used by another run, or was taken over by one
  ├─ PeerError (RuntimeError)           another rank of the run failed, with its error
  │   └─ LostRankError                  another rank was killed, or its machine cannot be reached
+ ├─ SearchError (RuntimeError)         a hyper-parameter search, or the process of one of its trials, failed
  └─ OutputError (OSError)              the output folder cannot be written
 """
 
@@ -118,6 +119,10 @@ class HubError(LoopwrightError, RuntimeError):
 
 class OwnerError(LoopwrightError, RuntimeError):
     """The output folder is used by another run, or was taken over by one."""
+
+
+class SearchError(LoopwrightError, RuntimeError):
+    """A hyper-parameter search, or the process of one of its trials, failed."""
 
 
 class PeerError(LoopwrightError, RuntimeError):

@@ -794,3 +794,23 @@ def pushed(folder: str, url: str, **options: Any) -> Any:
         except loopwright.LoopwrightError as error:
             return type(error).__name__, str(error), trainer.state.global_step
     return trainer.hub_model_id, None if commit is None else commit.oid, trainer.state.global_step
+def searched(folder: str, *, in_process: bool) -> dict[str, Any]:
+    """A search of two trials, of which the first is pruned."""
+    import optuna
+
+    from tests.search.torch_toy import torch_toy
+
+    class First(optuna.pruners.BasePruner):
+        def prune(self, study: Any, trial: Any) -> bool:
+            return bool(trial.number == 0)
+
+    trainer = torch_toy(folder)
+    assert trainer.args.world_size == 2
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.5, 0.9)},
+        n_trials=2, backend="optuna", pruner=First(), in_process=in_process,
+    )  # fmt: skip
+    if best is None:
+        return {"best": None}
+    states = [[each.state.name, max(each.intermediate_values)] for each in best.run_summary.trials]
+    return {"best": best.run_id, "states": states, "checkpoint": best.checkpoint}

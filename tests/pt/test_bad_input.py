@@ -18,7 +18,6 @@ from loopwright import (
     LoopwrightError,
     MetricError,
     ModelError,
-    NotAvailable,
     OutputError,
     Trainer,
     TrainerCallback,
@@ -227,8 +226,6 @@ def test_arguments_of_another_kind_are_refused() -> None:
 def test_an_unknown_keyword_of_train_is_an_error() -> None:
     with pytest.raises(TypeError, match="resume_from"):
         Trainer(Regression(), arguments(), train_dataset=DATA).train(resume_from="x")
-    with pytest.raises(NotAvailable, match="trial"):
-        Trainer(Regression(), arguments(), train_dataset=DATA).train(trial=object())
 
 
 def test_evaluation_without_data_to_evaluate() -> None:
@@ -256,12 +253,6 @@ def test_metrics_per_batch_need_a_function_that_can_collect() -> None:
 def test_optimizers_that_are_not_what_they_should_be() -> None:
     with pytest.raises(ArgumentsError, match="optimizers"):
         Trainer(Regression(), arguments(), train_dataset=DATA, optimizers=torch.optim.SGD(Regression().parameters()))
-
-
-@pytest.mark.parametrize("name", ["hyperparameter_search"])
-def test_what_is_not_there_yet_says_so(name: str) -> None:
-    with pytest.raises(NotAvailable, match=rf"{name}\(\) is not available yet; \w+"):
-        getattr(Trainer(Regression(), arguments()), name)()
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------

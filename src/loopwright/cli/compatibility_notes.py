@@ -22,6 +22,7 @@ BETTER: dict[str, dict[str, str]] = {
         "compute_loss": "may return the mean, or `(sum, count)`",
         "save_model": "also to a URL",
         "create_model_card": "your text is kept; results also as the Hub's evaluation files",
+        "hyperparameter_search": "each trial has its own process; a killed search continues where it was",
     },
     "event": {},
     "callback": {
@@ -34,9 +35,7 @@ BETTER: dict[str, dict[str, str]] = {
 
 ABSENT: dict[str, dict[str, str]] = {
     "argument": {},
-    "method": {
-        "hyperparameter_search": "raises",
-    },
+    "method": {},
     "event": {},
     "callback": {},
     "optimizer": {},

@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "launch": Command("loopwright.cli.launch:run", "run a script on several processes, or write a cluster's job file"),
     "run": Command("loopwright.compat.script:run", "run a script written for transformers' Trainer on loopwright"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the metrics"),
+    "search": Command("loopwright.cli.search:run", "search for good values of a training command"),
     "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
 }

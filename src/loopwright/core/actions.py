@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..args.paths import working_folder
 from ..args.problems import short
 from ..errors import MetricError, NonFiniteError, OutputError
-from ..notices import logger
+from ..notices import Notices, logger
 from .checkpoint.json_files import write_json
 from .console import report_saves
 from .deferred_logs import LogPoint, can_defer_logs
 from .ending import leave, save_and_exit
 from .evaluation.metrics import better, full_name, readable, table, write_results
+from .hooks import HookUser
 from .host_memory import MemoryMeter
 from .json_values import LEFT_OUT, json_or_left_out, json_value
 from .log_history import EncodedRows, LogHistory
@@ -31,7 +32,6 @@ from .run import Run
 from .signals import Interrupted
 from .state import callback_states, restore_callback_states
 from .strategy import Strategy
-from .unavailable import Unavailable
 from .update import Place, Update
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
     from .changes import Changes
     from .evaluation.entry import Evaluation
     from .resume import Resuming
+    from .trial import Trials
 
 
-class LoopActions(Unavailable):
+class LoopActions(HookUser):
     """Does what the flags of `control` request: the part of a trainer outside the loop."""
 
     run: Run
@@ -49,11 +50,13 @@ class LoopActions(Unavailable):
     data: DataPart
     loss: LossPart
     evaluation: Evaluation
+    notices: Notices
     saving: Resuming
     changes: Changes
     pacing: Pacing
     pushing: PushPart
     agreement: Agreement
+    trials: Trials
     memory: MemoryMeter
     strategy: Strategy
     is_probing: bool = False
@@ -217,12 +220,12 @@ class LoopActions(Unavailable):
         try:
             with self._off_the_clock():
                 self.run.may_leave = True
-                metrics = self.trainer._evaluate(None, self.run.ignore_keys_for_eval)
+                metrics = self.trainer._evaluate(self.run.trial, self.run.ignore_keys_for_eval)
         except Interrupted:
             self.save_and_exit()
         finally:
             self.run.may_leave = False
-        is_best = self.trainer._determine_best_metric(metrics=metrics, trial=None)
+        is_best = self.trainer._determine_best_metric(metrics=metrics, trial=self.run.trial)
         if self.args.save_strategy == "best":
             # Keep a request by a timer or a trigger file; the flow of steps and epochs makes none here.
             self.control.should_save = self.control.should_save or is_best
@@ -238,7 +241,7 @@ class LoopActions(Unavailable):
         with self._off_the_clock():
             self.agreement.before_save()
             self.pushing.before_save()
-            adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=None)
+            adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=self.run.trial)
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         report_saves(self)
         self._tell_saved()
@@ -258,6 +261,8 @@ class LoopActions(Unavailable):
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         metrics: dict[str, float] = adapt(self.trainer.evaluate, "ignore_keys")(ignore_keys=ignore_keys_for_eval)
+        if trial is not None:
+            self.trainer._report_to_hp_search(trial, self.state.global_step, metrics)
         skips = skip_scheduler or not self.state.global_step  # at eval_on_start no update was made
         if self.run.schedule_follows_metric and not skips:
             self.trainer.lr_scheduler.step(metrics[self._metric_name(metrics)])

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..errors import BusyError, NotAvailable
+from ..errors import BusyError
 from ..notices import Notices, logger
 from .agreement import Agreement
 from .beginning import begin_run
@@ -29,6 +29,7 @@ from .run import Run
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
+from .trial import Trials
 from .updating import Updating
 from .user_code import add_note_of_call
 
@@ -65,7 +66,7 @@ class Internals(Updating):
         self.new_run()
         self.make_parts()
         self.pushing = self.pushing_class(self)
-        self.agreement = self.agreement_class(self)
+        self.agreement, self.trials = self.agreement_class(self), Trials(self)
         if args.log_level != "passive":
             logger.setLevel(args.get_process_log_level())
             if not logger.hasHandlers():  # Python's last resort shows warnings only
@@ -96,10 +97,6 @@ class Internals(Updating):
     ) -> TrainOutput:
         """Train to the end of the plan and return the steps done, the mean loss and the run's metrics."""
         resume_from_checkpoint = self.resume_request(resume_from_checkpoint, old_names)
-        if trial is not None:
-            raise NotAvailable(
-                "train(trial=...): hyper-parameter search is not available yet; create a trainer for each trial"
-            )
         if BaseTrainer.train_instead is not None:
             return BaseTrainer.train_instead(self.trainer)
         if self.is_training:
@@ -107,12 +104,13 @@ class Internals(Updating):
                 f"train() was called while this trainer is training (step {self.state.global_step}), by a callback or "
                 "another thread; wait until it returns, or create another Trainer"
             )
-        self.new_run()
-        self.run.ignore_keys_for_eval = ignore_keys_for_eval
-        with self.run.signals, self._running(), self.strategy.alarm, self.watched(), self.data.ended_with_errors():
-            self._get_ready(resume_from_checkpoint)
-            run_training(self)
-            return self._finish_training()
+        with self.trials.active(trial):
+            self.new_run()
+            self.run.ignore_keys_for_eval, self.run.trial = ignore_keys_for_eval, trial
+            with self.run.signals, self._running(), self.strategy.alarm, self.watched(), self.data.ended_with_errors():
+                self._get_ready(resume_from_checkpoint)
+                run_training(self)
+                return self._finish_training()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -190,6 +188,7 @@ class Internals(Updating):
         self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.epochs
         self.state.train_batch_size = self.args.train_batch_size
         self.state.compute_steps(self.args, plan.max_steps)
+        self.trials.name_trial()
         self.run.meter = Meter(
             self.strategy.read,
             filter_nonfinite=self.args.logging_nan_inf_filter,

@@ -80,13 +80,20 @@ class EvalLoopOutput(NamedTuple):
     num_samples: int
 
 
-class BestRun(NamedTuple):
-    """The best trial of a hyper-parameter search."""
+class BestTrial(NamedTuple):
+    """The fields that transformers' BestRun has."""
 
     run_id: str
     objective: float | list[float]
     hyperparameters: dict[str, Any]
     run_summary: Any | None = None
+
+
+class BestRun(BestTrial):
+    """The best trial of a hyper-parameter search."""
+
+    checkpoint: str | None = None
+    """Its best checkpoint if it determined one, else its last; None if it saved none."""
 
 
 def speed_metrics(

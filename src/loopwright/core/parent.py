@@ -27,6 +27,13 @@ def stop_with_launcher() -> None:
         _when_parent_dies(_save_and_stop)
 
 
+def stop_with_parent() -> None:
+    """In the process of a trial: if the search dies, save and exit as after SIGTERM; after TIME_TO_SAVE, be killed."""
+    global _is_watched
+    _is_watched = True
+    _when_parent_dies(_save_and_stop)
+
+
 def die_with_parent() -> None:
     """In a loader worker: exit at once if the process that reads its batches has died."""
     _when_parent_dies(lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -213,7 +213,11 @@ class Resuming(Part):
             return
         before, now = self._saved_arguments(folder), self.args.to_dict()
         for names, effect in CHANGES.items():
-            changed = [f"{n} ({before[n]} -> {now[n]})" for n in names if n in before and before[n] != now[n]]
+            changed = [
+                f"{n} ({before[n]} -> {now[n]})"
+                for n in names
+                if n in before and before[n] != now[n] and n not in self.internals.trials.changed
+            ]
             if changed:
                 self.notices.warn_once(f"different from {folder.name}: {', '.join(changed)}; {effect}")
 
@@ -318,7 +322,7 @@ class Resuming(Part):
     def _adopt_state(self, saved: TrainerState) -> None:
         """Load a saved state, except this run's length and intervals."""
         own = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps",
-               "is_local_process_zero", "is_world_process_zero")  # fmt: skip
+               "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params")
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))

@@ -36,6 +36,8 @@ class Run:
     learning_rate: float = 0.0
     """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
+    trial: Any = None
+    """The trial of a hyper-parameter search that this run is."""
 
     status: str = RUNNING
     """How the run ends, as it is recorded in the output folder."""
@@ -101,9 +103,14 @@ class Run:
         """Number of updates of the run; None before it is planned."""
         return self.plan.max_steps if "plan" in vars(self) else None
 
+    @property
+    def given_to_model_init(self) -> tuple[Any, ...]:
+        """The trial, if this run is one."""
+        return () if self.trial is None else (self.trial,)
+
     def close(self) -> None:
         """Release everything except the numbers of the run."""
-        self.snapshot = self.split = self.resume_rng = None
+        self.snapshot = self.split = self.resume_rng = self.trial = None
         self.micro_batch = whole_batch()
         self.optimizer = self.schedule = None
         self.late_logs.clear()

@@ -128,6 +128,14 @@ class KerasInternals(Internals):
         self.trainer.setup_comet()
         self.callback_handler.fire("on_init_end")
 
+    def given_to_constructor(self) -> dict[str, Any]:
+        """What a trainer for a trial is created from, besides its arguments and callbacks."""
+        names = (
+            "train_dataset", "eval_dataset", "compute_metrics", "tb_writer", "data_collator", "model_init",
+            "compute_loss_func", "preprocess_logits_for_metrics", "processing_class",
+        )  # fmt: skip
+        return {name: getattr(self.trainer, name) for name in names}
+
     def make_parts(self) -> None:
         self.data, self.loss = self.data_class(self), self.loss_class(self)
         self.evaluation = self.evaluation_class(self)
@@ -173,7 +181,7 @@ class KerasInternals(Internals):
             self.memory.start()
         if self.trainer.model_init is not None:
             self.strategy.streams.seed(args.seed)
-            self.adopt_model(self.trainer.call_model_init())
+            self.adopt_model(self.trainer.call_model_init(*self.run.given_to_model_init))
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         self.run.source = self.data.training_source()
         self._build_model()

@@ -5,6 +5,7 @@ Each docstring states when the method is called; the work is done by the part it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,6 +13,8 @@ from ..core.events import CallbackHandler
 from ..core.outputs import PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
 from ..core.trainer import BaseTrainer, derived
+from ..search.entry import hyperparameter_search
+from ..search.session import Request
 from .arguments import KerasTrainingArguments
 from .internals import KerasInternals
 
@@ -37,9 +40,11 @@ class KerasTrainer(BaseTrainer):
     data_collator: Any
     processing_class: Any
     compute_metrics: Any
+    model_init: Any = None
     is_in_train: bool = False
     hub_model_id: str | None = None
     push_in_progress: Any = None
+    hp_search_backend = hp_name = objective = None
 
     def __init__(
         self,
@@ -341,16 +346,25 @@ class KerasTrainer(BaseTrainer):
 
     def hyperparameter_search(
         self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        hp_space: Callable[[Any], dict[str, Any]] | dict[str, Any] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
         direction: str | list[str] = "minimize",
-        backend: str | None = None,
+        backend: Any = None,
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Search for good arguments (not available yet)."""
-        return self._loopwright.hyperparameter_search()
+        """Train with different arguments and return the best trial; the arguments are those of `Trainer`."""
+        request = Request(hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs)
+        return hyperparameter_search(self, request, sys._getframe(1))
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Apply the values of a trial to the arguments. Called by `train(trial=...)`."""
+        self._loopwright.trials.set_up(trial)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report an evaluation of a trial; the run stops if the trial is pruned. Called by `_evaluate`."""
+        self._loopwright.trials.report(trial, step, metrics)
 
     def push_to_hub(
         self,

@@ -175,6 +175,14 @@ class TorchInternals(Internals):
         self.pushing.create_repository()
         self.callback_handler.fire("on_init_end")
 
+    def given_to_constructor(self) -> dict[str, Any]:
+        """What a trainer for a trial is created from, besides its arguments and callbacks."""
+        names = (
+            "data_collator", "train_dataset", "eval_dataset", "processing_class", "model_init", "compute_loss_func",
+            "compute_metrics", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+        )  # fmt: skip
+        return {name: getattr(self.trainer, name) for name in names}
+
     def make_parts(self) -> None:
         self.data, self.loss = self.data_class(self), self.loss_class(self)
         self.evaluation, self.saving = self.evaluation_class(self), TorchSaving(self)
@@ -256,7 +264,7 @@ class TorchInternals(Internals):
             self.memory.start()
         if self.trainer.model_init is not None:
             set_seed(args.seed)
-            self.adopt_model(self.trainer.call_model_init())
+            self.adopt_model(self.trainer.call_model_init(*self.run.given_to_model_init))
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
             self.changes.adopt_assigned_model()

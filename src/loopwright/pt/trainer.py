@@ -5,6 +5,7 @@ Each method documents when it is called and with what, and delegates to a part.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -20,6 +21,8 @@ from ..core.loop import follow_control
 from ..core.outputs import EvalLoopOutput, PredictionOutput, TrainOutput
 from ..core.state import TrainerControl, TrainerState
 from ..core.trainer import BaseTrainer, derived
+from ..search.entry import hyperparameter_search
+from ..search.session import Request
 from ..speed.report import SpeedReport
 from .accelerate_state import accelerator_arguments
 from .arguments import TrainingArguments
@@ -568,8 +571,8 @@ class Trainer(BaseTrainer):
         self.callback_handler.remove_callback(callback)
 
     def _get_output_dir(self, trial: Any = None) -> str:
-        """The output folder."""
-        return str(self.args.output_dir)
+        """The output folder; that of a trial is below it."""
+        return self._loopwright.trials.folder_of(trial)
 
     def is_local_process_zero(self) -> bool:
         """Whether this is the first rank of its machine."""
@@ -587,16 +590,35 @@ class Trainer(BaseTrainer):
 
     def hyperparameter_search(
         self,
-        hp_space: Callable[[Any], dict[str, Any]] | None = None,
-        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        hp_space: Callable[[Any], dict[str, Any]] | dict[str, Any] | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
         n_trials: int = 20,
         direction: str | list[str] = "minimize",
-        backend: str | None = None,
+        backend: Any = None,
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Search for good arguments (not available yet)."""
-        return self._loopwright.hyperparameter_search()
+        """Train with different arguments and return the best trial, with its values, objective and checkpoint.
+
+        hp_space: a function that receives the trial (`trial.suggest_float(...)`) and returns arguments and their
+            values; or a dict such as `{"learning_rate": {"log_uniform": [1e-6, 1e-3]}}`.
+        compute_objective: the objective from the metrics of an evaluation; by default their sum, or the loss.
+        n_trials: the number of trials; those of an interrupted search in the same output folder count.
+        direction: minimize or maximize; a list for several objectives.
+        backend: optuna, ray, wandb, random, grid, asha or population; by default the first one installed.
+        hp_name: returns the name of a trial, which is that of its folder; by default run-NUMBER.
+        kwargs: `in_process=True` runs trials in this process; all others are options of the backend.
+        """
+        request = Request(hp_space, compute_objective, n_trials, direction, backend, hp_name, kwargs)
+        return hyperparameter_search(self, request, sys._getframe(1))
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Apply the values of a trial to the arguments. Called by `train(trial=...)`."""
+        self._loopwright.trials.set_up(trial)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
+        """Report an evaluation of a trial; the run stops if the trial is pruned. Called by `_evaluate`."""
+        self._loopwright.trials.report(trial, step, metrics)
 
     def push_to_hub(
         self,

@@ -1,0 +1,106 @@
+"""`loopwright search CONFIG`: the size and the time first, trials as commands, and a search that continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from loopwright.cli.main import main
+from loopwright.cli.search import read_config, summary
+from loopwright.errors import ArgumentsError
+from tests.search.toy import BEST, updates
+
+SCRIPT = Path(__file__).resolve().parents[1] / "search" / "training.py"
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join(str(SCRIPT.parents[2] / each) for each in ("src", ".")))
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
+    block = {"space": {"learning_rate": [0.1, BEST]}, "backend": "grid", **changes.pop("search", {})}
+    document = {"script": "train.py", "output_dir": str(folder / "found"), "search": block, **changes}
+    path = folder / "search.yaml"
+    path.write_text(yaml.safe_dump({key: each for key, each in document.items() if each is not None}), encoding="utf-8")
+    return path
+
+
+def test_a_grid_is_searched_and_a_finished_search_is_not_repeated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, args={"max_steps": 8})
+    assert main(["search", str(path)]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("2 trials of 2 combinations by grid, minimize eval_loss")
+    assert text.index("predicted: ") < text.index("best trial: run-1") and f"learning_rate={BEST}" in text
+    assert f"checkpoint: {tmp_path / 'found' / 'run-1' / 'checkpoint-8'}" in text
+    done = updates(tmp_path / "found")
+    assert sorted(done) == [(f"run-{trial}", step) for trial in range(2) for step in range(1, 9)]  # measured once
+    assert main(["search", str(path)]) == 0
+    assert updates(tmp_path / "found") == done and "best trial: run-1" in capfd.readouterr().out
+
+
+def test_a_dry_run_prints_the_size_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(
+        tmp_path, search={"space": {"learning_rate": {"log_uniform": [1e-5, "1e-2"]}, "seed": [1, 2]},
+                          "backend": "random", "trials": 7},
+    )  # fmt: skip
+    assert main(["search", str(path), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "7 trials by random" in text and "learning_rate: 1e-05 to 0.01, log scale" in text
+    assert not (tmp_path / "found").exists()
+
+
+@pytest.mark.grid
+def test_halving_pauses_commands_and_resumes_them(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    space = {"learning_rate": [0.01, 0.02, 0.03, BEST]}
+    path = written(
+        tmp_path, args={"max_steps": 60}, search={"space": space, "backend": "asha", "trials": 3,
+                                                  "options": {"reduction_factor": 2, "min_steps": 2}},
+    )  # fmt: skip
+    assert main(["search", str(path)]) == 0
+    done = updates(tmp_path / "found")
+    assert len(done) == len({*done})  # no update twice
+    assert "best trial" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"search": {"spaec": {}}}, "search: unknown key 'spaec'.*'space'"),
+        ({"search": {"backend": "ray"}}, "is for trainer.hyperparameter_search"),
+        ({"search": {"backend": "grid", "trials": 0}}, "n_trials=0"),
+        ({"search": {"direction": ["minimize", "maximize"], "backend": "random"}}, "has one metric"),
+        ({"search": {"space": {"learning_rate": {"uniform": [1, 0]}}}}, "learning_rate: uniform"),
+        ({"script": "other.py"}, "script: 'other.py' is not a file in"),
+        ({"arsg": {}}, "unknown key 'arsg'.*'args'"),
+        ({"args": [1]}, "is not a block of options"),
+        ({"search": {"space": None}}, "a search space is a dict"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentsError, match=problem):
+        summary(read_config(written(tmp_path, **changes)))
+
+
+def test_a_file_without_the_block_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("script: train.py\n", encoding="utf-8")
+    assert main(["search", str(path)]) == 2
+    assert "has no block `search:`" in capsys.readouterr().err
+    assert main(["search", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_a_command_that_fails_or_logs_no_metric_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, search={"metric": "eval_f1", "space": {"learning_rate": [0.1]}})
+    assert main(["search", str(path), "--no-measure"]) == 1
+    assert "trial 0 logged no 'eval_f1'" in capsys.readouterr().err
+    path = written(tmp_path, output_dir=str(tmp_path / "b"), search={"space": {"unknown": [1]}})
+    assert main(["search", str(path), "--no-measure"]) == 1
+    assert "the command of trial 0 ended with exit code 2" in capsys.readouterr().err
