@@ -46,7 +46,6 @@ UNAVAILABLE = [
     ("use_liger_kernel", True),
     ("liger_kernel_config", {"rope": True}),
     ("train_sampling_strategy", "batch_rebalance"),
-    ("debug", "underflow_overflow"),
 ]
 AVAILABLE = [
     {"torch_compile": True},
@@ -64,6 +63,7 @@ AVAILABLE = [
     {"accelerator_config": {"non_blocking": True, "even_batches": False}},
     {"bf16": True, "use_cpu": True},
     {"speed": "off"},
+    {"debug": "underflow_overflow tpu_metrics_debug"},
     {"speed": "max", "per_device_train_batch_tokens": 4096},
     {"batch_packing": "across_updates", "per_device_train_batch_tokens": 4096},
     {"fsdp": "", "fsdp_config": {}},

@@ -88,6 +88,7 @@ ELSEWHERE = {
     "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
     "parallelism_config": "tests/distributed/test_contract.py::test_models_that_carry_a_plan_need_no_other",
     "deepspeed": "tests/distributed/test_contract.py::test_deepspeed_ends_with_the_weights_of_one_process",
+    "debug": "tests/pt/test_debug.py::test_an_overflow_stops_training_and_is_shown",
     "logging_dir": "tests/reporters/test_tensorboard.py::test_a_resumed_run_has_each_step_once",
 }
 """Arguments whose effect another file shows."""
@@ -166,7 +167,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 ASKS: dict[str, Any] = {
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
+    "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 

@@ -41,7 +41,6 @@ MISSING: dict[str, Missing] = {
     "use_liger_kernel": Missing("Liger's kernels"),
     "liger_kernel_config": Missing("Liger's kernels"),
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
-    "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }
 """Each field that can request a feature that is not available yet."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..args.names import DebugOption
 from ..args.paths import working_folder
 from ..core.overrides import is_overridden
 from ..core.update import Update
@@ -83,6 +84,8 @@ class Acceleration(TorchPart):
                 return reason
         if self.trainer.neftune_noise_alpha is not None:
             return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
+        if DebugOption.UNDERFLOW_OVERFLOW in self.args.debug:
+            return "debug=underflow_overflow checks every module of the model as it is"
         if self.callback_handler.listens("on_substep_end"):
             return "a callback uses on_substep_end, which is called after each micro-batch"
         if self.internals.data.wants_static_shapes():

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..args.from_transformers import converted, is_from_transformers
+from ..args.names import DebugOption
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.checkpoint.run_id import FAILED
@@ -27,6 +28,7 @@ from .checkpoint.save import TorchSaving
 from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .data.pipeline import TorchData
+from .device_traits import kind_of
 from .distributed.agreement import TorchAgreement
 from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import FlagAgreement, SharedEvaluation, SharedLoss
@@ -45,6 +47,7 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
+from .model.overflow import DebugUnderflowOverflow
 from .model.special_tokens import align_special_tokens
 from .optim.creation import TorchOptim
 from .precision import choose_precision, set_tf32
@@ -84,6 +87,8 @@ class TorchInternals(Internals):
     """The class to which arguments of transformers are converted."""
 
     _noise: Any = None
+    _watched_values: DebugUnderflowOverflow | None = None
+    """The check of all values of a forward pass, with debug=underflow_overflow."""
     fp8: Any = None
     """The layers converted to fp8, if requested."""
     compiled: Any = None
@@ -165,6 +170,8 @@ class TorchInternals(Internals):
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in unused_options(args):
             self.notices.warn_once(text)
+        if DebugOption.TPU_METRICS_DEBUG in args.debug and kind_of(self.device).metrics is None:
+            self.notices.warn_once(f"debug='tpu_metrics_debug' has no effect on {self.device}: it needs an XLA device")
         if args.should_save:
             self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
@@ -310,6 +317,8 @@ class TorchInternals(Internals):
             checkpoint_activations(self.model, read_dict(args.gradient_checkpointing_kwargs))
         if self.trainer.neftune_noise_alpha is not None:
             self._noise = add_embedding_noise(self.model, self.trainer.neftune_noise_alpha)
+        if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+            self._watched_values = DebugUnderflowOverflow(self.model, is_paused=lambda: self.is_probing)
         if args.fp8:
             self.fp8 = convert_to_fp8(self.model, args, self.notices)
         if args.torch_compile:
@@ -326,6 +335,9 @@ class TorchInternals(Internals):
         if self._noise is not None:
             self._noise.remove()
             self._noise = None
+        if self._watched_values is not None:
+            self._watched_values.remove()
+            self._watched_values = None
         if self.fp8 is not None:
             self.fp8.remove()
         self.saving.keep_compiled()

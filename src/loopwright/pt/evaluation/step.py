@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...args.names import DebugOption
 from ...core.evaluation.entry import Evaluation
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
@@ -26,6 +27,7 @@ from ..data.loaders import has_length
 from ..data.loading_errors import add_note_of_loading
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
+from ..device_traits import kind_of
 from ..loss.targets import check_loss, count_samples
 from ..part import TorchPart
 from ..precision import full_eval_dtype
@@ -95,6 +97,12 @@ class TorchEvaluation(TorchPart, Evaluation):
         if output.num_samples == 0 and not self._is_empty_on_purpose(dataloader):
             raise DataError(f"{description}: the data returned no batch")
         return output
+
+    def report_device(self) -> None:
+        metrics = kind_of(self.device).metrics
+        if DebugOption.TPU_METRICS_DEBUG in self.args.debug and metrics is not None:
+            if self.trainer.is_world_process_zero():
+                print(metrics())
 
     def _is_empty_on_purpose(self, dataloader: Any) -> bool:
         """Whether a subclass made an empty loader, for example because its own evaluators compute all metrics."""
