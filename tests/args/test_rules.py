@@ -18,6 +18,11 @@ BROKEN = {
     "fp8_beside_bf16": {"fp8": True, "fp16": True},
     "token_budgets_need_layouts": {"per_device_train_batch_tokens": 64, "speed": "off"},
     "packing_needs_a_token_budget": {"batch_packing": "across_updates"},
+    "micro_batches_are_made_one_way": {
+        "batch_packing": "across_updates",
+        "per_device_train_batch_tokens": 64,
+        "train_sampling_strategy": "batch_rebalance",
+    },
     "one_evaluation_precision": {"fp16_full_eval": True, "bf16_full_eval": True},
     "apex_needs_fp16": {"half_precision_backend": "apex"},
     "some_duration": {"num_train_epochs": 0},
@@ -45,7 +50,6 @@ UNAVAILABLE = [
     *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
     ("use_liger_kernel", True),
     ("liger_kernel_config", {"rope": True}),
-    ("train_sampling_strategy", "batch_rebalance"),
 ]
 AVAILABLE = [
     {"torch_compile": True},
@@ -63,6 +67,7 @@ AVAILABLE = [
     {"accelerator_config": {"non_blocking": True, "even_batches": False}},
     {"bf16": True, "use_cpu": True},
     {"speed": "off"},
+    {"train_sampling_strategy": "batch_rebalance", "length_column_name": "n"},
     {"debug": "underflow_overflow tpu_metrics_debug"},
     {"speed": "max", "per_device_train_batch_tokens": 4096},
     {"batch_packing": "across_updates", "per_device_train_batch_tokens": 4096},

@@ -112,3 +112,16 @@ def test_a_wish_of_one_process_is_everybodys(pool: Pool, tmp_path: Path, rank: i
     given = {"per_device_train_batch_size": 1, "save_strategy": "no"}
     found = pool.run(2, "told", folder=str(tmp_path), rank=rank, **given)
     assert found == [(2, ["checkpoint-2"])] * 2
+
+
+@pytest.mark.parametrize("n", [12, 13])
+def test_rebalanced_micro_batches_give_the_run_of_one_process(pool: Pool, tmp_path: Path, n: int) -> None:
+    options = {"n": n, "per_device_train_batch_size": 2, "num_train_epochs": 1}
+    one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=4, **options)[0]
+    many = pool.run(
+        2, "trained", folder=str(tmp_path / "many"), gradient_accumulation_steps=2,
+        train_sampling_strategy="batch_rebalance", **options,
+    )  # fmt: skip
+    for each in many:
+        assert (each["step"], each["samples"]) == (one["step"], one["samples"])
+        assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-10 for name in one["weights"])

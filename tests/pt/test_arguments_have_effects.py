@@ -121,7 +121,7 @@ def test_every_argument_is_accounted_for_once() -> None:
     nowhere = [name for name, where in found.items() if not where]
     assert not nowhere, f"accepted, and nothing shows an effect: {', '.join(nowhere)}"
     # What raises only for some of its values has an effect for the others.
-    partly = {"report_to", "train_sampling_strategy"}
+    partly = {"report_to"}
     twice = {name: where for name, where in found.items() if len(where) > 1 and name not in partly}
     assert not twice
     assert partly <= {name for name, where in found.items() if len(where) > 1 and "not available" in where}
@@ -167,7 +167,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 ASKS: dict[str, Any] = {
     "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback",
+    "on_spike": "rollback",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 

@@ -27,10 +27,6 @@ class Missing:
     when: str = "set"
 
 
-def _only(name: str) -> Callable[[Any], Any]:
-    return lambda value: value if value == name else None
-
-
 MISSING: dict[str, Missing] = {
     "push_to_hub": Missing("pushing to the Hub"),
     "report_to": Missing(
@@ -40,7 +36,6 @@ MISSING: dict[str, Missing] = {
     ),
     "use_liger_kernel": Missing("Liger's kernels"),
     "liger_kernel_config": Missing("Liger's kernels"),
-    "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
 }
 """Each field that can request a feature that is not available yet."""
 

@@ -37,10 +37,10 @@ class DataArgs(Group):
     )
     train_sampling_strategy: str = arg(
         "random",
-        "The order of samples: random, sequential, group_by_length or batch_rebalance.",
+        "random, sequential, group_by_length, or batch_rebalance: random, with micro-batches of similar cost.",
         choices=("random", "sequential", "group_by_length", "batch_rebalance"),
     )
-    length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
+    length_column_name: str = arg("length", "The column with lengths: group_by_length, batch_rebalance, packing.")
     per_device_train_batch_tokens: int | None = arg(
         None,
         "Tokens per device in one forward pass of training; samples of a step are regrouped to stay within it.",

@@ -76,6 +76,14 @@ def packing_needs_a_token_budget(args: DataArgs) -> str | None:
     return None
 
 
+@rule("batch_packing", "train_sampling_strategy")
+def micro_batches_are_made_one_way(args: DataArgs) -> str | None:
+    """Packing and rebalancing both choose the samples of a micro-batch."""
+    if args.batch_packing and args.train_sampling_strategy == "batch_rebalance":
+        return "batch_packing and train_sampling_strategy='batch_rebalance' both form micro-batches; set only one"
+    return None
+
+
 @rule("fp16_full_eval", "bf16_full_eval")
 def one_evaluation_precision(args: PrecisionArgs) -> str | None:
     """Evaluation uses one dtype."""

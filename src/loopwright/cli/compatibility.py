@@ -82,7 +82,7 @@ def arguments() -> list[tuple[str, str]]:
         own = "not available" if name not in found else ""
         if name in MISSING and MISSING[name].when == "set":
             own = f"not available: {MISSING[name].part}"
-        elif name in MISSING and name != "train_sampling_strategy":
+        elif name in MISSING:
             own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}"
         elif name in found and repr(found[name]) != repr(default):
             own = f"differs: the default is `{found[name]!r}`, not `{default!r}`"

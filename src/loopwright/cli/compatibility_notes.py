@@ -12,7 +12,7 @@ BETTER: dict[str, dict[str, str]] = {
         "load_best_model_at_end": "the best of this run, verified by hashes before it is loaded",
         "enable_jit_checkpoint": "SIGTERM saves the last finished step and exits with 75",
         "restore_callback_states_from_checkpoint": "a state that cannot be saved is reported before the first step",
-        "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` is not available",
+        "train_sampling_strategy": "the order depends on seed and epoch only; `batch_rebalance` repeats no sample",
     },
     "method": {
         "train": "exact resume; errors of your code end with a line on what was given to it",

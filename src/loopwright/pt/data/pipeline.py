@@ -21,6 +21,7 @@ from ..arguments import TrainingArguments
 from ..devices import can_pin_memory
 from ..loss.targets import count_samples
 from ..rng import rng_from_json, rng_to_json
+from .balancing import BalancedSampler, balanced_sampler
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters, takes_anything
 from .loaders import (
     announce_epoch,
@@ -29,6 +30,7 @@ from .loaders import (
     check_stream_order,
     has_length,
     ordered_sampler,
+    sampling_strategy,
     training_sampler,
 )
 from .loading_errors import add_note_of_loading
@@ -154,6 +156,10 @@ class TorchData(Shapes):
         dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
         group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
         sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
+        if sampler is not None and sampling_strategy(self.args) == "batch_rebalance":
+            return balanced_sampler(
+                sampler, dataset, self.args, group_size=group_size, input_name=self.input_name()
+            )
         if sampler is None or not self.args.batch_packing:
             return sampler
         is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -277,6 +283,12 @@ class TorchData(Shapes):
         return self.run.counted_loader[1]
 
     def plan_again(self) -> Plan:
+        if self.run.loader is not None and isinstance(ordered_sampler(self.run.loader), BalancedSampler):
+            raise ArgumentsError(
+                f"gradient_accumulation_steps was changed after step {self.state.global_step}, but with "
+                "train_sampling_strategy='batch_rebalance' the micro-batches of a step are made together; keep it, or "
+                "use another train_sampling_strategy"
+            )
         self.run.kept_accumulation = None  # the user has set another value
         return self.make_plan(self.run.loader)
 
@@ -370,6 +382,8 @@ class TorchData(Shapes):
         parts = [indices[k : k + size] for k in range(0, len(indices), size)]
         if packing is not None:
             parts = packing.cut(indices)
+        elif isinstance(self.run.order_sampler, BalancedSampler):
+            parts = self.run.order_sampler.regrouped(indices)
         with untouched_rng():
             batches = [collate([dataset[i] for i in part]) for part in parts]
         return indices, batches
