@@ -48,8 +48,6 @@ BROKEN = {
 UNAVAILABLE = [
     ("push_to_hub", True),
     *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
-    ("use_liger_kernel", True),
-    ("liger_kernel_config", {"rope": True}),
 ]
 AVAILABLE = [
     {"torch_compile": True},
@@ -67,6 +65,7 @@ AVAILABLE = [
     {"accelerator_config": {"non_blocking": True, "even_batches": False}},
     {"bf16": True, "use_cpu": True},
     {"speed": "off"},
+    {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}},
     {"train_sampling_strategy": "batch_rebalance", "length_column_name": "n"},
     {"debug": "underflow_overflow tpu_metrics_debug"},
     {"speed": "max", "per_device_train_batch_tokens": 4096},
@@ -173,6 +172,7 @@ IDLE_CASES = [
     ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, ["gradient_checkpointing_kwargs"]),
     ({"max_recompiles": 0, "torch_compile_scope": "model", "use_cpu": True}, ["torch_compile_scope", "max_recompiles"]),
     ({"max_recompiles": 0, "torch_compile_scope": "model", "torch_compile_mode": "default"}, []),
+    ({"liger_kernel_config": {"rope": True}}, ["liger_kernel_config"]),
     ({"fp16": True, "fp16_opt_level": "O2"}, ["fp16_opt_level"]),
     ({"fp16": True, "fp16_opt_level": "O2", "half_precision_backend": "apex"}, []),
     ({"length_column_name": "n"}, ["length_column_name"]),

@@ -88,6 +88,8 @@ ELSEWHERE = {
     "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
     "parallelism_config": "tests/distributed/test_contract.py::test_models_that_carry_a_plan_need_no_other",
     "deepspeed": "tests/distributed/test_contract.py::test_deepspeed_ends_with_the_weights_of_one_process",
+    "use_liger_kernel": "tests/speed/test_liger.py::test_kernels_that_agree_are_used_and_removed_afterwards",
+    "liger_kernel_config": "tests/speed/test_liger.py::test_an_option_that_does_not_exist_is_named",
     "debug": "tests/pt/test_debug.py::test_an_overflow_stops_training_and_is_shown",
     "logging_dir": "tests/reporters/test_tensorboard.py::test_a_resumed_run_has_each_step_once",
 }
@@ -166,7 +168,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 
 ASKS: dict[str, Any] = {
-    "push_to_hub": True, "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
+    "push_to_hub": True, "report_to": "wandb",
     "on_spike": "rollback",
     "checkpoint_format": "transformers",
 }  # fmt: skip

@@ -89,7 +89,8 @@ def test_an_order_from_any_position_is_a_function_of_it(tmp_path: Any) -> None:
 
 def test_lengths_may_be_a_column(tmp_path: Any) -> None:
     data = [{**each, "n": 1 + index % 2 * 1000} for index, each in enumerate(samples([5] * 8))]
-    trainer = trainer_of(made(Tokens), data, tmp_path, **{**BALANCED, "gradient_accumulation_steps": 4}, length_column_name="n")
+    options = {**BALANCED, "gradient_accumulation_steps": 4, "length_column_name": "n"}
+    trainer = trainer_of(made(Tokens), data, tmp_path, **options)
     batches = list(trainer.get_train_dataloader().batch_sampler)
     longest = [max(data[i]["n"] for i in each) for each in batches]
     assert sorted(map(len, batches))[-1] > 2 and sorted(longest) != [1001] * 4

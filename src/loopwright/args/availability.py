@@ -34,8 +34,6 @@ MISSING: dict[str, Missing] = {
         lambda names: [name for name in names if name in TRACKERS and name not in SERVED],
         "a tracker other than " + ", ".join(SERVED),
     ),
-    "use_liger_kernel": Missing("Liger's kernels"),
-    "liger_kernel_config": Missing("Liger's kernels"),
 }
 """Each field that can request a feature that is not available yet."""
 

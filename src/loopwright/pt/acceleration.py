@@ -76,16 +76,14 @@ class Acceleration(TorchPart):
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
             return None
-        return SpeedEngine(self._situation, announce=self.announce, tell=self.notices.warn_once)
+        return SpeedEngine(self.situation, announce=self.announce, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in KEEP_BATCHES.items():
             if is_overridden(self.trainer, name):
                 return reason
-        if self.trainer.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
-        if DebugOption.UNDERFLOW_OVERFLOW in self.args.debug:
-            return "debug=underflow_overflow checks every module of the model as it is"
+        if (why_kept := self._why_keep_model()) is not None:
+            return why_kept
         if self.callback_handler.listens("on_substep_end"):
             return "a callback uses on_substep_end, which is called after each micro-batch"
         if self.internals.data.wants_static_shapes():
@@ -98,7 +96,17 @@ class Acceleration(TorchPart):
             return "all ranks must have the same number of micro-batches"
         return None
 
-    def _situation(self) -> PlannerInputs:
+    def _why_keep_model(self) -> str | None:
+        if self.trainer.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
+        if DebugOption.UNDERFLOW_OVERFLOW in self.args.debug:
+            return "debug=underflow_overflow checks every module of the model as it is"
+        if self.internals.kernels.is_used:
+            return "use_liger_kernel replaces the layers that layouts are made for"
+        return None
+
+    def situation(self) -> PlannerInputs:
+        """The inputs of the planner and of proofs."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())

@@ -34,6 +34,7 @@ from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import FlagAgreement, SharedEvaluation, SharedLoss
 from .evaluation.metric_inputs import metrics_function
 from .hooks import TorchHooks
+from .kernels import Kernels
 from .loss.targets import LabelSmoother
 from .memory_metrics import meter_of
 from .model.changes import TorchChanges
@@ -82,6 +83,7 @@ class TorchInternals(Internals):
     pacing: TorchPacing
     optim: TorchOptim
     acceleration: Acceleration
+    kernels: Kernels
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     """The class to which arguments of transformers are converted."""
@@ -166,6 +168,7 @@ class TorchInternals(Internals):
         if not self.is_alone:
             self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.kernels.check_installed()
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in unused_options(args):
@@ -183,7 +186,7 @@ class TorchInternals(Internals):
         self.data, self.loss = self.data_class(self), self.loss_class(self)
         self.evaluation, self.saving = self.evaluation_class(self), TorchSaving(self)
         self.changes, self.pacing = TorchChanges(self), TorchPacing(self)
-        self.optim, self.acceleration = TorchOptim(self), Acceleration(self)
+        self.optim, self.acceleration, self.kernels = TorchOptim(self), Acceleration(self), Kernels(self)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Place the model and inspect the parameters of its forward."""
@@ -279,6 +282,7 @@ class TorchInternals(Internals):
         self.optim.prepare()
         self.run.accounting = self.loss.make_accounting()
         self.loss.bind_overrides()
+        self.kernels.prepare()
         self.run.speed = self.acceleration.start()
         self.saving.start_modules()
         if checkpoint is not None:
@@ -332,6 +336,7 @@ class TorchInternals(Internals):
         self.saving.copies.clear()
         if self.run.speed is not None:
             self.run.speed.finish()
+        self.kernels.finish()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None

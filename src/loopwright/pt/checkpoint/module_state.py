@@ -44,6 +44,13 @@ class ModuleState:
         }
         return moved | (self.restored & set(own))
 
+    def adopt(self, names: set[str]) -> None:
+        """Take the present values of these attributes as those of the start: the arguments of the run set them."""
+        now = {name: value for name, value in _values(self.module) if name in names}
+        for name in names:
+            self._start.pop(name, None)
+        self._start.update({name: (_stamp(value), _kept(value)) for name, value in now.items()})
+
     def own_buffers(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """Persistent buffers that have changed since the start, as JSON values, for a rank whose weights are not saved.
 

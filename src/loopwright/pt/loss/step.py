@@ -159,6 +159,8 @@ class TorchLoss(LossLearning):
 
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples on the host, before the batches are copied to the device."""
+        if self.internals.kernels.is_pending and self.is_alone:
+            self.internals.kernels.settle(batches)
         update = Update(batches, samples=self.internals.data.samples_in(batches), micro_batches=len(batches))
         if self.run.work.counts:
             self.run.work.measure(update)
