@@ -34,11 +34,7 @@ BROKEN = {
     "metric_schedule_needs_evaluation": {"lr_scheduler_type": "reduce_lr_on_plateau"},
     "prefetching_needs_workers": {"dataloader_prefetch_factor": 2},
     "persistence_needs_workers": {"dataloader_persistent_workers": True},
-    "layerwise_optimizers_do_not_accumulate": {
-        "optim": "galore_adamw_layerwise",
-        "optim_target_modules": "all-linear",
-        "gradient_accumulation_steps": 2,
-    },
+    "optimizers_step_after_the_backward": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
     "low_rank_optimizers_need_targets": {"optim": "apollo_adamw"},
     "trackers_exist": {"report_to": ["tensorbord"]},
     "sharding_makes_sense": {"fsdp": "full_shart"},

@@ -7,6 +7,27 @@ from dataclasses import dataclass
 from .field import Group, arg, between, names_or_pattern, non_negative
 from .names import OptimizerNames
 
+STEP_IN_BACKWARD = {
+    "galore_adamw_layerwise": "galore_adamw",
+    "galore_adamw_8bit_layerwise": "galore_adamw_8bit",
+    "galore_adafactor_layerwise": "galore_adafactor",
+    "apollo_adamw_layerwise": "apollo_adamw",
+    "lomo": "adafactor",
+    "adalomo": "adafactor",
+}
+"""Optimizers that are refused, and what to use instead."""
+
+
+def why_refused(optim: str) -> str | None:
+    """Why an optimizer is refused, or None: what a step promises excludes one that updates during the backward."""
+    if optim not in STEP_IN_BACKWARD:
+        return None
+    return (
+        f"optim='{optim}' updates each weight during the backward pass: gradients cannot be accumulated, clipped by "
+        "their global norm, checked or reduced over ranks, and an interrupted step cannot be undone. Use "
+        f"optim='{STEP_IN_BACKWARD[optim]}' instead"
+    )
+
 
 @dataclass
 class OptimizerArgs(Group):
