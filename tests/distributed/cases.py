@@ -117,6 +117,29 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class NamedValues(loopwright.Trainer):
+    """Values with several denominators, one of them on some ranks and in some updates only."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch=None) -> Any:
+        labels = inputs["labels"]
+        logits = model(inputs["input_ids"])["logits"]
+        each = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100, reduction="none")
+        count = (labels != -100).sum()
+        loss = each.sum() / (count if num_items_in_batch is None else num_items_in_batch)
+        is_long = (labels != -100).sum(-1) > 10
+        rows = each.reshape(labels.shape).sum(-1)
+        long = {"long": (rows[is_long].sum(), is_long.sum())} if is_long.any() else {}
+        return loss, {"ce": loss, "mean": each.sum() / count, **long}
+
+
+def named_values(folder: str, **options: Any) -> Any:
+    """The logged rows of a run with named values."""
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, **options}
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:13]), folder, cls=NamedValues, **given)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -125,3 +125,18 @@ def test_rebalanced_micro_batches_give_the_run_of_one_process(pool: Pool, tmp_pa
     for each in many:
         assert (each["step"], each["samples"]) == (one["step"], one["samples"])
         assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-10 for name in one["weights"])
+
+
+@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+def test_named_values_of_a_loss_are_those_of_one_process(pool: Pool, tmp_path: Path, more: dict[str, Any]) -> None:
+    options = {"per_device_train_batch_size": 2, "logging_steps": 2}
+    one = pool.run(1, "named_values", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    many = pool.run(2, "named_values", folder=str(tmp_path / "many"), **options, **more)
+    for rows in many:
+        assert [set(row) for row in rows] == [set(row) for row in one]
+        # With sharded parameters a value is taken to have the denominator of the loss, which is not that of "mean".
+        names = ("ce", "long", "loss") if more else ("ce", "mean", "long", "loss")
+        for row, expected in zip(rows, one, strict=True):
+            assert {name: row[name] for name in names if name in row} == pytest.approx(
+                {name: expected[name] for name in names if name in expected}, rel=1e-6
+            )
