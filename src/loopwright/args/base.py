@@ -84,6 +84,7 @@ class BaseArguments(
         "deepspeed",
         "gradient_checkpointing_kwargs",
         "lr_scheduler_kwargs",
+        "param_groups",
     ]
     """Fields that accept a dict as JSON; subclasses of third parties add their own."""
     deepspeed_plugin = hf_deepspeed_config = None

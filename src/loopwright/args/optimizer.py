@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .field import Group, arg, between, names_or_pattern, non_negative
+from .groups import group_options
 from .names import OptimizerNames
 
 STEP_IN_BACKWARD = {
@@ -46,5 +48,10 @@ class OptimizerArgs(Group):
         None,
         "Modules for low-rank optimizers (GaLore, APOLLO): names, a regular expression, or 'all-linear'.",
         check=names_or_pattern,
+    )
+    param_groups: dict[str, Any] | str | None = arg(
+        None,
+        "Options by patterns of parameter names: {'embed': {'lr_scale': 0.1, 'weight_decay': 0.0}}, or freeze.",
+        check=group_options,
     )
     max_grad_norm: float = arg(1.0, "Maximum gradient norm for clipping; 0 disables it.", check=non_negative)

@@ -272,6 +272,7 @@ class TorchInternals(Internals):
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
         align_special_tokens(self.model, self.trainer.processing_class, self.notices.warn_once)
+        self.optim.freeze()
         self._switch_on_model_options()
         self.run.loader = self.data.share_loader(self.trainer.get_train_dataloader())
         self.run.plan = self.data.make_plan(self.run.loader)
@@ -337,6 +338,7 @@ class TorchInternals(Internals):
         if self.run.speed is not None:
             self.run.speed.finish()
         self.kernels.finish()
+        self.optim.unfreeze()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None
