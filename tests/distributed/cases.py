@@ -140,6 +140,16 @@ def named_values(folder: str, **options: Any) -> Any:
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
+def mixed(folder: str, **options: Any) -> Any:
+    """The rows and weights of a run on a mixture of two datasets."""
+    data = {"web": samples(LENGTHS[:9]), "code": samples(LENGTHS[9:13])}
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0,
+             "train_sampling_strategy": "random", "train_dataset_weights": {"web": 1, "code": 2}}  # fmt: skip
+    trainer = trainer_of(made(Blocks), data, folder, **{**given, **options})
+    trainer.train()
+    return {**result_of(trainer), "rows": [row for row in trainer.state.log_history if "loss" in row]}
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -140,3 +140,16 @@ def test_named_values_of_a_loss_are_those_of_one_process(pool: Pool, tmp_path: P
             assert {name: row[name] for name in names if name in row} == pytest.approx(
                 {name: expected[name] for name in names if name in expected}, rel=1e-6
             )
+
+
+def test_a_mixture_is_the_run_of_one_process_with_the_loss_of_each_source(pool: Pool, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 2, "logging_steps": 2}
+    one = pool.run(1, "mixed", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    many = pool.run(2, "mixed", folder=str(tmp_path / "many"), **options)
+    assert {"loss_web", "loss_code"} <= {name for row in one["rows"] for name in row}
+    for each in many:
+        assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-9 for name in one["weights"])
+        for row, expected in zip(each["rows"], one["rows"], strict=True):
+            assert {name: row[name] for name in row if name.startswith("loss")} == pytest.approx(
+                {name: expected[name] for name in expected if name.startswith("loss")}, rel=1e-6
+            )

@@ -91,6 +91,8 @@ ELSEWHERE = {
     "use_liger_kernel": "tests/speed/test_liger.py::test_kernels_that_agree_are_used_and_removed_afterwards",
     "liger_kernel_config": "tests/speed/test_liger.py::test_an_option_that_does_not_exist_is_named",
     "param_groups": "tests/pt/test_param_groups.py::test_learning_rates_and_decay_by_pattern",
+    "train_dataset_weights": "tests/pt/test_mixing.py::test_each_source_has_its_share",
+    "logging_source_losses": "tests/pt/test_mixing.py::test_the_loss_of_each_source_is_that_by_hand",
     "debug": "tests/pt/test_debug.py::test_an_overflow_stops_training_and_is_shown",
     "logging_dir": "tests/reporters/test_tensorboard.py::test_a_resumed_run_has_each_step_once",
 }

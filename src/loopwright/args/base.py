@@ -85,6 +85,7 @@ class BaseArguments(
         "gradient_checkpointing_kwargs",
         "lr_scheduler_kwargs",
         "param_groups",
+        "train_dataset_weights",
     ]
     """Fields that accept a dict as JSON; subclasses of third parties add their own."""
     deepspeed_plugin = hf_deepspeed_config = None

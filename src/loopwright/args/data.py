@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .field import Group, arg, between, list_of_names, positive, whole_lengths
+from .mixing import mixture_weights
 
 
 @dataclass
@@ -39,6 +41,11 @@ class DataArgs(Group):
         "random",
         "random, sequential, group_by_length, or batch_rebalance: random, with micro-batches of similar cost.",
         choices=("random", "sequential", "group_by_length", "batch_rebalance"),
+    )
+    train_dataset_weights: dict[str, Any] | str | None = arg(
+        None,
+        "Weights of train_dataset={name: dataset}: a number each, or [[step, weight], ...]; by default their sizes.",
+        check=mixture_weights,
     )
     length_column_name: str = arg("length", "The column with lengths: group_by_length, batch_rebalance, packing.")
     per_device_train_batch_tokens: int | None = arg(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,8 @@ class Acceleration(TorchPart):
             return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
         if DebugOption.UNDERFLOW_OVERFLOW in self.args.debug:
             return "debug=underflow_overflow checks every module of the model as it is"
+        if isinstance(self.trainer.train_dataset, Mapping) and self.args.logging_source_losses:
+            return "logging_source_losses needs micro-batches of one training dataset each"
         if self.internals.kernels.is_used:
             return "use_liger_kernel replaces the layers that layouts are made for"
         return None

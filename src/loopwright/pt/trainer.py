@@ -81,7 +81,8 @@ class Trainer(BaseTrainer):
         model: the model to train: any module whose forward, or `compute_loss`, returns a loss; or pass `model_init`.
         args: the training arguments; `loopwright args WORD` searches them.
         data_collator: makes a batch of a list of samples; by default it pads with `processing_class`, or stacks.
-        train_dataset: samples by index, or a stream; a dict of names and values each, which `forward` receives.
+        train_dataset: samples by index, or a stream; a dict of names and values each, which `forward` receives. A dict
+            of several datasets by name mixes them; see `train_dataset_weights`.
         eval_dataset: the same for evaluations, or a dict of several by name.
         processing_class: the tokenizer or processor, saved with the model.
         model_init: returns a new model for each call of `train()`.

@@ -55,8 +55,9 @@ class TorchData(Sampling):
         """The loader of the training data."""
         if self.trainer.train_dataset is None:
             raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
-        check_not_empty(self.trainer.train_dataset, "training")
-        dataset = self.trainer._remove_unused_columns(self.trainer.train_dataset, description="training")
+        data = self.training_data()
+        check_not_empty(data, "training")
+        dataset = self.trainer._remove_unused_columns(data, description="training")
         if isinstance(dataset, IterableDataset):
             check_stream_order(self.args)
         return self.trainer._get_dataloader(

@@ -62,6 +62,8 @@ class NamedLosses:
 
     def __init__(self) -> None:
         self._given: list[Given] = []
+        self._weighted: list[tuple[str, Any, MicroBatch]] = []
+        """Losses of datasets, with the weight of their micro-batch."""
         self._divides: dict[str, bool] = {}
         """Whether a value is divided by num_items_in_batch, by name; absent while it is not known."""
 
@@ -70,9 +72,18 @@ class NamedLosses:
         if not micro.is_dummy:
             self._given.append(Given({name: _detached(value) for name, value in values.items()}, micro, items))
 
+    def add_source(self, name: str, given: Any, weighted: Any, micro: MicroBatch) -> None:
+        """Add the loss of a micro-batch whose samples are all of one dataset, as it was given and weighted."""
+        if micro.is_dummy:
+            return
+        if isinstance(given, (tuple, list)):
+            self.add({name: tuple(given)}, micro, None)
+        else:
+            self._weighted.append((name, weighted.detach(), micro))
+
     def clear(self) -> None:
         """Drop the values of an update that starts, or starts again."""
-        self._given = []
+        self._given, self._weighted = [], []
 
     def of_update(
         self, update: Update, compute: Callable[[Any, Any], Values], kind: LossKind | None
@@ -84,6 +95,10 @@ class NamedLosses:
         """
         given, self._given = self._given, []
         found: dict[str, tuple[Any, Any]] = {}
+        for name, loss, micro in self._weighted:
+            total, weight = found.get(name, (0.0, 0.0))
+            found[name] = (total + loss, weight + _share(update, micro.index, kind))
+        self._weighted = []
         for each in given:
             share = _share(update, each.micro.index, kind)
             is_whole = len(given) == 1 and not update.shared

@@ -50,7 +50,10 @@ class TorchLoss(LossCalls):
     def backward(self, loss: Any) -> Tensor:
         """Weight the loss of a micro-batch by its share of the update's targets, and compute its gradients."""
         run = self.run
-        loss = run.accounting.weigh(loss, run.micro_batch)
+        given, loss = loss, run.accounting.weigh(loss, run.micro_batch)
+        source = run.micro_batch.update.sources.get(id(run.micro_batch.update.batches[run.micro_batch.index]))
+        if source is not None:
+            self.named.add_source(f"loss_{source}", given, loss, run.micro_batch)
         try:
             self.strategy.backward(loss if self.is_alone else self.strategy.without_dummy(loss, run.micro_batch))
         except RuntimeError:
@@ -79,8 +82,7 @@ class TorchLoss(LossCalls):
             speed = None
         if speed is not None:
             speed.arrange(update)
-        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rearranged rows are not split
-            update.batches = self._cut(update.batches, self.run.micro_split)
+        self._divide(update, is_laid=speed is not None and speed.is_laid)
         needs_items = self.run.accounting.wants_items or self._items_overridden
         needs_items = needs_items or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
@@ -96,12 +98,46 @@ class TorchLoss(LossCalls):
         self.run.speed.finish()
         self.run.speed = None
 
-    def _cut(self, batches: list[Any], parts: int) -> list[Any]:
+    def _divide(self, update: Update, *, is_laid: bool) -> None:
+        """Divide micro-batches by datasets and, after running out of memory, into smaller ones."""
+        if self.internals.data.splits_by_source:
+            self._split_by_source(update)
+        if self.run.micro_split > 1 and not is_laid:  # rearranged rows are not split
+            update.batches = self._cut(update.batches, self.run.micro_split, update.sources)
+
+    def _split_by_source(self, update: Update) -> None:
+        """Divide micro-batches by the datasets of their samples, if the sum over the parts is the same loss."""
+        sources = self.internals.data.sources_of(len(update.batches))
+        if self.is_alone and self.run.accounting.is_open and any(len(each) > 1 for each in sources or []):
+            self.learn_loss(update.batches)
+        reason = "micro-batches are formed by length" if sources is None else None
+        if self.run.accounting.is_additive is False:
+            reason = f"the loss depends on how a batch is split: {self.run.accounting.reason}"
+        pieces: list[Any] = []
+        for batch, runs in zip(update.batches, sources or [], strict=False):
+            try:
+                if reason is None and sum(rows for _, rows in runs) != count_samples(batch):
+                    reason = "the collator returns other numbers of rows than samples"
+                whole = len(runs) == 1 or reason is not None
+                made = [batch] if whole else self.splitter.split(batch, [rows for _, rows in runs])
+            except CannotSplit as problem:
+                made, reason = [batch], str(problem)
+            if reason is None:
+                update.sources.update({id(part): name for part, (name, _) in zip(made, runs, strict=True)})
+            pieces += made
+        if reason is not None:
+            self.notices.warn_once(f"the loss of each training dataset is not logged: {reason}")
+        update.batches = pieces or update.batches
+
+    def _cut(self, batches: list[Any], parts: int, sources: dict[int, str]) -> list[Any]:
         """Split each micro-batch into `parts`; those that cannot be split safely are kept."""
         pieces = []
         for batch in batches:
             try:
-                pieces += self.splitter.split_all([batch], parts)
+                made = self.splitter.split_all([batch], parts)
+                if id(batch) in sources:
+                    sources.update(dict.fromkeys(map(id, made), sources[id(batch)]))
+                pieces += made
             except CannotSplit as reason:
                 self.notices.warn_once(f"a micro-batch is not split although memory is low: {reason}")
                 pieces.append(batch)
@@ -222,7 +258,7 @@ class TorchLoss(LossCalls):
         self.strategy.free_memory()
         if not rearranged:
             self.run.micro_split *= 2
-            update.batches = self._cut(update.batches, 2)
+            update.batches = self._cut(update.batches, 2, update.sources)
         self.run.micro_batches = len(update.batches)
         self.count_update(update)
         if rearranged:
