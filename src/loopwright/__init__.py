@@ -46,6 +46,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
     "pt.checkpoint.weights": ("load_model",),
+    "pt.model.averaging": ("EMACallback", "SWACallback"),
     "pt.model.overflow": ("DebugUnderflowOverflow",),
     "pt.optim.greedy_lr": ("GreedyLR",),
     "pt.data.loaders": ("has_length",),
@@ -320,6 +321,7 @@ if TYPE_CHECKING:
     )
     from .pt.data.loaders import has_length as has_length
     from .pt.loss.targets import LabelSmoother as LabelSmoother
+    from .pt.model.averaging import EMACallback as EMACallback, SWACallback as SWACallback
     from .pt.model.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
     from .pt.optim.greedy_lr import GreedyLR as GreedyLR
     from .pt.optim.optimizers.adafactor import Adafactor as Adafactor

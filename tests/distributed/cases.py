@@ -150,6 +150,21 @@ def mixed(folder: str, **options: Any) -> Any:
     return {**result_of(trainer), "rows": [row for row in trainer.state.log_history if "loss" in row]}
 
 
+def averaged(folder: str, resume: Any = None, **options: Any) -> Any:
+    """The moving averages of a run, in full, and its evaluations with them."""
+    ema = loopwright.EMACallback(decay=0.8)
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "save_strategy": "steps",
+             "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
+    data = samples(LENGTHS[:8])
+    trainer = trainer_of(made(Blocks), data, folder, callbacks=[ema], eval_dataset=data, **{**given, **options})
+    trainer.train(resume_from_checkpoint=resume)
+    found = ema.checkpoint_tensors(trainer.model)
+    return {
+        "averages": {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()},
+        "losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+    }
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .pool import Pool
 
@@ -153,3 +154,19 @@ def test_a_mixture_is_the_run_of_one_process_with_the_loss_of_each_source(pool: 
             assert {name: row[name] for name in row if name.startswith("loss")} == pytest.approx(
                 {name: expected[name] for name in expected if name.startswith("loss")}, rel=1e-6
             )
+
+
+@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+def test_averaged_weights_are_those_of_one_process_also_after_resuming(
+    pool: Pool, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = {"per_device_train_batch_size": 2}
+    one = pool.run(1, "averaged", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    folder = str(tmp_path / "many")
+    whole = pool.run(2, "averaged", folder=folder, **options, **more)
+    again = pool.run(2, "averaged", folder=folder, resume=f"{folder}/checkpoint-2", **options, **more)
+    for each, resumed in zip(whole, again, strict=True):
+        assert each["losses"] == pytest.approx(one["losses"], rel=1e-9)
+        for name, value in one["averages"].items():
+            assert float((each["averages"][name] - value).abs().max()) < 1e-9
+            assert torch.equal(resumed["averages"][name], each["averages"][name])

@@ -22,6 +22,7 @@ from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update
 from ...core.user_code import add_note, add_note_of_step, describe
 from ...errors import DataError
+from ..checkpoint.callback_tensors import evaluation_weights
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.loading_errors import add_note_of_loading
@@ -88,7 +89,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             self.internals.loss.bind_overrides()
         self.internals.changes.follow_overrides()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
-        with self.evaluation_mode(), casts:
+        with self.evaluation_mode(), evaluation_weights(self.callback_handler.callbacks), casts:
             strategy.evaluating()
             if self.model is not strategy.model:
                 self.model.eval()
