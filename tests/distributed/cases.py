@@ -160,7 +160,7 @@ def averaged(folder: str, resume: Any = None, **options: Any) -> Any:
     trainer.train(resume_from_checkpoint=resume)
     found = ema.checkpoint_tensors(trainer.model)
     return {
-        "averages": {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()},
+        "averages": {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()},
         "losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
     }
 

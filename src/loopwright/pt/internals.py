@@ -38,6 +38,7 @@ from .kernels import Kernels
 from .loss.targets import LabelSmoother
 from .memory_metrics import meter_of
 from .model.changes import TorchChanges
+from .model.experts import report_router_loss
 from .model.neftune import add_embedding_noise
 from .model.options import (
     buffers_and_parameters_on,
@@ -272,6 +273,8 @@ class TorchInternals(Internals):
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
         align_special_tokens(self.model, self.trainer.processing_class, self.notices.warn_once)
+        if not self.loss.has_custom_loss():
+            report_router_loss(self.model, self.notices.warn_once)
         self.optim.freeze()
         self._switch_on_model_options()
         self.run.loader = self.data.share_loader(self.trainer.get_train_dataloader())

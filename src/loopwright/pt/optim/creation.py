@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -96,6 +98,18 @@ class TorchOptim(TorchPart):
         if self._frozen is not None:
             self._frozen.remove()
             self._frozen = None
+
+    @contextmanager
+    def another(self) -> Iterator[Any]:
+        """A context with a new optimizer of the arguments, after which the trainer has its own again."""
+        before, split = self.trainer.optimizer, self._split_optimizer
+        self.freeze()
+        self.trainer.optimizer = None
+        try:
+            yield self.trainer.create_optimizer()
+        finally:
+            self.trainer.optimizer, self._split_optimizer = before, split
+            self.unfreeze()
 
     def _check_is_split(self) -> None:
         """Raise if param_groups would have no effect, because the optimizer was not created by the trainer."""
