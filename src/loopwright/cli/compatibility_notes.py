@@ -17,7 +17,7 @@ BETTER: dict[str, dict[str, str]] = {
     "method": {
         "train": "exact resume; errors of your code end with a line on what was given to it",
         "evaluate": "`eval_loss` is the mean over all targets and does not depend on the batch size",
-        "compute_loss": "may return the mean, or `(sum, count)`",
+        "compute_loss": "may return the mean, or `(sum, count)`, and values by name that are logged",
         "save_model": "also to a URL",
     },
     "event": {},
