@@ -8,11 +8,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from ...args.field import nearest
 from ...core.mixing import MixedOrder
 from ...errors import ArgumentsError, DataError
+from .columns import LABEL_COLUMNS
 from .loaders import OrderedSampler, check_not_empty
 
 
@@ -70,6 +72,23 @@ def check_mapping(datasets: Mapping[str, Any]) -> None:
         )
     if not datasets or not all(isinstance(name, str) and name for name in datasets):
         raise DataError(f"train_dataset is a dict with the keys {list(datasets)!r}; name each dataset by a text")
+
+
+    columns = [name for name, each in datasets.items() if name in LABEL_COLUMNS or _is_column(each)]
+    if columns:
+        raise DataError(
+            f"the training dataset is a dict with the keys {', '.join(datasets)}, and {columns[0]!r} holds values, not "
+            "samples; pass a list of dicts, or datasets.Dataset.from_dict(...)"
+        )
+
+
+def _is_column(values: Any) -> bool:
+    """Whether a list or an array holds numbers or texts."""
+    if not isinstance(values, (list, tuple, np.ndarray, Tensor)) or not len(values):
+        return False
+    return isinstance(values[0], (int, float, str, bytes, np.generic)) or (
+        isinstance(values[0], Tensor) and not values[0].dim()
+    )
 
 
 def mixed_sampler(sampler: OrderedSampler, dataset: MixedDataset) -> OrderedSampler:
