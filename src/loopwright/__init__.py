@@ -46,6 +46,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.progress": ("ProgressCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
     "pt.checkpoint.weights": ("load_model",),
+    "pt.model.averaging": ("EMACallback", "SWACallback"),
+    "pt.model.overflow": ("DebugUnderflowOverflow",),
     "pt.optim.greedy_lr": ("GreedyLR",),
     "pt.data.loaders": ("has_length",),
     "pt.loss.targets": ("LabelSmoother",),
@@ -114,9 +116,6 @@ _THEIR_MODULES: dict[str, tuple[str, ...]] = {
     "transformers": (
         "DataCollatorForPermutationLanguageModeling",
         "HfArgumentParser",
-    ),
-    "transformers.debug_utils": (
-        "DebugUnderflowOverflow",
     ),
     "transformers.modelcard": (
         "TrainingSummary",
@@ -211,9 +210,6 @@ if TYPE_CHECKING:
     from transformers import (
         DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
         HfArgumentParser as HfArgumentParser,
-    )
-    from transformers.debug_utils import (
-        DebugUnderflowOverflow as DebugUnderflowOverflow,
     )
     from transformers.modelcard import (
         TrainingSummary as TrainingSummary,
@@ -329,6 +325,8 @@ if TYPE_CHECKING:
     )
     from .pt.data.loaders import has_length as has_length
     from .pt.loss.targets import LabelSmoother as LabelSmoother
+    from .pt.model.averaging import EMACallback as EMACallback, SWACallback as SWACallback
+    from .pt.model.overflow import DebugUnderflowOverflow as DebugUnderflowOverflow
     from .pt.optim.greedy_lr import GreedyLR as GreedyLR
     from .pt.optim.optimizers.adafactor import Adafactor as Adafactor
     from .pt.optim.schedulers import (

@@ -21,6 +21,9 @@ from loopwright.pt.arguments import Seq2SeqTrainingArguments
 
 CHANGED_DEFAULTS = {"restore_callback_states_from_checkpoint": True, "enable_jit_checkpoint": True}
 NEW = {
+    "param_groups": None,
+    "train_dataset_weights": None,
+    "logging_source_losses": True,
     "strict": False,
     "speed": "auto",
     "per_device_train_batch_tokens": None,

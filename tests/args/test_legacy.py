@@ -11,7 +11,7 @@ import pytest
 from loopwright.args.base import BaseArguments
 from loopwright.args.field import UNSET, specs
 from loopwright.args.legacy import OLD_VALUES, LegacyArgs
-from loopwright.errors import ArgumentsError, NotAvailable
+from loopwright.errors import ArgumentsError
 
 OLD = specs(LegacyArgs)
 
@@ -48,12 +48,10 @@ BECOMES = [
     ({"use_mps_device": True}, {}),
     ({"use_ipex": True}, {}),
     ({"use_legacy_prediction_loop": True}, {}),
+    ({"tpu_metrics_debug": True}, {"debug": ["tpu_metrics_debug"]}),
     ({"fsdp_min_num_params": 100}, {"fsdp_config": {"min_num_params": 100}}),
     ({"fsdp_transformer_layer_cls_to_wrap": "Block"}, {"fsdp_config": {"transformer_layer_cls_to_wrap": "Block"}}),
 ]
-NOT_AVAILABLE = {
-    "tpu_metrics_debug": (True, "debug=['tpu_metrics_debug']"),
-}
 UNSUITED = ("dispatch_batches", "split_batches")
 REFUSED = {
     "jit_mode_eval": True,
@@ -103,7 +101,7 @@ OLD_DEFAULTS = {
 
 
 def test_the_cases_below_cover_the_whole_table():
-    tried = {name for given, _ in BECOMES for name in given} | set(NOT_AVAILABLE) | set(REFUSED) | set(UNSUITED)
+    tried = {name for given, _ in BECOMES for name in given} | set(REFUSED) | set(UNSUITED)
     assert set(OLD) - tried == set() and set(OLD) == set(OLD_DEFAULTS)
 
 
@@ -116,14 +114,6 @@ def test_an_old_name_becomes_the_new_one(given, becomes):
     assert all(getattr(args, name) is UNSET for name in OLD if name != "save_safetensors")
     assert args.save_safetensors is True, "what is true of every run"
     assert not set(OLD) & set(args.to_dict())
-
-
-@pytest.mark.parametrize("name", NOT_AVAILABLE)
-def test_an_old_name_for_something_missing_says_so_under_its_new_name(name):
-    value, shown = NOT_AVAILABLE[name]
-    with pytest.raises(NotAvailable) as caught:
-        BaseArguments(**{name: value})
-    assert str(caught.value).startswith(f"{shown}: not available yet (") and "leave it out" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", UNSUITED)
@@ -207,11 +197,7 @@ def test_a_warmup_over_the_whole_run_stays_one():
 @pytest.mark.parametrize(("name", "old"), OLD_VALUES)
 def test_an_old_value_becomes_the_new_one(name, old):
     new = OLD_VALUES[name, old][0]
-    if new == "tpu_metrics_debug":
-        with pytest.raises(NotAvailable):
-            BaseArguments(**{name: old})
-    else:
-        assert BaseArguments(**{name: old}) == BaseArguments(**{name: new})
+    assert BaseArguments(**{name: old}) == BaseArguments(**{name: new})
 
 
 @dataclass

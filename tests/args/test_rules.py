@@ -18,6 +18,11 @@ BROKEN = {
     "fp8_beside_bf16": {"fp8": True, "fp16": True},
     "token_budgets_need_layouts": {"per_device_train_batch_tokens": 64, "speed": "off"},
     "packing_needs_a_token_budget": {"batch_packing": "across_updates"},
+    "micro_batches_are_made_one_way": {
+        "batch_packing": "across_updates",
+        "per_device_train_batch_tokens": 64,
+        "train_sampling_strategy": "batch_rebalance",
+    },
     "one_evaluation_precision": {"fp16_full_eval": True, "bf16_full_eval": True},
     "apex_needs_fp16": {"half_precision_backend": "apex"},
     "some_duration": {"num_train_epochs": 0},
@@ -29,11 +34,7 @@ BROKEN = {
     "metric_schedule_needs_evaluation": {"lr_scheduler_type": "reduce_lr_on_plateau"},
     "prefetching_needs_workers": {"dataloader_prefetch_factor": 2},
     "persistence_needs_workers": {"dataloader_persistent_workers": True},
-    "layerwise_optimizers_do_not_accumulate": {
-        "optim": "galore_adamw_layerwise",
-        "optim_target_modules": "all-linear",
-        "gradient_accumulation_steps": 2,
-    },
+    "optimizers_step_after_the_backward": {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"},
     "low_rank_optimizers_need_targets": {"optim": "apollo_adamw"},
     "trackers_exist": {"report_to": ["tensorbord"]},
     "sharding_makes_sense": {"fsdp": "full_shart"},
@@ -42,10 +43,6 @@ BROKEN = {
 }
 UNAVAILABLE = [
     *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
-    ("use_liger_kernel", True),
-    ("liger_kernel_config", {"rope": True}),
-    ("train_sampling_strategy", "batch_rebalance"),
-    ("debug", "underflow_overflow"),
 ]
 AVAILABLE = [
     {"torch_compile": True},
@@ -63,6 +60,9 @@ AVAILABLE = [
     {"accelerator_config": {"non_blocking": True, "even_batches": False}},
     {"bf16": True, "use_cpu": True},
     {"speed": "off"},
+    {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}},
+    {"train_sampling_strategy": "batch_rebalance", "length_column_name": "n"},
+    {"debug": "underflow_overflow tpu_metrics_debug"},
     {"speed": "max", "per_device_train_batch_tokens": 4096},
     {"batch_packing": "across_updates", "per_device_train_batch_tokens": 4096},
     {"fsdp": "", "fsdp_config": {}},
@@ -168,6 +168,7 @@ IDLE_CASES = [
     ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, ["gradient_checkpointing_kwargs"]),
     ({"max_recompiles": 0, "torch_compile_scope": "model", "use_cpu": True}, ["torch_compile_scope", "max_recompiles"]),
     ({"max_recompiles": 0, "torch_compile_scope": "model", "torch_compile_mode": "default"}, []),
+    ({"liger_kernel_config": {"rope": True}}, ["liger_kernel_config"]),
     ({"fp16": True, "fp16_opt_level": "O2"}, ["fp16_opt_level"]),
     ({"fp16": True, "fp16_opt_level": "O2", "half_precision_backend": "apex"}, []),
     ({"length_column_name": "n"}, ["length_column_name"]),

@@ -117,6 +117,54 @@ def full_weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+class NamedValues(loopwright.Trainer):
+    """Values with several denominators, one of them on some ranks and in some updates only."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs=False, num_items_in_batch=None) -> Any:
+        labels = inputs["labels"]
+        logits = model(inputs["input_ids"])["logits"]
+        each = F.cross_entropy(logits.reshape(-1, VOCAB), labels.reshape(-1), ignore_index=-100, reduction="none")
+        count = (labels != -100).sum()
+        loss = each.sum() / (count if num_items_in_batch is None else num_items_in_batch)
+        is_long = (labels != -100).sum(-1) > 10
+        rows = each.reshape(labels.shape).sum(-1)
+        long = {"long": (rows[is_long].sum(), is_long.sum())} if is_long.any() else {}
+        return loss, {"ce": loss, "mean": each.sum() / count, **long}
+
+
+def named_values(folder: str, **options: Any) -> Any:
+    """The logged rows of a run with named values."""
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, **options}
+    trainer = trainer_of(made(Blocks), samples(LENGTHS[:13]), folder, cls=NamedValues, **given)
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def mixed(folder: str, **options: Any) -> Any:
+    """The rows and weights of a run on a mixture of two datasets."""
+    data = {"web": samples(LENGTHS[:9]), "code": samples(LENGTHS[9:13])}
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_grad_norm": 1.0,
+             "train_sampling_strategy": "random", "train_dataset_weights": {"web": 1, "code": 2}}  # fmt: skip
+    trainer = trainer_of(made(Blocks), data, folder, **{**given, **options})
+    trainer.train()
+    return {**result_of(trainer), "rows": [row for row in trainer.state.log_history if "loss" in row]}
+
+
+def averaged(folder: str, resume: Any = None, **options: Any) -> Any:
+    """The moving averages of a run, in full, and its evaluations with them."""
+    ema = loopwright.EMACallback(decay=0.8)
+    given = {"num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 0.01, "save_strategy": "steps",
+             "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}  # fmt: skip
+    data = samples(LENGTHS[:8])
+    trainer = trainer_of(made(Blocks), data, folder, callbacks=[ema], eval_dataset=data, **{**given, **options})
+    trainer.train(resume_from_checkpoint=resume)
+    found = ema.checkpoint_tensors(trainer.model)
+    return {
+        "averages": {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in found.items()},
+        "losses": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+    }
+
+
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 

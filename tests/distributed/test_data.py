@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .pool import Pool
 
@@ -112,3 +113,60 @@ def test_a_wish_of_one_process_is_everybodys(pool: Pool, tmp_path: Path, rank: i
     given = {"per_device_train_batch_size": 1, "save_strategy": "no"}
     found = pool.run(2, "told", folder=str(tmp_path), rank=rank, **given)
     assert found == [(2, ["checkpoint-2"])] * 2
+
+
+@pytest.mark.parametrize("n", [12, 13])
+def test_rebalanced_micro_batches_give_the_run_of_one_process(pool: Pool, tmp_path: Path, n: int) -> None:
+    options = {"n": n, "per_device_train_batch_size": 2, "num_train_epochs": 1}
+    one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=4, **options)[0]
+    many = pool.run(
+        2, "trained", folder=str(tmp_path / "many"), gradient_accumulation_steps=2,
+        train_sampling_strategy="batch_rebalance", **options,
+    )  # fmt: skip
+    for each in many:
+        assert (each["step"], each["samples"]) == (one["step"], one["samples"])
+        assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-10 for name in one["weights"])
+
+
+@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+def test_named_values_of_a_loss_are_those_of_one_process(pool: Pool, tmp_path: Path, more: dict[str, Any]) -> None:
+    options = {"per_device_train_batch_size": 2, "logging_steps": 2}
+    one = pool.run(1, "named_values", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    many = pool.run(2, "named_values", folder=str(tmp_path / "many"), **options, **more)
+    for rows in many:
+        assert [set(row) for row in rows] == [set(row) for row in one]
+        # With sharded parameters a value is taken to have the denominator of the loss, which is not that of "mean".
+        names = ("ce", "long", "loss") if more else ("ce", "mean", "long", "loss")
+        for row, expected in zip(rows, one, strict=True):
+            assert {name: row[name] for name in names if name in row} == pytest.approx(
+                {name: expected[name] for name in names if name in expected}, rel=1e-6
+            )
+
+
+def test_a_mixture_is_the_run_of_one_process_with_the_loss_of_each_source(pool: Pool, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 2, "logging_steps": 2}
+    one = pool.run(1, "mixed", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    many = pool.run(2, "mixed", folder=str(tmp_path / "many"), **options)
+    assert {"loss_web", "loss_code"} <= {name for row in one["rows"] for name in row}
+    for each in many:
+        assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-9 for name in one["weights"])
+        for row, expected in zip(each["rows"], one["rows"], strict=True):
+            assert {name: row[name] for name in row if name.startswith("loss")} == pytest.approx(
+                {name: expected[name] for name in expected if name.startswith("loss")}, rel=1e-6
+            )
+
+
+@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+def test_averaged_weights_are_those_of_one_process_also_after_resuming(
+    pool: Pool, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    options = {"per_device_train_batch_size": 2}
+    one = pool.run(1, "averaged", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
+    folder = str(tmp_path / "many")
+    whole = pool.run(2, "averaged", folder=folder, **options, **more)
+    again = pool.run(2, "averaged", folder=folder, resume=f"{folder}/checkpoint-2", **options, **more)
+    for each, resumed in zip(whole, again, strict=True):
+        assert each["losses"] == pytest.approx(one["losses"], rel=1e-9)
+        for name, value in one["averages"].items():
+            assert float((each["averages"][name] - value).abs().max()) < 1e-9
+            assert torch.equal(resumed["averages"][name], each["averages"][name])

@@ -95,6 +95,12 @@ ELSEWHERE = {
     "fsdp_config": "tests/distributed/test_sharding.py::test_fsdp_config_decides_what_is_wrapped",
     "parallelism_config": "tests/distributed/test_contract.py::test_models_that_carry_a_plan_need_no_other",
     "deepspeed": "tests/distributed/test_contract.py::test_deepspeed_ends_with_the_weights_of_one_process",
+    "use_liger_kernel": "tests/speed/test_liger.py::test_kernels_that_agree_are_used_and_removed_afterwards",
+    "liger_kernel_config": "tests/speed/test_liger.py::test_an_option_that_does_not_exist_is_named",
+    "param_groups": "tests/pt/test_param_groups.py::test_learning_rates_and_decay_by_pattern",
+    "train_dataset_weights": "tests/pt/test_mixing.py::test_each_source_has_its_share",
+    "logging_source_losses": "tests/pt/test_mixing.py::test_the_loss_of_each_source_is_that_by_hand",
+    "debug": "tests/pt/test_debug.py::test_an_overflow_stops_training_and_is_shown",
     "logging_dir": "tests/reporters/test_tensorboard.py::test_a_resumed_run_has_each_step_once",
 }
 """Arguments whose effect another file shows."""
@@ -126,7 +132,7 @@ def test_every_argument_is_accounted_for_once() -> None:
     nowhere = [name for name, where in found.items() if not where]
     assert not nowhere, f"accepted, and nothing shows an effect: {', '.join(nowhere)}"
     # What raises only for some of its values has an effect for the others.
-    partly = {"report_to", "train_sampling_strategy"}
+    partly = {"report_to"}
     twice = {name: where for name, where in found.items() if len(where) > 1 and name not in partly}
     assert not twice
     assert partly <= {name for name, where in found.items() if len(where) > 1 and "not available" in where}
@@ -169,8 +175,7 @@ def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> Non
 
 
 ASKS: dict[str, Any] = {
-    "report_to": "wandb", "use_liger_kernel": True, "liger_kernel_config": {"rope": True},
-    "train_sampling_strategy": "batch_rebalance", "on_spike": "rollback", "debug": "underflow_overflow",
+    "report_to": "wandb", "on_spike": "rollback",
     "checkpoint_format": "transformers",
 }  # fmt: skip
 

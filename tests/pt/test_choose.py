@@ -95,7 +95,6 @@ def test_sizes_that_do_not_fit_are_refused(
 
 BEYOND: list[tuple[int, dict[str, Any]]] = [
     (2, {"auto_find_batch_size": True}),
-    (2, {"optim": "galore_adamw_layerwise", "optim_target_modules": "all-linear"}),
     (2, {"fsdp": True, "fp16": True}),
     (2, {"fsdp": True, "bf16_full_eval": True}),
     (2, {"fsdp": True, "optim": "adafactor"}),

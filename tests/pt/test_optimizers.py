@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from loopwright.errors import ArgumentsError, MissingPackage, ModelError, NotAvailable  # noqa: E402
+from loopwright import TrainingArguments  # noqa: E402
+from loopwright.errors import ArgumentsError, MissingPackage, ModelError  # noqa: E402
 from loopwright.pt.optim.optimizers import (  # noqa: E402
     OPTIMIZERS,
     Adafactor,
@@ -142,10 +143,13 @@ def test_a_missing_package_is_named(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(name for name in OPTIMIZERS if "layerwise" in name or "lomo" in name))
-def test_what_cannot_be_offered_says_why_and_what_to_use(name):
-    with pytest.raises(NotAvailable, match="instead") as caught:
-        build_optimizer(mlp(), arguments(name))
-    assert name in str(caught.value)
+def test_what_updates_in_the_backward_is_refused_with_the_reason_and_what_to_use(name):
+    said = rf"optim='{name}' updates each weight during the backward pass: .* Use optim='\w+' instead"
+    for given in (lambda: TrainingArguments("run", optim=name, use_cpu=True),
+                  lambda: build_optimizer(mlp(), arguments(name))):  # fmt: skip
+        with pytest.raises(ArgumentsError, match=said) as caught:
+            given()
+        assert len(caught.value.problems) == 1
 
 
 def test_an_unknown_name_gets_the_nearest_one():

@@ -115,7 +115,8 @@ def test_the_tests_elsewhere_exist() -> None:
 
 
 ASKS: dict[str, Any] = {
-    "torch_compile_scope": "model", "fp8": True,
+    "torch_compile_scope": "model", "fp8": True, "debug": "underflow_overflow",
+    "param_groups": {"a": {"freeze": True}}, "train_dataset_weights": {"a": 1},
     "torch_compile": True, "auto_find_batch_size": True, "neftune_noise_alpha": 1.0, "bf16_full_eval": True,
     "fp16_full_eval": True, "half_precision_backend": "cuda_amp", "fp16_opt_level": "O2",
     "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"a": 1}, "torch_empty_cache_steps": 1,

@@ -27,20 +27,12 @@ class Missing:
     when: str = "set"
 
 
-def _only(name: str) -> Callable[[Any], Any]:
-    return lambda value: value if value == name else None
-
-
 MISSING: dict[str, Missing] = {
     "report_to": Missing(
         "this tracker",
         lambda names: [name for name in names if name in TRACKERS and name not in SERVED],
         "a tracker other than " + ", ".join(SERVED),
     ),
-    "use_liger_kernel": Missing("Liger's kernels"),
-    "liger_kernel_config": Missing("Liger's kernels"),
-    "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),
-    "debug": Missing("debugging aids", lambda options: [option.value for option in options]),
 }
 """Each field that can request a feature that is not available yet."""
 

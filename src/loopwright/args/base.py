@@ -84,6 +84,8 @@ class BaseArguments(
         "deepspeed",
         "gradient_checkpointing_kwargs",
         "lr_scheduler_kwargs",
+        "param_groups",
+        "train_dataset_weights",
     ]
     """Fields that accept a dict as JSON; subclasses of third parties add their own."""
     deepspeed_plugin = hf_deepspeed_config = None

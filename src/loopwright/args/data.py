@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .field import Group, arg, between, list_of_names, positive, whole_lengths
+from .mixing import mixture_weights
 
 
 @dataclass
@@ -37,10 +39,15 @@ class DataArgs(Group):
     )
     train_sampling_strategy: str = arg(
         "random",
-        "The order of samples: random, sequential, group_by_length or batch_rebalance.",
+        "random, sequential, group_by_length, or batch_rebalance: random, with micro-batches of similar cost.",
         choices=("random", "sequential", "group_by_length", "batch_rebalance"),
     )
-    length_column_name: str = arg("length", "The column with lengths, for group_by_length and packing.")
+    train_dataset_weights: dict[str, Any] | str | None = arg(
+        None,
+        "Weights of train_dataset={name: dataset}: a number each, or [[step, weight], ...]; by default their sizes.",
+        check=mixture_weights,
+    )
+    length_column_name: str = arg("length", "The column with lengths: group_by_length, batch_rebalance, packing.")
     per_device_train_batch_tokens: int | None = arg(
         None,
         "Tokens per device in one forward pass of training; samples of a step are regrouped to stay within it.",

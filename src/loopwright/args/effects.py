@@ -85,12 +85,14 @@ IDLE = (
     Idle(("adam_beta1", "adam_beta2", "adam_epsilon"), lambda args: args.optim.startswith(NOT_ADAM)),
     Idle(("optim_target_modules",), lambda args: not args.optim.startswith(("galore_", "apollo_"))),
     Idle(("gradient_checkpointing_kwargs",), lambda args: not args.gradient_checkpointing),
+    Idle(("liger_kernel_config",), lambda args: not args.use_liger_kernel),
     Idle(("torch_compile_scope",), lambda args: not args.torch_compile),
     Idle(("max_recompiles",), lambda args: not args.torch_compile and (args.use_cpu or _nothing_compiles(args))),
     Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
     Idle(
         ("length_column_name",),
-        lambda args: args.train_sampling_strategy != "group_by_length" and not args.batch_packing,
+        lambda args: not args.batch_packing
+        and args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"),
     ),
     Idle(
         ("per_device_train_batch_size",),

@@ -35,6 +35,9 @@ class LoggingArgs(Group):
     logging_nan_inf_filter: bool = arg(
         True, "Exclude NaN and infinite losses from the logged mean; they are counted either way."
     )
+    logging_source_losses: bool = arg(
+        True, "Log the loss of each of several train_datasets as loss_NAME; each forward then has samples of one."
+    )
     include_num_input_tokens_seen: str = arg(
         "no",
         "Count input tokens: all, non_padding or no; True means all and False no.",

@@ -33,7 +33,7 @@ class MemoryArgs(Group):
     max_recompiles: int | None = arg(
         None, "Recompilations allowed before the run reports which input changed.", check=non_negative
     )
-    use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.")
+    use_liger_kernel: bool = arg(False, "Use Liger kernels for the run, if loss and gradients are the same.")
     liger_kernel_config: dict[str, Any] | str | None = arg(
         None, "Options for Liger kernels, as a dict or as JSON.", check=options
     )

@@ -13,7 +13,7 @@ from .evaluation import EvaluationArgs
 from .field import nearest
 from .logging import LoggingArgs
 from .names import IntervalStrategy, SaveStrategy
-from .optimizer import OptimizerArgs
+from .optimizer import OptimizerArgs, why_refused
 from .precision import PrecisionArgs
 from .problems import Problems, shown
 from .saving import SavingArgs
@@ -73,6 +73,14 @@ def packing_needs_a_token_budget(args: DataArgs) -> str | None:
     if args.batch_packing and not args.per_device_train_batch_tokens:
         name = shown("batch_packing", args.batch_packing)
         return f"{name} needs per_device_train_batch_tokens, the tokens of a micro-batch, for example 8192"
+    return None
+
+
+@rule("batch_packing", "train_sampling_strategy")
+def micro_batches_are_made_one_way(args: DataArgs) -> str | None:
+    """Packing and rebalancing both choose the samples of a micro-batch."""
+    if args.batch_packing and args.train_sampling_strategy == "batch_rebalance":
+        return "batch_packing and train_sampling_strategy='batch_rebalance' both form micro-batches; set only one"
     return None
 
 
@@ -166,22 +174,16 @@ def persistence_needs_workers(args: DataArgs) -> str | None:
     return None
 
 
-@rule("optim", "gradient_accumulation_steps")
-def layerwise_optimizers_do_not_accumulate(args: BaseArguments) -> str | None:
-    """A layer-wise optimizer steps in the backward pass of every micro-batch."""
-    if args.optim.endswith("_layerwise") and args.gradient_accumulation_steps > 1:
-        steps = shown("gradient_accumulation_steps", args.gradient_accumulation_steps)
-        return (
-            f"{shown('optim', args.optim)} updates during the backward pass and cannot accumulate gradients; {steps} "
-            "must be 1"
-        )
-    return None
+@rule("optim")
+def optimizers_step_after_the_backward(args: OptimizerArgs) -> str | None:
+    """An optimizer steps when all gradients of an update are there."""
+    return why_refused(str(args.optim))
 
 
 @rule("optim", "optim_target_modules")
 def low_rank_optimizers_need_targets(args: OptimizerArgs) -> str | None:
     """GaLore and APOLLO need the modules to project."""
-    if args.optim.startswith(("galore_", "apollo_")) and not args.optim_target_modules:
+    if args.optim.startswith(("galore_", "apollo_")) and not (args.optim_target_modules or why_refused(args.optim)):
         return f"{shown('optim', args.optim)} needs optim_target_modules, for example 'all-linear'"
     return None
 

@@ -18,5 +18,9 @@ class ScriptArgs(Group):
     do_eval: bool = arg(False, "For the script: whether to evaluate; True when eval_strategy is not 'no'.")
     do_predict: bool = arg(False, "For the script: whether to predict.")
     local_rank: int = arg(-1, "Accepted for old launchers that pass it; use local_process_index instead.", ranks="any")
-    debug: str | list[DebugOption] = arg("", "Debugging aids: underflow_overflow, tpu_metrics_debug.", as_given=True)
+    debug: str | list[DebugOption] = arg(
+        "",
+        "underflow_overflow: stop at an infinite value inside the model; tpu_metrics_debug: print XLA's counters.",
+        as_given=True,
+    )
     strict: bool = arg(False, "Raise an error wherever something would be dropped, guessed or changed with a warning.")

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+from ..args.optimizer import why_refused
 from .compatibility_notes import ABSENT, BETTER, NAMES
 
 BEGIN, END = "<!-- generated -->", "<!-- end -->"
@@ -82,7 +83,7 @@ def arguments() -> list[tuple[str, str]]:
         own = "not available" if name not in found else ""
         if name in MISSING and MISSING[name].when == "set":
             own = f"not available: {MISSING[name].part}"
-        elif name in MISSING and name != "train_sampling_strategy":
+        elif name in MISSING:
             own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}"
         elif name in found and repr(found[name]) != repr(default):
             own = f"differs: the default is `{found[name]!r}`, not `{default!r}`"
@@ -164,11 +165,9 @@ def optimizers() -> list[tuple[str, str]]:
 def _row_of(table: Any, name: str) -> str:
     if name not in table:
         return "not available"
-    return (
-        "not available: it updates weights in the backward pass, before gradients are accumulated or clipped"
-        if (table[name].help == "not available")
-        else ""
-    )
+    if why_refused(name) is not None:
+        return "not available: it updates weights in the backward pass, before gradients are accumulated or clipped"
+    return ""
 
 
 def schedules() -> list[tuple[str, str]]:

@@ -95,6 +95,7 @@ class LoopActions(HookUser):
         if reading.grad_norm is not None:
             logs["grad_norm"] = reading.grad_norm
         logs["learning_rate"] = learning_rate
+        logs.update(reading.named)
         if reading.nonfinite:
             logs["nonfinite_steps"] = reading.nonfinite
             self._report_nonfinite(step, updates, reading)

@@ -193,6 +193,7 @@ class Internals(Updating):
             self.strategy.read,
             filter_nonfinite=self.args.logging_nan_inf_filter,
             mean=None if self.is_alone else self.strategy.reduce,
+            gather=None if self.is_alone else self.strategy.numbers_of_ranks,
         )
 
     def part_states(self) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .checkpoint.schema import any_number, count, either, list_of, maybe, named, number, record
+from .named_values import Gather, NamedMeans
 
 _STATE = record(
     {
@@ -19,6 +20,7 @@ _STATE = record(
         "nonfinite": count(),
     },
     {
+        "named": named(list_of(any_number)),
         "sums": record({"updates": count(), "total": any_number, "finite_updates": count(), "finite": any_number}),
         "first_bad": maybe(count()),
     },
@@ -50,6 +52,8 @@ class Reading:
     nonfinite: int
     first_nonfinite: int | None
     """Index, within the interval, of the first update with a NaN or infinite loss or gradient."""
+    named: dict[str, float] = field(default_factory=dict)
+    """Means of the named values of the loss."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,18 @@ class Meter:
     """Collects one loss (and gradient norm) per update without waiting for the device."""
 
     def __init__(
-        self, read: Read, *, filter_nonfinite: bool, mean: Callable[[list[float]], list[float]] | None = None
+        self,
+        read: Read,
+        *,
+        filter_nonfinite: bool,
+        mean: Callable[[list[float]], list[float]] | None = None,
+        gather: Gather | None = None,
     ) -> None:
-        self._read = read
+        self._read, self._gather = read, gather
         self._mean = mean
         """The mean of each number over all ranks; None for a single process."""
         self._filter = filter_nonfinite
+        self._named = self._new_names()
         self._losses: list[Any] = []
         self._norms: list[Any] = []
         self._waiting = 0
@@ -94,11 +104,16 @@ class Meter:
         self.total_updates = 0
         self.nonfinite = 0
 
-    def add(self, loss: Any, norm: Any) -> None:
+    def _new_names(self) -> NamedMeans:
+        return NamedMeans(self._read, gather=self._gather, filters=self._filter)
+
+    def add(self, loss: Any, norm: Any, named: dict[str, tuple[Any, Any]] | None = None) -> None:
         # `+=` instead of append: it runs in every update, and avoids a call.
         self._losses += (loss,)
         self._norms += (norm,)
         self._waiting += 1
+        if named is not None:
+            self._named.add(named)
         if self._waiting >= READ_AT:
             self.settle()
 
@@ -110,7 +125,10 @@ class Meter:
         self._losses, self._norms, self._waiting = [], [], 0
         values = self._read([*losses, *[norm for norm in norms if norm is not None]])  # a list: avoids calls
         if self._mean is not None:  # the loss is this rank's share; the norm is the same on all ranks
-            values[: len(losses)] = self._mean(values[: len(losses)])
+            *values[: len(losses)], code, square = self._mean([*values[: len(losses)], *self._named.stamp()])
+            self._named.settle([code, square])
+        else:
+            self._named.settle()
         if len(values) == 2 * len(losses) and math.isfinite(sum(values)):
             self._take_finite(values, len(losses))
             return
@@ -126,9 +144,9 @@ class Meter:
         if not number:
             total, number = sums.total, sums.updates
         loss = total / number if number else float("nan")
-        reading = Reading(loss, self._last_norm, self.bad, self._first_bad)
+        reading = Reading(loss, self._last_norm, self.bad, self._first_bad, self._named.read())
         self._norm_then = self._last_norm
-        self._open(([], [], 0, [], Sums(), 0, None, None))
+        self._open(([], [], 0, [], Sums(), 0, None, None, self._new_names()))
         return reading
 
     def open_losses(self) -> list[Any]:
@@ -155,7 +173,7 @@ class Meter:
     def hand_over(self) -> Callable[[], Reading]:
         """Close the interval without reading it; the returned function reads it later."""
         closed = self._interval()
-        self._open(([], [], 0, [], Sums(), 0, None, None))
+        self._open(([], [], 0, [], Sums(), 0, None, None, self._new_names()))
 
         def read() -> Reading:
             now = self._interval()
@@ -168,11 +186,11 @@ class Meter:
 
     def _interval(self) -> tuple[Any, ...]:
         values = (self._losses, self._norms, self._waiting, self.losses, self._sums, self.bad, self._first_bad)
-        return *values, self._last_norm
+        return *values, self._last_norm, self._named
 
     def _open(self, interval: tuple[Any, ...]) -> None:
         self._losses, self._norms, self._waiting, self.losses, self._sums, self.bad = interval[:6]
-        self._first_bad, self._last_norm = interval[6:]
+        self._first_bad, self._last_norm, self._named = interval[6:]
 
     def mean_loss(self) -> float:
         """The mean over every update of the run."""
@@ -183,7 +201,9 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
+        named = {"named": self._named.sums} if self._named.sums else {}
         return {
+            **named,
             "losses": list(self.losses),
             "sums": asdict(self._sums),
             "bad": self.bad,
@@ -197,6 +217,7 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses, self._norms, self._waiting = [], [], 0
         self.losses, self._sums = list(state["losses"]), Sums(**state.get("sums", {}))
+        self._named.sums = {name: list(sums) for name, sums in state.get("named", {}).items()}
         bad = state["bad"]
         if isinstance(bad, list):  # all indices, in checkpoints of earlier versions
             self.bad, self._first_bad = len(bad), next(iter(bad), None)

@@ -60,6 +60,8 @@ class Run:
     """Forward and backward of one micro-batch: the trainer's `training_step`, or a replay of it as a graph."""
     micro_batch: MicroBatch = field(default_factory=whole_batch)
     """The micro-batch that `step` computes; its weight is applied before the backward."""
+    named: dict[str, tuple[Any, Any]] | None = None
+    """Numerator and denominator of the named values of the update's loss, if it has any."""
     snapshot: Any = None
     """The state before the update, restored if a signal interrupts it."""
     undone: bool = False

@@ -41,6 +41,8 @@ class Update:
     """The sum of the samples' squared lengths, which the cost of attention depends on."""
     counted: bool = False
     """Whether the items are targets counted in the labels; otherwise they are samples."""
+    sources: dict[int, str] = field(default_factory=dict)
+    """The dataset of a micro-batch's samples, by the id of the micro-batch, where all are of one."""
     shared: bool = False
     """Whether other ranks hold a part of this update; `total_items` is then the mean over all of them."""
     real: int | None = None

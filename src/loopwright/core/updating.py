@@ -151,7 +151,8 @@ class Updating(LoopActions):
                 name = type(self.trainer.lr_scheduler).__name__
                 add_note(error, f"the step of the schedule {name}", when=self.moment(1))
                 raise
-        self.run.meter.add(loss, norm if moved else None)  # a step skipped by loss scaling has an overflowed norm
+        # A step skipped by loss scaling has an overflowed norm.
+        self.run.meter.add(loss, norm if moved else None, self.run.named)
         strategy.zero_grad()
 
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:

@@ -117,7 +117,12 @@ class LossStep(KerasPart, LossPart):
                 "there is no loss: compile the model with one (model.compile(loss=...)), pass compute_loss_func=, or "
                 "override compute_loss or run_model"
             )
-        if isinstance(loss, (tuple, list)):
+        is_pair = isinstance(loss, (tuple, list))
+        if isinstance(loss, Mapping) or (is_pair and any(isinstance(each, Mapping) for each in loss)):
+            raise ModelError(
+                "compute_loss returned named values, which only PyTorch trainers log; return the loss, or (sum, count)"
+            )
+        if is_pair:
             return ops.cast(loss[0], "float32"), ops.cast(loss[1], "float32")
         loss = ops.cast(loss, "float32")
         if len(loss.shape) == 0 or tuple(loss.shape) == (1,):

@@ -60,10 +60,13 @@ REFUSED: dict[str, Refusal] = {
     "parallelism_config": Refusal(TORCH_ONLY, _is_set),
     "use_liger_kernel": Refusal("Liger kernels work with PyTorch only"),
     "liger_kernel_config": Refusal("Liger kernels work with PyTorch only"),
+    "debug": Refusal("it inspects modules of PyTorch; use tf.debugging.enable_check_numerics() or jax_debug_nans"),
+    "param_groups": Refusal("it configures optimizers of PyTorch; set layer.trainable, or pass optimizers=", _is_set),
     "max_recompiles": Refusal("it counts recompilations of torch.compile", _is_set),
     "static_lengths": Refusal("use padded_batch(padded_shapes=...) in the tf.data pipeline", _is_set),
     "batch_packing": Refusal("packing works with PyTorch only; pack in the tf.data pipeline"),
     "per_device_train_batch_tokens": Refusal("use bucket_by_sequence_length in the tf.data pipeline", _is_set),
+    "train_dataset_weights": Refusal("PyTorch only; use tf.data.Dataset.sample_from_datasets", _is_set),
     "train_sampling_strategy": Refusal("batch_rebalance works with PyTorch only", _is("batch_rebalance")),
     "eval_use_gather_object": Refusal("outputs of a compiled step are tensors, which are always gathered"),
     "ddp_find_unused_parameters": Refusal(TORCH_ONLY, _is_set),
@@ -76,8 +79,14 @@ REFUSED: dict[str, Refusal] = {
 }  # fmt: skip
 """Fields whose values are refused."""
 
-IDLE = ("dataloader_pin_memory", "speed", "dataloader_multiprocessing_context", "dataloader_in_order")
-"""Fields without effect: backends copy batches in their own way, and accelerations work with PyTorch only."""
+IDLE = (
+    "dataloader_pin_memory",
+    "speed",
+    "dataloader_multiprocessing_context",
+    "dataloader_in_order",
+    "logging_source_losses",
+)
+"""Fields without effect: backends copy batches in their own way; accelerations and mixing work with PyTorch only."""
 
 
 def refusals_table() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..args.names import DebugOption
 from ..args.paths import working_folder
 from ..core.overrides import is_overridden
 from ..core.update import Update
@@ -75,14 +76,14 @@ class Acceleration(TorchPart):
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
             return None
-        return SpeedEngine(self._situation, announce=self.announce, tell=self.notices.warn_once)
+        return SpeedEngine(self.situation, announce=self.announce, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in KEEP_BATCHES.items():
             if is_overridden(self.trainer, name):
                 return reason
-        if self.trainer.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
+        if (why_kept := self._why_keep_model()) is not None:
+            return why_kept
         if self.callback_handler.listens("on_substep_end"):
             return "a callback uses on_substep_end, which is called after each micro-batch"
         if self.internals.data.wants_static_shapes():
@@ -95,7 +96,19 @@ class Acceleration(TorchPart):
             return "all ranks must have the same number of micro-batches"
         return None
 
-    def _situation(self) -> PlannerInputs:
+    def _why_keep_model(self) -> str | None:
+        if self.trainer.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha is set, and the scale of its noise depends on the row length"
+        if DebugOption.UNDERFLOW_OVERFLOW in self.args.debug:
+            return "debug=underflow_overflow checks every module of the model as it is"
+        if isinstance(self.trainer.train_dataset, Mapping) and self.args.logging_source_losses:
+            return "logging_source_losses needs micro-batches of one training dataset each"
+        if self.internals.kernels.is_used:
+            return "use_liger_kernel replaces the layers that layouts are made for"
+        return None
+
+    def situation(self) -> PlannerInputs:
+        """The inputs of the planner and of proofs."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())

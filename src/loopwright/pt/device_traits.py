@@ -44,6 +44,8 @@ class Kind:
     """The same for several ranks with such devices; None to use torch's process groups."""
     runtime: Callable[[], Any] | None = None
     """Returns its `LazyRuntime`, if it is a lazy device."""
+    metrics: Callable[[], str] | None = None
+    """Returns the report of its runtime on compilations and transfers."""
     install: str = ""
     """The vendor's install command."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..args.from_transformers import converted, is_from_transformers
+from ..args.names import DebugOption
 from ..args.reading import read_dict
 from ..callbacks.defaults import default_callbacks
 from ..core.checkpoint.run_id import FAILED
@@ -28,14 +29,17 @@ from .checkpoint.save import TorchSaving
 from .constructor_checks import PARAMETERS, check_constructor, default_collator
 from .data.columns import find_labels, forward_parameters, innermost, takes_anything, takes_loss_flag
 from .data.pipeline import TorchData
+from .device_traits import kind_of
 from .distributed.agreement import TorchAgreement
 from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import FlagAgreement, SharedEvaluation, SharedLoss
 from .evaluation.metric_inputs import metrics_function
 from .hooks import TorchHooks
+from .kernels import Kernels
 from .loss.targets import LabelSmoother
 from .memory_metrics import meter_of
 from .model.changes import TorchChanges
+from .model.experts import report_router_loss
 from .model.neftune import add_embedding_noise
 from .model.options import (
     buffers_and_parameters_on,
@@ -46,6 +50,7 @@ from .model.options import (
     move_model,
     set_use_cache,
 )
+from .model.overflow import DebugUnderflowOverflow
 from .model.special_tokens import align_special_tokens
 from .optim.creation import TorchOptim
 from .overridden_actions import act_by_override
@@ -83,11 +88,14 @@ class TorchInternals(Internals):
     pacing: TorchPacing
     optim: TorchOptim
     acceleration: Acceleration
+    kernels: Kernels
 
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     """The class to which arguments of transformers are converted."""
 
     _noise: Any = None
+    _watched_values: DebugUnderflowOverflow | None = None
+    """The check of all values of a forward pass, with debug=underflow_overflow."""
     fp8: Any = None
     """The layers converted to fp8, if requested."""
     compiled: Any = None
@@ -163,10 +171,13 @@ class TorchInternals(Internals):
         if not self.is_alone:
             self.agree = FlagAgreement(self.processes.host.all_gather_numbers)
         self.set_up(args, [*default_callbacks(args), *(callbacks or [])], processing_class=processing_class)
+        self.kernels.check_installed()
         asked = asked_for(args)
         self.trainer.is_fsdp_enabled, self.trainer.is_deepspeed_enabled = "fsdp" in asked, "deepspeed" in asked
         for text in unused_options(args):
             self.notices.warn_once(text)
+        if DebugOption.TPU_METRICS_DEBUG in args.debug and kind_of(self.device).metrics is None:
+            self.notices.warn_once(f"debug='tpu_metrics_debug' has no effect on {self.device}: it needs an XLA device")
         if args.should_save:
             self.check_output_dir()
         self.adopt_model(self.trainer.call_model_init() if model is None else model)
@@ -187,7 +198,7 @@ class TorchInternals(Internals):
         self.data, self.loss = self.data_class(self), self.loss_class(self)
         self.evaluation, self.saving = self.evaluation_class(self), TorchSaving(self)
         self.changes, self.pacing = TorchChanges(self), TorchPacing(self)
-        self.optim, self.acceleration = TorchOptim(self), Acceleration(self)
+        self.optim, self.acceleration, self.kernels = TorchOptim(self), Acceleration(self), Kernels(self)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Place the model and inspect the parameters of its forward."""
@@ -273,6 +284,9 @@ class TorchInternals(Internals):
             self.trainer._load_from_checkpoint(checkpoint)
             self.run.kept_accumulation = self.saving.accumulation_to_go_on(checkpoint)
         align_special_tokens(self.model, self.trainer.processing_class, self.notices.warn_once)
+        if not self.loss.has_custom_loss():
+            report_router_loss(self.model, self.notices.warn_once)
+        self.optim.freeze()
         self._switch_on_model_options()
         self.run.loader = self.data.share_loader(self.trainer.get_train_dataloader())
         self.run.plan = self.data.make_plan(self.run.loader)
@@ -283,6 +297,7 @@ class TorchInternals(Internals):
         self.optim.prepare()
         self.run.accounting = self.loss.make_accounting()
         self.loss.bind_overrides()
+        self.kernels.prepare()
         self.run.speed = self.acceleration.start()
         self.saving.start_modules()
         if checkpoint is not None:
@@ -324,6 +339,8 @@ class TorchInternals(Internals):
             checkpoint_activations(self.model, read_dict(args.gradient_checkpointing_kwargs))
         if self.trainer.neftune_noise_alpha is not None:
             self._noise = add_embedding_noise(self.model, self.trainer.neftune_noise_alpha)
+        if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+            self._watched_values = DebugUnderflowOverflow(self.model, is_paused=lambda: self.is_probing)
         if args.fp8:
             self.fp8 = convert_to_fp8(self.model, args, self.notices)
         if args.torch_compile:
@@ -337,9 +354,14 @@ class TorchInternals(Internals):
         self.saving.copies.clear()
         if self.run.speed is not None:
             self.run.speed.finish()
+        self.kernels.finish()
+        self.optim.unfreeze()
         if self._noise is not None:
             self._noise.remove()
             self._noise = None
+        if self._watched_values is not None:
+            self._watched_values.remove()
+            self._watched_values = None
         if self.fp8 is not None:
             self.fp8.remove()
         self.saving.keep_compiled()

@@ -28,6 +28,7 @@ from .accelerate_state import accelerator_arguments
 from .arguments import TrainingArguments
 from .internals import TorchInternals
 from .optim.creation import TorchOptim
+from .optim.find_lr import LearningRateTest, find_lr
 
 
 class Trainer(BaseTrainer):
@@ -89,7 +90,8 @@ class Trainer(BaseTrainer):
         model: the model to train: any module whose forward, or `compute_loss`, returns a loss; or pass `model_init`.
         args: the training arguments; `loopwright args WORD` searches them.
         data_collator: makes a batch of a list of samples; by default it pads with `processing_class`, or stacks.
-        train_dataset: samples by index, or a stream; a dict of names and values each, which `forward` receives.
+        train_dataset: samples by index, or a stream; a dict of names and values each, which `forward` receives. A dict
+            of several datasets by name mixes them; see `train_dataset_weights`.
         eval_dataset: the same for evaluations, or a dict of several by name.
         processing_class: the tokenizer or processor, saved with the model.
         model_init: returns a new model for each call of `train()`.
@@ -196,6 +198,16 @@ class Trainer(BaseTrainer):
         an interrupted run is resumed if it is started by the same command, and any other run starts over.
         """
         return self._loopwright.train(resume_from_checkpoint, trial, ignore_keys_for_eval, **old_names)
+
+    def find_lr(self, min_lr: float = 1e-7, max_lr: float = 1.0, num_steps: int = 100) -> LearningRateTest:
+        """A learning rate range test: the loss at rates from `min_lr` to `max_lr`, and a suggested peak rate.
+
+        Trains for up to `num_steps` steps, until the loss diverges, and then restores the model, the random states and
+        the trainer. It is a heuristic: it says how large steps may be at the beginning, for this batch size and these
+        first samples, with an optimizer that has no history. Warmup, schedule and long runs may need another rate;
+        compare a few around the suggestion.
+        """
+        return find_lr(self._loopwright, min_lr, max_lr, num_steps)
 
     # ---- one micro-batch ---------------------------------------------------------------------------------------------
 

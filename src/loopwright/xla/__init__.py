@@ -15,6 +15,10 @@ def _runtime() -> Any:
     return runtime
 
 
+def _metrics() -> str:
+    return str(_runtime().metrics_report())
+
+
 def _strategy(*given: Any) -> Any:
     from .strategy import XlaDevice
 
@@ -35,6 +39,7 @@ register(
         strategy=_strategy,
         processes=_processes,
         runtime=_runtime,
+        metrics=_metrics,
         install="pip install 'torch==2.9.*' 'torch_xla[tpu]==2.9.*', and PJRT_DEVICE=TPU in the environment; on Trn1 "
         f"torch-neuronx of the same torch from {NEURON_INDEX}, and PJRT_DEVICE=NEURON",
     ),

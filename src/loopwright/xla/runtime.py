@@ -134,6 +134,13 @@ def graphs() -> int:
     return int(found[0]) if found else 0
 
 
+def metrics_report() -> str:
+    """The counters of the runtime: compilations, executions and transfers, with their times."""
+    from torch_xla.debug import metrics
+
+    return str(metrics.metrics_report())
+
+
 def keep_compiled(folder: str) -> None:
     """Store compiled graphs in a folder, if the device's compiler can load them."""
     import torch_xla.runtime as xr

@@ -51,6 +51,9 @@ class Evaluation(Part):
         """A context at whose end a model that was training is in training mode again; logs are written before."""
         return nullcontext()
 
+    def report_device(self) -> None:
+        """Print what the arguments request about the device; called after an evaluation is logged."""
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _go_through(
@@ -116,6 +119,7 @@ class Evaluation(Part):
                 prefix=metric_key_prefix,
             )
             self.internals.log_numbers(output.metrics)
+            self.report_device()
             self.callback_handler.fire("on_evaluate", metrics=output.metrics)
         return output.metrics
 

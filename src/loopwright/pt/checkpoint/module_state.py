@@ -66,6 +66,16 @@ class ModuleState:
         }
         return moved | (self.restored & set(own))
 
+    def adopt(self, names: set[str]) -> None:
+        """Take the present values of these attributes as those of the start: the arguments of the run set them."""
+        now = {name: value for name, value in _values(self.module) if name in names}
+        stamps, copies = self._stamps(), self._copies(now)
+        for name in names:
+            self._start.pop(name, None)
+            self._first.pop(name, None)
+        self._start.update({name: stamps[name] for name in now})
+        self._first.update(copies)
+
     def buffer_hashes(self) -> dict[str, str]:
         """A hash of each persistent buffer."""
         return hashes(self._persistent_buffers())

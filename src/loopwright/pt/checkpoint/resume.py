@@ -16,6 +16,7 @@ from ..data.loaders import ordered_sampler
 from ..data.packing import sizes_of_updates
 from ..part import TorchPart
 from ..rng import SAVED_RNG, rng_from_json
+from .callback_tensors import STEM, load_tensors, tensors_of
 from .module_state import ModuleState
 from .rank_state import own_random_states, place_of_record, record_of
 from .registered import Registered
@@ -57,10 +58,18 @@ class TorchResuming(TorchPart, Resuming):
     def _load_weights_of(self, folder: str) -> None:
         """Load the best model: its weights, and the saved state of its modules."""
         self.strategy.load_weights(plain_module(self.model), folder)
+        if list(Path(folder).glob(f"{STEM}*.safetensors")):
+            self._load_callback_tensors(Path(folder))
         if self.modules is not None and (Path(folder) / PROGRESS).is_file():
             path = Path(folder) / PROGRESS
             with restoring(path, "the state of the modules"):
                 self._resume_modules(read_json(path, PROGRESS_DOCUMENT)["parts"])
+
+    def _load_callback_tensors(self, folder: Path) -> None:
+        if self.args.restore_callback_states_from_checkpoint:
+            tensors = tensors_of(self.callback_handler.callbacks, self.model)
+            with restoring(folder / STEM, "the tensors of callbacks"):
+                load_tensors(folder, tensors, self.notices.warn_once)
 
     # ---- modules ----------------------------------------------------------------------------------------------------
 
@@ -117,6 +126,7 @@ class TorchResuming(TorchPart, Resuming):
             self._resume_progress(folder)
         else:
             self._guess_progress()
+        self._load_callback_tensors(folder)
         self.trainer._load_optimizer_and_scheduler(checkpoint)
         self.registered.resume(folder, self.notices.warn_once)
         if foreign:

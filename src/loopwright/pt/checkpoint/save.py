@@ -20,6 +20,7 @@ from ...core.overrides import adapt, is_overridden
 from ...errors import CheckpointError
 from ..memory_metrics import free_memory
 from ..rng import rng_to_json
+from .callback_tensors import shard_writer, tensors_of, whole_writer
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
 from .resume import TorchResuming
@@ -163,6 +164,7 @@ class TorchSaving(TorchResuming):
         else:
             writers += self._whole_writers(keep, leads=leads)
         documents: dict[str, Any] = {STATE: self.internals.state_document()}
+        writers += self._callback_writers(keep, leads=leads)
         if self.args.save_only_model:
             pass
         elif self.args.checkpoint_format == "transformers":
@@ -189,6 +191,16 @@ class TorchSaving(TorchResuming):
             return Part(files, {name: each for part in written for name, each in part.tensors.items()}, record)
 
         return write
+
+    def _callback_writers(self, keep: Any, *, leads: bool) -> list[Callable[[Path], Any]]:
+        """Writers of the tensors of callbacks, such as averaged weights."""
+        tensors = tensors_of(self.callback_handler.callbacks, self.model)
+        if not tensors or self.args.save_only_model:
+            return []
+        if self.strategy.is_sharded and not self._saves_whole():
+            return [shard_writer(tensors, keep, rank=self.strategy.rank, world=self.strategy.world_size)]
+        whole = self._gathered_tensors(tensors, leads=leads)
+        return [whole_writer(whole, keep)] if leads else []
 
     def _own_record(self) -> dict[str, Any]:
         """The state of this rank, in every format; a collective."""

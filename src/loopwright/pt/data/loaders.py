@@ -47,7 +47,11 @@ class OrderedSampler(Sampler[Any]):
     """Indices in the order of core/order.py, starting at any epoch and position."""
 
     packing: Packing | None = None
-    """How the sampler groups samples into micro-batches, if it does."""
+    """How the sampler fills micro-batches up to a number of tokens, if it does."""
+    makes_batches: bool = False
+    """Whether it returns lists of indices, one for each micro-batch."""
+    batch_size: int | None = None
+    """The mean number of samples of the micro-batches that it makes."""
 
     def __init__(self, order: Order, *, with_position: bool = False) -> None:
         self.order = order
@@ -212,9 +216,10 @@ def _each(dataset: Any) -> Iterator[Any]:
 
 def check_stream_order(args: DataArgs) -> None:
     """Refuse options that need the length of the data, which a stream lacks."""
-    if _sampling_strategy(args) == "group_by_length":
+    strategy = sampling_strategy(args)
+    if strategy in BY_LENGTH:
         raise ArgumentsError(
-            "train_sampling_strategy='group_by_length' needs a map-style dataset with a length, not a stream; use "
+            f"train_sampling_strategy='{strategy}' needs a map-style dataset with a length, not a stream; use "
             "'random', or sort the stream itself"
         )
     if args.batch_packing:
@@ -229,7 +234,12 @@ def data_seed(args: HardwareArgs) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
-def _sampling_strategy(args: DataArgs) -> str:
+BY_LENGTH = ("group_by_length", "batch_rebalance")
+"""Sampling strategies that read the lengths of all samples."""
+
+
+def sampling_strategy(args: DataArgs) -> str:
+    """The order of samples that the arguments name."""
     if getattr(args, "sortish_sampler", False):  # the name in Seq2SeqTrainingArguments
         return "group_by_length"
     return str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
@@ -237,7 +247,7 @@ def _sampling_strategy(args: DataArgs) -> str:
 
 def training_sampler(dataset: Any, args: BaseArguments, *, group_size: int, input_name: str) -> OrderedSampler | None:
     """The sampler of the training data, or None for data with its own order."""
-    strategy = _sampling_strategy(args)
+    strategy = sampling_strategy(args)
     if isinstance(dataset, IterableDataset) or not has_length(dataset):
         check_stream_order(args)
         return None
@@ -298,7 +308,7 @@ def build_loader(
     if workers:
         loaded = dataset.latest if isinstance(dataset, SeededSamples) else None
         options["collate_fn"] = NotedInWorker(collate_fn, loaded)
-    if isinstance(sampler, OrderedSampler) and sampler.packing is not None:
+    if isinstance(sampler, OrderedSampler) and sampler.makes_batches:
         del options["batch_size"]
         return DataLoader(dataset, batch_sampler=sampler, **options)
     return DataLoader(dataset, sampler=sampler or SequentialSampler(dataset), drop_last=drop_last, **options)

@@ -19,6 +19,7 @@ class PackedSampler(OrderedSampler):
     """Micro-batches of indices in the order of core/order.py, starting at any epoch and position."""
 
     packing: Packing
+    makes_batches = True
 
     def __init__(self, packing: Packing) -> None:
         super().__init__(packing.order)

@@ -8,19 +8,18 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ...core.evaluation.entry import named_eval_dataset
 from ...core.overrides import adapt, is_overridden
 from ...core.plan import Plan, make_plan
-from ...core.update import Place
 from ...errors import ArgumentsError, DataError
 from ...notices import logger
-from ...snapshot import restore_rng, snapshot_rng, untouched_rng
+from ...snapshot import restore_rng, snapshot_rng
 from ..arguments import TrainingArguments
 from ..devices import can_pin_memory
-from ..loss.targets import count_samples
 from ..rng import rng_from_json, rng_to_json
+from .balancing import BalancedSampler
 from .columns import LABEL_COLUMNS, ColumnFilter, forward_parameters, takes_anything
 from .loaders import (
     announce_epoch,
@@ -29,17 +28,16 @@ from .loaders import (
     check_stream_order,
     has_length,
     ordered_sampler,
-    training_sampler,
 )
 from .loading_errors import add_note_of_loading
-from .packing import packed_plan, packed_sampler, packed_samples
-from .shape_checks import Shapes
+from .packing import packed_plan
+from .sampling import Sampling
 from .shard import Share, batches_of_all, share_loader, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 from .workers import stop_workers, workers_end_with_errors
 
 
-class TorchData(Shapes):
+class TorchData(Sampling):
     """Loaders, samplers and columns; users may override every public method on the trainer."""
 
     def __init__(self, internals: Any) -> None:
@@ -57,8 +55,9 @@ class TorchData(Shapes):
         """The loader of the training data."""
         if self.trainer.train_dataset is None:
             raise DataError("training needs a train_dataset: Trainer(..., train_dataset=...)")
-        check_not_empty(self.trainer.train_dataset, "training")
-        dataset = self.trainer._remove_unused_columns(self.trainer.train_dataset, description="training")
+        data = self.training_data()
+        check_not_empty(data, "training")
+        dataset = self.trainer._remove_unused_columns(data, description="training")
         if isinstance(dataset, IterableDataset):
             check_stream_order(self.args)
         return self.trainer._get_dataloader(
@@ -144,30 +143,6 @@ class TorchData(Shapes):
             return loader
         return share_loader(loader, self.share(), self.strategy.broadcast, self.notices.warn_once)
 
-    # ---- order ------------------------------------------------------------------------------------------------------
-
-    def _call_train_sampler(self, dataset: Any) -> Any:
-        return adapt(self.trainer._get_train_sampler, "train_dataset")(train_dataset=dataset)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
-        """The sampler of the training data: seed, epoch and position determine the order."""
-        dataset = self.trainer.train_dataset if train_dataset is None else train_dataset
-        group_size = self.args.train_batch_size * self._accumulation() * self.strategy.data_world
-        sampler = training_sampler(dataset, self.args, group_size=group_size, input_name=self.input_name())
-        if sampler is None or not self.args.batch_packing:
-            return sampler
-        is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        names = [self.input_name(), "labels"] if is_pair else [self.input_name()]
-        return packed_sampler(sampler, dataset, self.args, names)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[Any] | None:
-        """The sampler of evaluation data; None reads it in its own order."""
-        return None
-
-    def input_name(self) -> str:
-        names = getattr(self.trainer.processing_class, "model_input_names", None)
-        return names[0] if names else getattr(self.model, "main_input_name", "input_ids")
-
     # ---- columns ----------------------------------------------------------------------------------------------------
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -225,11 +200,6 @@ class TorchData(Shapes):
         """Effective batch size: samples of one update over all ranks."""
         return args.train_batch_size * args.gradient_accumulation_steps * self.strategy.data_world
 
-    def _accumulation(self) -> int:
-        """Micro-batches per update on each rank."""
-        kept = self.run.kept_accumulation
-        return self.args.gradient_accumulation_steps if kept is None else kept
-
     def make_plan(self, loader: Any) -> Plan:
         """The plan of the arguments, or that of an overridden `set_initial_training_values`."""
         plan = self._plan_of_arguments(loader)
@@ -277,6 +247,12 @@ class TorchData(Shapes):
         return self.run.counted_loader[1]
 
     def plan_again(self) -> Plan:
+        if self.run.loader is not None and isinstance(ordered_sampler(self.run.loader), BalancedSampler):
+            raise ArgumentsError(
+                f"gradient_accumulation_steps was changed after step {self.state.global_step}, but with "
+                "train_sampling_strategy='batch_rebalance' the micro-batches of a step are made together; keep it, or "
+                "use another train_sampling_strategy"
+            )
         self.run.kept_accumulation = None  # the user has set another value
         return self.make_plan(self.run.loader)
 
@@ -346,33 +322,6 @@ class TorchData(Shapes):
     def _skip(self, batches: Iterator[Any], count: int) -> None:
         self.notices.warn_once(f"this dataset cannot seek: re-reading and skipping the {count} batches already used")
         replay(batches, count, logger.warning)
-
-    def samples_in(self, batches: list[Any]) -> int:
-        """The samples of an update: from loopwright's order if it is used, else counted in the batches."""
-        if self.run.order_sampler is None:
-            return sum(map(count_samples, batches))
-        if self.run.order_sampler.packing is not None:
-            return packed_samples(self.run.order_sampler, len(batches), self.run.progress.samples_in_epoch)
-        if self.run.order_sampler.part is not None:
-            return self.run.order_sampler.samples_ahead(len(batches), self.run.progress.samples_in_epoch)
-        whole = len(batches) * self.run.plan.batch_size
-        left = self.run.order_sampler.order.n - self.run.progress.samples_in_epoch
-        return whole if whole < left else left
-
-    def samples_at(self, place: Place) -> tuple[list[int], list[Any]] | None:
-        """An update's sample indices, and its micro-batches loaded again; None if the data has its own order."""
-        if self.run.order_sampler is None:
-            return None
-        dataset: Any = self.trainer.train_dataset
-        indices = self.run.order_sampler.order.epoch(place.epoch)[place.first : place.first + place.samples].tolist()
-        collate = self.trainer._get_collator_with_removed_columns(self.trainer.data_collator, description="training")
-        packing, size = self.run.order_sampler.packing, self.run.plan.batch_size
-        parts = [indices[k : k + size] for k in range(0, len(indices), size)]
-        if packing is not None:
-            parts = packing.cut(indices)
-        with untouched_rng():
-            batches = [collate([dataset[i] for i in part]) for part in parts]
-        return indices, batches
 
     def next_batches(self, batches: Iterator[Any]) -> list[Any]:
         if self.run.order_sampler is None and self.internals.may_be_undone():

@@ -15,6 +15,7 @@ from ..device_traits import kind_of
 from ..loss.targets import IGNORED, check_loss
 from ..part import TorchPart
 from .columns import forward_parameters
+from .loaders import sampling_strategy
 from .static_shapes import Static, StaticCollator, StaticShapes
 
 CLOSE = 1e-4
@@ -33,6 +34,8 @@ class Shapes(TorchPart, DataPart):
         if not self.wants_static_shapes():
             return collate
         moving = [name for name in ("batch_packing", "per_device_train_batch_tokens") if getattr(self.args, name)]
+        if sampling_strategy(self.args) == "batch_rebalance":
+            moving.append("train_sampling_strategy='batch_rebalance'")
         if moving and description == "training":
             raise ArgumentsError(
                 f"{' and '.join(moving)} makes micro-batches of many shapes, but batches must keep few shapes here "

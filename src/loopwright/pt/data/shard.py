@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
+from .balancing import BalancedSampler
 from .loaders import SeededStream, announce_epoch, ordered_sampler
 from .streams import has_exact_state
 
@@ -34,7 +35,7 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
     """A loader of this rank's shard; one that is already sharded is returned unchanged."""
     sampler = ordered_sampler(loader)
     if sampler is not None:
-        sampler.part = (share.rank, share.world, loader.batch_size)
+        sampler.part = (share.rank, share.world, sampler.batch_size or loader.batch_size)
         return loader
     if is_shared(loader):
         return loader
@@ -134,6 +135,8 @@ def batches_of_all(loader: Any, total: Callable[[float], float]) -> int:
     """Batches over all ranks in an epoch; `total` sums a number over the ranks where only each rank can count."""
     sampler = ordered_sampler(loader)
     if sampler is not None:
+        if isinstance(sampler, BalancedSampler):
+            return sampler.balancing.batches(sampler.order.n)
         size = loader.batch_size
         return sampler.order.n // size if loader.drop_last else -(-sampler.order.n // size)
     if isinstance(loader, EveryNth):

@@ -50,7 +50,10 @@ class TorchAgreement(TorchPart, Agreement):
         """Lengths, columns and a few rows; a loader of the user's own may give each rank another dataset."""
         sets: dict[str, Any] = {}
         if not is_overridden(self.trainer, "get_train_dataloader"):
-            sets["train_dataset"] = self.trainer.train_dataset
+            train = self.trainer.train_dataset
+            named = train if isinstance(train, dict) else {}
+            sets.update({f"train_dataset[{name!r}]": each for name, each in named.items()})
+            sets.update({} if named else {"train_dataset": train})
         if not is_overridden(self.trainer, "get_eval_dataloader"):
             given = self.trainer.eval_dataset
             several = isinstance(given, dict)

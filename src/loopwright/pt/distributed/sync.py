@@ -36,6 +36,7 @@ class SharedLoss(TorchLoss):
 
         A rank without targets runs a dummy batch with weight zero, because the other ranks wait for its gradients.
         """
+        self._settle_kernels(batches)
         self._learn_together(batches)
         self._plan_together(batches)
         nothing = Update([], real_tokens=0, computed_tokens=0, squared_lengths=0)
@@ -70,6 +71,14 @@ class SharedLoss(TorchLoss):
         update.samples, update.micro_batches = int(sum(samples)), int(sum(micro_batches))
         update.flos, update.tokens = sum(flos), int(sum(tokens))
         return update
+
+    def _settle_kernels(self, batches: list[Any]) -> None:
+        """Compare requested kernels on the same batch on all ranks, so that their results agree."""
+        if self.internals.kernels.is_pending:
+            rows = self.processes.all_gather_numbers([float(bool(batches))])
+            holders = [rank for rank, (has_any,) in enumerate(rows) if has_any]
+            if holders:
+                self.internals.kernels.settle(self._batches_of(holders[0], batches))
 
     def _exchanged(self, update: Update, doubt: int) -> list[list[float]]:
         """The numbers of every rank for the update, in one all-gather."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...args.names import DebugOption
 from ...core.evaluation.entry import Evaluation
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
@@ -21,11 +22,13 @@ from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update
 from ...core.user_code import add_note, add_note_of_step, describe
 from ...errors import DataError
+from ..checkpoint.callback_tensors import evaluation_weights
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.loading_errors import add_note_of_loading
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
+from ..device_traits import kind_of
 from ..loss.targets import check_loss, count_samples
 from ..part import TorchPart
 from ..precision import full_eval_dtype
@@ -86,7 +89,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             self.internals.loss.bind_overrides()
         self.internals.changes.follow_overrides()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
-        with self.evaluation_mode(), casts:
+        with self.evaluation_mode(), evaluation_weights(self.callback_handler.callbacks), casts:
             strategy.evaluating()
             if self.model is not strategy.model:
                 self.model.eval()
@@ -95,6 +98,12 @@ class TorchEvaluation(TorchPart, Evaluation):
         if output.num_samples == 0 and not self._is_empty_on_purpose(dataloader):
             raise DataError(f"{description}: the data returned no batch")
         return output
+
+    def report_device(self) -> None:
+        metrics = kind_of(self.device).metrics
+        if DebugOption.TPU_METRICS_DEBUG in self.args.debug and metrics is not None:
+            if self.trainer.is_world_process_zero():
+                print(metrics())
 
     def _is_empty_on_purpose(self, dataloader: Any) -> bool:
         """Whether a subclass made an empty loader, for example because its own evaluators compute all metrics."""

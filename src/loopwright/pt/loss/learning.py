@@ -88,7 +88,7 @@ class LossLearning(TorchPart, LossPart):
 
     def _batches_of_two(self) -> tuple[Any, Any, Any] | None:
         """Batches of one training sample, of another and of both, to find per-sample entries; None if that fails."""
-        data = self.trainer.train_dataset if self.trainer.train_dataset is not None else self.trainer.eval_dataset
+        data = self.trainer.eval_dataset if self.trainer.train_dataset is None else self.internals.data.training_data()
         if data is None or not hasattr(data, "__getitem__"):
             return None
         try:

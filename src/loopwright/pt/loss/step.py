@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,18 +12,16 @@ from torch import Tensor, nn
 from ...args.paths import working_folder
 from ...core.checkpoint.schema import check_part
 from ...core.incident import write_incident
-from ...core.overrides import adapt, is_overridden
 from ...core.signals import Interrupted
 from ...core.update import MicroBatch, Update, whole_batch
 from ...speed.model_stamp import AROUND, ModelStamp
 from ...speed.planner.decision import AS_MADE
-from ..data.columns import LABEL_COLUMNS, innermost
+from ..data.columns import innermost
 from .accounting import settle
-from .find import decodes_from_labels, loss_in
+from .calling import LossCalls
 from .identity import stamp_of
 from .incident import bad_weights, examine
 from .input_errors import explain
-from .learning import LossLearning
 from .out_of_memory import is_out_of_memory
 from .probe import ARGUMENTS
 from .saved_parts import PARTS
@@ -35,11 +32,9 @@ HARMLESS = ("requires_grad", "hooks", "training", AROUND)
 """Changes of a model that do not affect the denominator of its loss."""
 
 
-class TorchLoss(LossLearning):
+class TorchLoss(LossCalls):
     """Forward and backward of micro-batches; users may override every public method on the trainer."""
 
-    forward_takes: list[str] | None
-    forward_takes_any: bool
     splitter: BatchSplitter
 
     # ---- loss -------------------------------------------------------------------------------------------------------
@@ -53,7 +48,10 @@ class TorchLoss(LossLearning):
     def backward(self, loss: Any) -> Tensor:
         """Weight the loss of a micro-batch by its share of the update's targets, and compute its gradients."""
         run = self.run
-        loss = run.accounting.weigh(loss, run.micro_batch)
+        given, loss = loss, run.accounting.weigh(loss, run.micro_batch)
+        source = run.micro_batch.update.sources.get(id(run.micro_batch.update.batches[run.micro_batch.index]))
+        if source is not None:
+            self.named.add_source(f"loss_{source}", given, loss, run.micro_batch)
         try:
             self.strategy.backward(loss if self.is_alone else self.strategy.without_dummy(loss, run.micro_batch))
         except RuntimeError:
@@ -61,102 +59,12 @@ class TorchLoss(LossLearning):
             raise
         return loss.detach()
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The loss of a batch: the model's, or that of `compute_loss_func` or label smoothing.
-
-        An override may return the mean over its targets, or `(sum, count)` to be exact in every case.
-        """
-        if self.trainer.compute_loss_func is None and self.trainer.label_smoother is None:
-            outputs = model(**self.for_model(inputs, num_items_in_batch))
-            loss = outputs["loss"] if type(outputs) is dict and "loss" in outputs else None
-            loss = loss_in(outputs, inputs) if loss is None else loss
-        else:
-            labels = inputs.get("labels") if decodes_from_labels(model, inputs) else inputs.pop("labels", None)
-            outputs = model(**self.for_model(inputs))
-            loss = self._loss_from(outputs, labels, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
-
-    def _loss_from(self, outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
-        if self.trainer.compute_loss_func is not None:
-            function = adapt(self.trainer.compute_loss_func, "num_items_in_batch")
-            return function(outputs, labels, num_items_in_batch=num_items_in_batch)
-        if labels is None:
-            return loss_in(outputs, {})
-        assert self.trainer.label_smoother is not None
-        return self.trainer.label_smoother(
-            outputs, labels, shift_labels=self.run.accounting.shifts, num_items_in_batch=num_items_in_batch
-        )
-
-    def for_model(self, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Mapping[str, Any]:
-        """The inputs for the forward: labels only if it has a parameter for them, the item count only if it uses it."""
-        takes = self.forward_takes
-        if takes is not None and not self.forward_takes_any:
-            for label in LABEL_COLUMNS:  # a plain loop: this runs for every micro-batch, and a comprehension is a call
-                if label in inputs and label not in takes:
-                    inputs = {name: value for name, value in inputs.items() if name != label}
-        if num_items_in_batch is not None and self.trainer.model_accepts_loss_kwargs:
-            return {**inputs, "num_items_in_batch": num_items_in_batch}
-        return inputs
-
-    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """The context of forward and loss: autocast, and additions of a subclass."""
-        return (
-            self.trainer.autocast_smart_context_manager()
-            if self._autocast_overridden
-            else self.strategy.forward_context()
-        )
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        return self.strategy.forward_context()
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """The batch on the device, in a new container."""
-        return self.trainer._prepare_input(inputs) if self._input_overridden else self.strategy.put(inputs)
-
-    def _prepare_input(self, data: Any) -> Any:
-        return self.strategy.put(data)
-
-    def bind_overrides(self) -> None:
-        """Inspect the user's methods once, so that calls have no overhead per step."""
-        self.run.step = adapt(self.trainer.training_step, "num_items_in_batch")
-        self.called_compute_loss = self._bound_compute_loss()
-        self._input_overridden = is_overridden(self.trainer, "_prepare_input")
-        self._autocast_overridden = is_overridden(self.trainer, "autocast_smart_context_manager")
-        self._items_overridden = is_overridden(self.trainer, "_get_num_items_in_batch")
-
-    def follow_loss(self) -> None:
-        """Switch to newly assigned methods or losses, and infer the properties of the loss again."""
-        self.run.accounting = self.make_accounting()
-        self.bind_overrides()
-        if self.run.speed is not None:
-            self.run.speed.finish()
-            self.notices.warn_once(
-                f"a method of the trainer or its loss was replaced after step {self.state.global_step}; "
-                "accelerations are chosen again"
-            )
-            # Several ranks would have to decide together, but only those with the replacement reach this.
-            self.run.speed = self.internals.acceleration.start() if self.is_alone else None
-
-    def _bound_compute_loss(self) -> Callable[..., Any]:
-        """compute_loss with the arguments it accepts; an override runs with the device as torch's default."""
-        if not is_overridden(self.trainer, "compute_loss"):
-            return self.compute_loss
-        function = adapt(self.trainer.compute_loss, "num_items_in_batch", "return_outputs")
-        if self.device.type == "cpu":
-            return function
-
-        def on_device(*args: Any, **kwargs: Any) -> Any:
-            with self.device:  # torch.tensor([...]) of class weights is created on the device of the logits
-                return function(*args, **kwargs)
-
-        return on_device
-
     # ---- one update -------------------------------------------------------------------------------------------------
 
     def make_update(self, batches: list[Any]) -> Update:
         """Count targets and samples on the host, before the batches are copied to the device."""
+        if self.internals.kernels.is_pending and self.is_alone:
+            self.internals.kernels.settle(batches)
         update = Update(batches, samples=self.internals.data.samples_in(batches), micro_batches=len(batches))
         if self.run.work.counts:
             self.run.work.measure(update)
@@ -172,8 +80,7 @@ class TorchLoss(LossLearning):
             speed = None
         if speed is not None:
             speed.arrange(update)
-        if self.run.micro_split > 1 and not (speed is not None and speed.is_laid):  # rearranged rows are not split
-            update.batches = self._cut(update.batches, self.run.micro_split)
+        self._divide(update, is_laid=speed is not None and speed.is_laid)
         needs_items = self.run.accounting.wants_items or self._items_overridden
         needs_items = needs_items or (speed is not None and speed.is_active)
         if needs_items or len(update.batches) > 1 or not self.is_alone:
@@ -189,12 +96,46 @@ class TorchLoss(LossLearning):
         self.run.speed.finish()
         self.run.speed = None
 
-    def _cut(self, batches: list[Any], parts: int) -> list[Any]:
+    def _divide(self, update: Update, *, is_laid: bool) -> None:
+        """Divide micro-batches by datasets and, after running out of memory, into smaller ones."""
+        if self.internals.data.splits_by_source:
+            self._split_by_source(update)
+        if self.run.micro_split > 1 and not is_laid:  # rearranged rows are not split
+            update.batches = self._cut(update.batches, self.run.micro_split, update.sources)
+
+    def _split_by_source(self, update: Update) -> None:
+        """Divide micro-batches by the datasets of their samples, if the sum over the parts is the same loss."""
+        sources = self.internals.data.sources_of(len(update.batches))
+        if self.is_alone and self.run.accounting.is_open and any(len(each) > 1 for each in sources or []):
+            self.learn_loss(update.batches)
+        reason = "micro-batches are formed by length" if sources is None else None
+        if self.run.accounting.is_additive is False:
+            reason = f"the loss depends on how a batch is split: {self.run.accounting.reason}"
+        pieces: list[Any] = []
+        for batch, runs in zip(update.batches, sources or [], strict=False):
+            try:
+                if reason is None and sum(rows for _, rows in runs) != count_samples(batch):
+                    reason = "the collator returns other numbers of rows than samples"
+                whole = len(runs) == 1 or reason is not None
+                made = [batch] if whole else self.splitter.split(batch, [rows for _, rows in runs])
+            except CannotSplit as problem:
+                made, reason = [batch], str(problem)
+            if reason is None:
+                update.sources.update({id(part): name for part, (name, _) in zip(made, runs, strict=True)})
+            pieces += made
+        if reason is not None:
+            self.notices.warn_once(f"the loss of each training dataset is not logged: {reason}")
+        update.batches = pieces or update.batches
+
+    def _cut(self, batches: list[Any], parts: int, sources: dict[int, str]) -> list[Any]:
         """Split each micro-batch into `parts`; those that cannot be split safely are kept."""
         pieces = []
         for batch in batches:
             try:
-                pieces += self.splitter.split_all([batch], parts)
+                made = self.splitter.split_all([batch], parts)
+                if id(batch) in sources:
+                    sources.update(dict.fromkeys(map(id, made), sources[id(batch)]))
+                pieces += made
             except CannotSplit as reason:
                 self.notices.warn_once(f"a micro-batch is not split although memory is low: {reason}")
                 pieces.append(batch)
@@ -272,6 +213,7 @@ class TorchLoss(LossLearning):
         if self.run.known is not None and self.is_alone and self.internals.changes.has_new_overrides(self.run.known):
             self._make_again(update)
         self._follow_model(update)
+        self.named.clear()
         self.run.micro_batches = len(update.batches)
         self.run.before_update = self.strategy.snapshot() if self.args.auto_find_batch_size else None
 
@@ -282,6 +224,8 @@ class TorchLoss(LossLearning):
         if self.run.stamp is not None:
             self.run.stamp.settle()
         self.run.micro_batch = whole_batch()
+        named = self.named.of_update(update, self._named_again, self.run.accounting.kind)
+        self.run.named = named if named or not self.is_alone else None
         return loss if update.summed is None else settle(update, loss, self.strategy)
 
     def recover(self, error: Exception, update: Update) -> bool:
@@ -292,6 +236,7 @@ class TorchLoss(LossLearning):
         if not self._halve(update):
             return False
         self.strategy.restore(self.run.before_update)
+        self.named.clear()
         return True
 
     def _make_again(self, update: Update) -> None:
@@ -311,7 +256,7 @@ class TorchLoss(LossLearning):
         self.strategy.free_memory()
         if not rearranged:
             self.run.micro_split *= 2
-            update.batches = self._cut(update.batches, 2)
+            update.batches = self._cut(update.batches, 2, update.sources)
         self.run.micro_batches = len(update.batches)
         self.count_update(update)
         if rearranged:

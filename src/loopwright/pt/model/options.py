@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from ...core.overrides import adapt
+from ...core.overrides import accepts, adapt
 from ...errors import ModelError
 from ...notices import Notices
 from ...speed.compile.blocks import Compiled, compile_blocks, repeated_blocks
@@ -46,11 +46,26 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
             f"gradient_checkpointing=True, but {type(model).__name__} has no gradient_checkpointing_enable(); wrap "
             "its blocks with torch.utils.checkpoint yourself, or remove the argument"
         )
-    extra = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    extra: dict[str, Any] = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+    _check_layers(enable, extra, type(model).__name__)
     options.setdefault("use_reentrant", False)
     adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
     disable: Callable[[], Any] = getattr(model, "gradient_checkpointing_disable", lambda: None)
     return disable
+
+
+def _check_layers(enable: Callable[..., Any], given: dict[str, Any], model: str) -> None:
+    """Raise for options of recomputation that are wrong, or that the model's own method does not have."""
+    for name, value in given.items():
+        is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not (is_whole if name == "every_n_layers" else isinstance(value, bool)):
+            wanted = "an integer of at least 1" if name == "every_n_layers" else "True or False"
+            raise ModelError(f"gradient_checkpointing_kwargs={{{name!r}: {value!r}}}: must be {wanted}")
+        if not accepts(enable, name):
+            raise ModelError(
+                f"gradient_checkpointing_kwargs={{{name!r}: {value!r}}}: gradient_checkpointing_enable() of {model} "
+                "has no such option; remove it, or use a newer version of transformers"
+            )
 
 
 def recomputing_policies(model: nn.Module) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -9,9 +11,10 @@ from torch import nn
 from ...args.optimizer import OptimizerArgs
 from ...args.reading import read_dict
 from ...core.overrides import adapt, is_overridden
-from ...errors import ModelError
+from ...errors import ArgumentsError, ModelError
 from ..part import TorchPart
 from ..precision import check_fp16_weights
+from .groups import Frozen, split_groups
 from .optimizers.decay import decay_parameter_names
 from .optimizers.table import build_optimizer, optimizer_class_and_kwargs
 from .schedulers import build_scheduler, steps_on_metric
@@ -22,6 +25,9 @@ class TorchOptim(TorchPart):
 
     _own_scheduler: bool = False
     """Whether the scheduler was created by a run, not given."""
+    _split_optimizer: Any = None
+    """The optimizer to which param_groups was applied."""
+    _frozen: Frozen | None = None
 
     def prepare(self) -> None:
         if self.trainer.lr_scheduler is not None and self._own_scheduler:
@@ -29,8 +35,11 @@ class TorchOptim(TorchPart):
         self._own_scheduler = self.trainer.lr_scheduler is None
         updates = self.run.scheduled_updates = self.run.scheduled_then or self.run.plan.max_steps
         self.trainer.create_optimizer_and_scheduler(num_training_steps=updates)
+        self._check_is_split()
         check_fp16_weights(self.model, self.strategy.precision)
+        is_split = self.trainer.optimizer is self._split_optimizer
         self.trainer.optimizer = self.strategy.setup_optimizer(self.trainer.optimizer)
+        self._split_optimizer = self.trainer.optimizer if is_split else None
         self.trainer.model_wrapped = self.strategy.rewrap(self.trainer.model_wrapped)
         if self.args.speed != "off":
             self.strategy.fold_clipping(lambda: not self.callback_handler.listens("on_pre_optimizer_step"))
@@ -70,7 +79,47 @@ class TorchOptim(TorchPart):
                 decay_names=self.trainer.get_decay_parameter_names(model or self.model),
                 tell=self.notices.warn_once,
             )
+            self._split(self.trainer.optimizer, model or self.model)
         return self.trainer.optimizer
+
+    def _split(self, optimizer: Any, model: nn.Module) -> None:
+        groups = read_dict(self.args.param_groups)
+        if groups is not None:
+            split_groups(optimizer, model, groups)
+            self._split_optimizer = optimizer
+
+    def freeze(self) -> None:
+        """Freeze the parameters that `param_groups` names, until the run ends."""
+        groups = read_dict(self.args.param_groups)
+        self._frozen = None if groups is None else Frozen(self.model, groups)
+
+    def unfreeze(self) -> None:
+        """The counterpart of `freeze`."""
+        if self._frozen is not None:
+            self._frozen.remove()
+            self._frozen = None
+
+    @contextmanager
+    def another(self) -> Iterator[Any]:
+        """A context with a new optimizer of the arguments, after which the trainer has its own again."""
+        before, split = self.trainer.optimizer, self._split_optimizer
+        self.freeze()
+        self.trainer.optimizer = None
+        try:
+            yield self.trainer.create_optimizer()
+        finally:
+            self.trainer.optimizer, self._split_optimizer = before, split
+            self.unfreeze()
+
+    def _check_is_split(self) -> None:
+        """Raise if param_groups would have no effect, because the optimizer was not created by the trainer."""
+        groups = read_dict(self.args.param_groups) or {}
+        has_options = any(not options.get("freeze") for options in groups.values())
+        if has_options and self.trainer.optimizer is not self._split_optimizer:
+            raise ArgumentsError(
+                "param_groups needs the optimizer of the arguments, but optimizers= was given or create_optimizer was "
+                "overridden; create the groups there, or call super().create_optimizer()"
+            )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The schedule set in the arguments."""

@@ -168,14 +168,6 @@ LIMITS: list[tuple[tuple[str, ...], Callable[[BaseArguments], bool], str]] = [
         ),
     ),
     (
-        ("processes",),
-        lambda args: args.optim.endswith("_layerwise"),
-        (
-            "a layer-wise optimizer steps inside the backward pass, before gradients are reduced across ranks; use "
-            "the same optimizer without _layerwise"
-        ),
-    ),
-    (
         ("fsdp", "tensor"),
         lambda args: bool(args.fp16),
         "fp16=True needs loss scaling, which does not support sharded gradients; use bf16=True with fsdp and tp_size",

@@ -5,14 +5,14 @@ They run only if the package named in their row is installed, and import it then
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....errors import ArgumentsError, MissingPackage, NotAvailable
+from ....args.optimizer import why_refused
+from ....errors import ArgumentsError, MissingPackage
 from .decay import parameter_groups
 from .options import OptimizerSpec, optional, to_bool, to_float, to_floats, to_int, to_text, to_torch_dtype
 from .targets import check_targets, target_linear_weights
@@ -187,19 +187,6 @@ def _low_rank_groups(args: OptimizerSpec, model: nn.Module | None, projection: d
 # ------------------------------------------------------------------------------------------------ not possible
 
 
-def not_available(args: OptimizerSpec, model: nn.Module | None, *, why: str, instead: str) -> Built:
-    """Raise for an optimizer that cannot be supported."""
-    raise NotAvailable(f"optim='{args.name}' is not available: {why}. Use optim='{instead}' instead.")
-
-
-layerwise = partial(
-    not_available,
-    why="it updates each parameter during the backward pass, before gradients can be accumulated, clipped or checked",
-)
-lomo = partial(
-    not_available,
-    why=(
-        "it replaces loss.backward() with a pass that updates the weights immediately, so nothing can be accumulated, "
-        "clipped or resumed"
-    ),
-)
+def refused(args: OptimizerSpec, model: nn.Module | None) -> Built:
+    """Raise for an optimizer that updates during the backward pass."""
+    raise ArgumentsError(why_refused(args.name) or args.name)

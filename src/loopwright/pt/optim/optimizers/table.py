@@ -166,11 +166,7 @@ def _torchao(name: str) -> OptimizerRow:
     return OptimizerRow(partial(packaged.torchao_adamw, name=name), "torchao", f"{name} of torchao")
 
 
-def _layerwise(instead: str) -> OptimizerRow:
-    return OptimizerRow(partial(packaged.layerwise, instead=instead), help="not available")
-
-
-_LOMO = OptimizerRow(partial(packaged.lomo, instead="adafactor"), help="not available")
+_REFUSED = OptimizerRow(packaged.refused, help="refused: updates during the backward pass")
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw_torch": OptimizerRow(builtin.adamw_torch, help="torch's AdamW"),
@@ -205,13 +201,13 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
     "galore_adamw": _galore("GaLoreAdamW"),
     "galore_adamw_8bit": _galore("GaLoreAdamW8bit"),
     "galore_adafactor": _galore("GaLoreAdafactor"),
-    "galore_adamw_layerwise": _layerwise("galore_adamw"),
-    "galore_adamw_8bit_layerwise": _layerwise("galore_adamw_8bit"),
-    "galore_adafactor_layerwise": _layerwise("galore_adafactor"),
+    "galore_adamw_layerwise": _REFUSED,
+    "galore_adamw_8bit_layerwise": _REFUSED,
+    "galore_adafactor_layerwise": _REFUSED,
     "apollo_adamw": OptimizerRow(packaged.apollo, "apollo_torch", "APOLLO: low-rank learning rates"),
-    "apollo_adamw_layerwise": _layerwise("apollo_adamw"),
-    "lomo": _LOMO,
-    "adalomo": _LOMO,
+    "apollo_adamw_layerwise": _REFUSED,
+    "lomo": _REFUSED,
+    "adalomo": _REFUSED,
     "grokadamw": OptimizerRow(packaged.grokadamw, "grokadamw", "GrokAdamW"),
     "stable_adamw": OptimizerRow(packaged.stable_adamw, "torch-optimi", "StableAdamW of torch-optimi"),
     "schedule_free_adamw": _schedule_free("AdamWScheduleFree", warms_up=True, is_adam=True),
