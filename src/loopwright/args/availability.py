@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .problems import Problems, shown
-from .tracking import SERVED, TRACKERS
 
 if TYPE_CHECKING:
     from .base import BaseArguments
@@ -33,11 +32,6 @@ def _only(name: str) -> Callable[[Any], Any]:
 
 MISSING: dict[str, Missing] = {
     "push_to_hub": Missing("pushing to the Hub"),
-    "report_to": Missing(
-        "this tracker",
-        lambda names: [name for name in names if name in TRACKERS and name not in SERVED],
-        "a tracker other than " + ", ".join(SERVED),
-    ),
     "use_liger_kernel": Missing("Liger's kernels"),
     "liger_kernel_config": Missing("Liger's kernels"),
     "train_sampling_strategy": Missing("balancing micro-batches by cost", _only("batch_rebalance"), "batch_rebalance"),

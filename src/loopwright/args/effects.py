@@ -66,9 +66,10 @@ IDLE = (
     ),
     Idle(("fsdp_config",), lambda args: not args.fsdp),
     Idle(
-        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        ("hub_token", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
         lambda args: not args.push_to_hub,
     ),
+    Idle(("hub_private_repo",), lambda args: not args.push_to_hub and _no_tracker("trackio")(args)),
     Idle(
         ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
         _no_tracker("trackio"),
