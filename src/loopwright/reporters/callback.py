@@ -137,7 +137,7 @@ class ReporterCallback(TrainerCallback):
         self._ids_started.add(self.run_id)
         rows = list(getattr(state, "log_history", ())) if resumed_from is not None else []
         history = [self._row({**row}, row["step"]) for row in rows if isinstance(row.get("step"), int)]
-        folder = None if run.output_dir is None else working_folder(run.output_dir)
+        folder = None if run.output_dir is None else os.path.abspath(working_folder(run.output_dir))
         self._sender = Sender(self.reporter)
         self._sender.begin(run, history, folder)
         self._sender.wait_started(self.start_seconds)

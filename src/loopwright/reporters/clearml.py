@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ class ClearMLReporter(Reporter):
     def start(self, run: RunInfo) -> None:
         from clearml import Task
 
+        _report_in_this_process()
         current = Task.current_task()
         self._is_own = current is None
         before, self._before = self._task_id, self._folder
@@ -118,10 +120,15 @@ class ClearMLCallback(ReporterCallback):
             self.artifact(folder, folder.name)
 
 
+def _report_in_this_process() -> None:
+    """By default ClearML forks the training process, and another thread that starts a program may then wait forever."""
+    from clearml.config import config_obj
+
+    config_obj.set_overrides({"sdk": {"development": {"report_use_subprocess": False}}})
+
+
 def events_of(folder: Path) -> list[dict[str, Any]]:
     """The scalars in the folder of an offline session."""
-    import json
-
     path = folder / "metrics.jsonl"
     if not path.exists():
         return []

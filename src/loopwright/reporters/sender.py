@@ -105,7 +105,9 @@ class Sender:
     def _start(self, run: RunInfo, history: list[Row]) -> None:
         record = self._journal.read(run.run_id)
         if record.state:
-            self._guarded("load_state_dict", record.state)
+            # A checkpoint that was saved before the tracker had started has no identifier of its run.
+            known = {name: value for name, value in self._state().items() if value is not None}
+            self._guarded("load_state_dict", {**record.state, **known})
         if self.reporter_is("purges"):
             run, record = _purged(run, record)
         self._is_up = self._guarded("start", run)

@@ -90,7 +90,7 @@ def scalars_of(path: Path) -> Iterator[tuple[str, int]]:
         while (data := reader.scan()) is not None:
             record = Record.FromString(data)
             if record.HasField("scalar"):
-                yield record.scalar.key, record.scalar.step
+                yield record.scalar.key.replace("single_value/", "train/"), record.scalar.step
     except Exception:  # an incomplete record: what comes before it is stored
         return
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..notices import logger
-from .base import END_OF_TRAINING, Reporter, Row, RunInfo, require, without_stored
+from .base import Reporter, Row, RunInfo, require, without_stored
 from .callback import ReporterCallback
 
 
@@ -57,8 +57,7 @@ class TrackioReporter(Reporter):
             trackio.context_vars.current_project.set(self._run.project)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        charted = {name: value for name, value in values.items() if name not in END_OF_TRAINING}
-        self._run.log({**charted, "train/global_step": step}, step=step)
+        self._run.log({**values, "train/global_step": step}, step=step)
 
     def flush(self) -> bool:
         return False  # Trackio writes twice a second, and has no call that waits for it
