@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Value = tuple[str, int, Any]
+STEPS = 8
 
 
 def trackio(folder: Path) -> Iterator[Value]:
@@ -30,24 +31,17 @@ def mlflow(folder: Path) -> Iterator[Value]:
 
 
 def wandb(folder: Path) -> Iterator[Value]:
-    from loopwright.reporters.wandb import STEP, history_of
+    from loopwright.reporters.wandb import STEP, records_of
 
-    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
-    for file in files:
-        for item in history_of(file):
-            yield from ((name, item[STEP], value) for name, value in item.items() if not name.startswith("_"))
-    yield from _wandb_summary(files[-1])
-
-
-def _wandb_summary(file: Path) -> Iterator[Value]:
-    import subprocess
-
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.splitlines()
-    found: dict[str, Any] = {}
-    for record in map(json.loads, (line for line in lines if '"type":"summary"' in line)):
-        found.update(record["summary"].get("update", {}))
-    yield from ((f"train/{name}", 8, value) for name, value in found.items() if "/" not in name and name[0] != "_")
+    summary: dict[str, Any] = {}
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for record in records_of(file):
+            if record["type"] == "history":
+                item = record["history"]["item"]
+                yield from ((name, item[STEP], value) for name, value in item.items())
+            elif record["type"] == "summary":
+                summary.update(record["summary"].get("update", {}))
+    yield from ((f"train/{name}", STEPS, value) for name, value in summary.items() if "/" not in name)
 
 
 def swanlab(folder: Path) -> Iterator[Value]:
@@ -74,7 +68,7 @@ def clearml(folder: Path) -> Iterator[Value]:
     for session in sorted(folder.glob("clearml/offline/offline-*/")):
         for event in events_of(session):
             if event["metric"] == "Summary":
-                yield f"train/{event['variant']}", 8, event["value"]
+                yield f"train/{event['variant']}", STEPS, event["value"]
             elif event["metric"] in ("train", "eval"):
                 yield f"{event['metric']}/{event['variant']}", event["iter"], event["value"]
 
@@ -87,9 +81,16 @@ def dvclive(folder: Path) -> Iterator[Value]:
             yield name, int(line["step"]), float(line[file.stem])
 
 
+def is_logged(name: str) -> bool:
+    """Whether a value is of loopwright; packages add measurements of the machine."""
+    return name.startswith(("train/", "eval/")) and not name.startswith("train/_")
+
+
 READERS = {each.__name__: each for each in (trackio, mlflow, wandb, swanlab, comet_ml, clearml, dvclive)}
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    print(json.dumps({name: list(READERS[name](place)) for name in sys.argv[2].split(",") if name in READERS}))
+    found = {tracker: list(READERS[tracker](place)) for tracker in sys.argv[2].split(",")}
+    kept = {name: [row for row in rows if name == "mlflow" or is_logged(row[0])] for name, rows in found.items()}
+    print(json.dumps(kept))

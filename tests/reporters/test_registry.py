@@ -60,7 +60,7 @@ def test_the_arguments_and_the_table_know_the_same_reporters():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ArgumentsError, match=r"report_to='tensorbord' is not a known reporter \(known: azure_ml, clearml"):
+    with pytest.raises(ArgumentsError, match=r"'tensorbord' is not a known reporter \(known: azure_ml, clearml"):
         build_reporters(["tensorbord"])
 
 

@@ -18,7 +18,7 @@ from .precision import PrecisionArgs
 from .problems import Problems, shown
 from .saving import SavingArgs
 from .sharding import read_fsdp, read_parallelism, wants_fsdp
-from .tracking import REFUSED, TRACKERS, third_party
+from .tracking import REFUSED, TRACKERS, TrackingArgs, third_party
 
 if TYPE_CHECKING:
     from .base import BaseArguments

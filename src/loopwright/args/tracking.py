@@ -66,7 +66,9 @@ def named_trackers(report_to: Any) -> list[str]:
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if names == ["all"]:
         return [name for name in TRACKERS if is_installed(name)] + third_party()
-    return [] if names == ["none"] else names
+    names = [] if names == ["none"] else names
+    # The controller of a TrainJob sets the variables of its tracker to receive the progress of the job.
+    return [*names, "kubeflow"] if is_installed("kubeflow") and "kubeflow" not in names else names
 
 
 def is_installed(tracker: str) -> bool:

@@ -137,7 +137,7 @@ def events() -> list[tuple[str, str]]:
 
 
 def callbacks() -> list[tuple[str, str]]:
-    """Every callback class; those of trackers are served by reporters or not yet."""
+    """Every callback class; that of a tracker whose service has ended is refused."""
     from transformers import trainer_callback
     from transformers.integrations import integration_utils
 
@@ -149,7 +149,7 @@ def callbacks() -> list[tuple[str, str]]:
         for name, each in vars(module).items()
         if inspect.isclass(each) and name.endswith("Callback")
     )
-    missing = "not available: `report_to` serves tensorboard"
+    missing = "not available: the service of Neptune ended in March 2026"
     return [(name, "" if name in loopwright.__all__ else missing) for name in names]
 
 

@@ -87,7 +87,8 @@ class Reporter:
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
         """Those of these rows and values that the tracker does not have; None if it cannot be found out.
 
-        The rows contain names, without values. Called after `start` in a resumed run, with the rows that an earlier process sent before it was killed.
+        Called after `start` in a resumed run, with the rows that an earlier process sent before it was killed; they
+        contain names without values.
         """
         return None
 

@@ -42,7 +42,8 @@ class SwanLabReporter(Reporter):
             swanlab.config.update({"model_num_parameters": run.num_parameters})
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        once = {f"single_value/{name.removeprefix('train/')}": values[name] for name in values if name in END_OF_TRAINING}
+        ends = [name for name in values if name in END_OF_TRAINING]
+        once = {name.replace("train/", "single_value/", 1): values[name] for name in ends}
         charted = {name: value for name, value in values.items() if name not in END_OF_TRAINING}
         self._run.log({**charted, **once, STEP: step}, step=step)
 

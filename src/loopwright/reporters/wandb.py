@@ -129,12 +129,16 @@ class WandbCallback(ReporterCallback):
         super().on_train_end(args, state, control, **kwargs)
 
 
-def history_of(path: Path) -> list[dict[str, Any]]:
-    """The rows in a file of an offline run; W&B's own command reads it."""
+def records_of(path: Path) -> list[dict[str, Any]]:
+    """The records in a file of an offline run; W&B's own command reads it."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    records = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    return [record["history"]["item"] for record in records if record.get("type") == "history"]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def history_of(path: Path) -> list[dict[str, Any]]:
+    """The logged rows in a file of an offline run."""
+    return [record["history"]["item"] for record in records_of(path) if record.get("type") == "history"]
 
 
 def _by_step(items: Any) -> dict[int, set[str]]:
