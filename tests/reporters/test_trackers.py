@@ -138,7 +138,7 @@ def test_arguments_configuration_and_size_are_sent_once(folder):
     assert "learning_rate: 0.1" in (folder / "dvclive" / "params.yaml").read_text()
 
 
-KILLS = [(3,), (4,), (6,), (7,), (4, 7), (5, 6), (8,)]
+KILLS = [(4,), (6,), (7,), (4, 7), (5, 6), (8,)]
 
 
 @pytest.mark.grid

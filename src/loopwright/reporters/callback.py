@@ -184,7 +184,7 @@ def _reported_name(name: str) -> str:
 
 
 def run_info(
-    args: BaseArguments,
+    args: BaseArguments | None,
     state: Any,
     model: Any,
     *,
@@ -211,7 +211,7 @@ def run_info(
     )
 
 
-def _config_of(args: BaseArguments) -> dict[str, Any]:
+def _config_of(args: BaseArguments | None) -> dict[str, Any]:
     for name in ("to_dict", "to_sanitized_dict"):
         convert = getattr(args, name, None)
         if convert is not None:
