@@ -6,9 +6,13 @@ The packages are in an environment of their own, which `make trackers` builds; t
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import sqlite3
 import subprocess
+import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -149,3 +153,78 @@ def test_each_tracker_alone_through_kills(tmp_path, tracker, kills):
         run(tmp_path, (tracker,), die_after=step)
     run(tmp_path, (tracker,))
     check_every_value_once(tmp_path, tracker, read_back(tmp_path, (tracker,))[tracker])
+
+
+@pytest.mark.grid
+def test_mlflow_on_its_own_server(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(PYTHON), "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path / "files"),
+    ]
+    server = subprocess.Popen(command, cwd=tmp_path, env=_environment(tmp_path), start_new_session=True)
+    try:
+        wait_until_ready(f"http://127.0.0.1:{port}/health", server)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+        run(tmp_path, ("mlflow",), die_after=5)
+        run(tmp_path, ("mlflow",))
+        check_every_value_once(tmp_path, "mlflow", read_back(tmp_path, ("mlflow",))["mlflow"])
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + 300
+    while time.monotonic() < end and server.poll() is None:
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server did not answer at {address}")
+
+
+OWN_RUNS = """
+import sys
+import mlflow, trackio, wandb
+from tests.reporters.tracked_run import train
+from loopwright.core.events import TrainerCallback
+import loopwright.reporters.registry as registry
+
+class Own(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            wandb.log({"own": 1.0})
+            trackio.log({"own": 1.0}, step=100)
+            mlflow.log_metric("own", 1.0, step=100)
+
+made = registry.reporter_callbacks
+registry.reporter_callbacks = lambda names: [*made(names), Own()]
+wandb.init(id="mine")
+mlflow.set_tracking_uri(__import__("os").environ["MLFLOW_TRACKING_URI"])
+mlflow.set_experiment("experiment")
+with mlflow.start_run(run_name="mine"):
+    train(sys.argv[1], ["wandb", "trackio", "mlflow"], None)
+assert wandb.run is not None
+wandb.finish()
+"""
+
+
+@pytest.mark.grid
+def test_your_own_calls_reach_the_same_run(tmp_path):
+    command = [str(PYTHON), "-c", OWN_RUNS, str(tmp_path / "run")]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(tmp_path), capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert folder.name.endswith("-mine")
+    database = sqlite3.connect(tmp_path / "mlflow.db")
+    assert database.execute("select name, status from runs").fetchall() == [("mine", "FINISHED")]
+    assert database.execute("select count(*) from metrics where key in ('own', 'loss')").fetchone() == (STEPS + 1,)
+    rows = sqlite3.connect(tmp_path / "trackio" / "project.db").execute("select run_name, metrics from metrics")
+    names = [(run, "own" in json.loads(metrics)) for run, metrics in rows]
+    assert {run for run, _ in names} == {"the-run"} and any(own for _, own in names)
