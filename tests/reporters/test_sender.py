@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 
 import numpy as np
@@ -231,7 +233,7 @@ def test_the_missing_values_of_a_row_are_sent_alone(tmp_path):
 def test_an_incomplete_line_of_the_journal_is_no_row(tmp_path):
     stored = []
     life(tmp_path, Ledger(stored), logs=rows(1, 2), dies=True)
-    with open(tmp_path / "metrics.sent.ledger.jsonl", "a") as file:
+    with open(tmp_path / "metrics.sent.ledger.run.jsonl", "a") as file:
         file.write('[3, "trai')
     life(tmp_path, Ledger(stored), resumed_from=2, history=rows(1, 2), logs=rows(3, 4))
     assert [row[0] for row in stored] == [1, 2, 3, 4]
@@ -278,8 +280,45 @@ def test_a_run_that_is_interrupted_and_resumed_continues_its_tracker_run(tmp_pat
     assert [row[0] for row in stored] == [*range(1, STEPS + 1), STEPS]
 
 
+def test_a_run_resumed_in_another_folder_is_a_new_run_with_the_whole_history(tmp_path):
+    stored = []
+
+    class Named(Ledger):
+        def __init__(self):
+            super().__init__()
+            self.id = None
+
+        def start(self, run):
+            self.id = self.id or run.run_id
+
+        def log(self, values, step):
+            stored.append((self.id, step))
+
+        def state_dict(self):
+            return {"id": self.id}
+
+        def load_state_dict(self, state):
+            self.id = state["id"]
+
+    train(tmp_path / "first", ReporterCallback(Named()), save_strategy="steps", save_steps=2)
+    os.makedirs(tmp_path / "second")
+    shutil.copytree(tmp_path / "first" / "checkpoint-4", tmp_path / "second" / "checkpoint-4")
+    train(tmp_path / "second", ReporterCallback(Named()), save_strategy="steps", save_steps=2)
+    steps = [*range(1, STEPS + 1), STEPS]
+    ids = list(dict.fromkeys(name for name, _ in stored))
+    assert [[step for name, step in stored if name == each] for each in ids] == [steps, steps]
+
+
+def test_an_evaluation_before_resuming_keeps_the_record_of_the_run(tmp_path):
+    stored = []
+    life(tmp_path, Ledger(stored), logs=rows(1, 3), dies=True)
+    life(tmp_path, Ledger(stored), run_id="evaluation", logs=[Row(0, "eval", {"eval/loss": 0.0})])
+    life(tmp_path, Ledger(stored), resumed_from=2, history=rows(1, 2), logs=rows(3, 4))
+    assert [row[0] for row in stored] == [1, 2, 3, 0, 4]
+
+
 def test_numbers_of_the_journal_are_json(tmp_path):
     life(tmp_path, Ledger(), logs=rows(1, 1))
-    lines = [json.loads(line) for line in (tmp_path / "metrics.sent.ledger.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.sent.ledger.run.jsonl").read_text().splitlines()]
     assert lines[0] == {"run": "run", "state": {}}
     assert [1, "training", ["train/loss"]] in lines

@@ -16,6 +16,7 @@ from ..core.checkpoint.folder import folder_name
 from ..core.events import TrainerCallback
 from ..notices import logger
 from .base import Reporter, Row, RunInfo
+from .journal import Journal
 from .sender import FINISH_SECONDS, Sender
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ReporterCallback(TrainerCallback):
         self.run_id: str | None = None
         self._sender: Sender | None = None
         self._ids_started: set[str] = set()
+        self._restored: dict[str, Any] | None = None
         self._is_training = False
         self._has_trained = False
 
@@ -118,13 +120,11 @@ class ReporterCallback(TrainerCallback):
             )
             return
         self._finish("finished")
-        self.run_id = state["run_id"]
-        if self.run_id is not None:
-            self._ids_started.add(self.run_id)
-        if state["state"]:
-            self.reporter.load_state_dict(state["state"])
+        self.run_id, self._restored = state["run_id"], state["state"]
 
     def _start(self, args: BaseArguments, state: Any, model: Any, resumed_from: int | None) -> None:
+        folder = None if getattr(args, "output_dir", None) is None else os.path.abspath(working_folder(args.output_dir))
+        self._continue(folder)
         self.run_id = self.run_id or uuid.uuid4().hex
         run = run_info(
             args,
@@ -137,11 +137,23 @@ class ReporterCallback(TrainerCallback):
         self._ids_started.add(self.run_id)
         rows = list(getattr(state, "log_history", ())) if resumed_from is not None else []
         history = [self._row({**row}, row["step"]) for row in rows if isinstance(row.get("step"), int)]
-        folder = None if run.output_dir is None else os.path.abspath(working_folder(run.output_dir))
         self._sender = Sender(self.reporter)
         self._sender.begin(run, history, folder)
         self._sender.wait_started(self.start_seconds)
         atexit.register(self._at_exit)
+
+    def _continue(self, folder: str | None) -> None:
+        """Adopt the restored run, unless it was reported from another folder: then a tracker has steps after it."""
+        state, self._restored = self._restored, None
+        if self.run_id is None or state is None:
+            return
+        if not self._flag("purges") and Journal(folder, self._name(), self.run_id).read() is None:
+            logger.info(f"{self._name()}: {folder} has no record of run {self.run_id}, so a new one is started there")
+            self.run_id = None
+            return
+        self._ids_started.add(self.run_id)
+        if state:
+            self.reporter.load_state_dict(state)
 
     def _row(self, logs: Mapping[str, Any], step: int) -> Row:
         values = {name: value for name, value in logs.items() if name != "step"}

@@ -16,6 +16,8 @@ from .base import Row
 Key = tuple[int, str]
 """Step and kind of a row."""
 STORED = {"stored": True}
+LENGTH_OF_ID = 8
+"""Characters of a run's id in the name of its file."""
 
 
 @dataclass
@@ -31,22 +33,24 @@ class Record:
 
 
 class Journal:
-    """metrics.sent.<tracker>.jsonl: a header with the run, the keys of rows before they are sent, a line once stored.
+    """metrics.sent.<tracker>.<run>.jsonl: a header, the keys of rows before they are sent, a line once they are stored.
 
     A row is written here before it is sent, so that a killed process leaves a record of it.
     """
 
-    def __init__(self, folder: str | None, tracker: str) -> None:
-        self._path = None if folder is None else Path(folder) / f"metrics.sent.{tracker}.jsonl"
+    def __init__(self, folder: str | None, tracker: str, run_id: str) -> None:
+        name = f"metrics.sent.{tracker}.{run_id[:LENGTH_OF_ID]}.jsonl"
+        self._path = None if folder is None else Path(folder) / name
+        self._run_id = run_id
         self._is_broken = False
 
-    def read(self, run_id: str) -> Record:
-        """The record of this run; an empty one if the file belongs to another."""
+    def read(self) -> Record | None:
+        """What earlier processes sent of this run; None if there is no record of it in the folder."""
         if self._path is None or not self._path.exists():
-            return Record()
+            return None
         lines = [each for each in map(_parsed, self._path.read_bytes().split(b"\n")) if each is not None]
-        if not lines or not isinstance(lines[0], dict) or lines[0].get("run") != run_id:
-            return Record()
+        if not lines or not isinstance(lines[0], dict) or lines[0].get("run") != self._run_id:
+            return None
         found = Record(lines[0].get("state") or {})
         for line in lines[1:]:
             if line == STORED:
@@ -56,9 +60,9 @@ class Journal:
                 found.uncertain.append(Row(line[0], line[1], dict.fromkeys(line[2])))
         return found
 
-    def begin(self, run_id: str, state: dict[str, Any], stored: Iterable[Key]) -> None:
+    def begin(self, state: dict[str, Any], stored: Iterable[Key]) -> None:
         """Start the file of this process with the rows that are stored."""
-        lines = [{"run": run_id, "state": state}, *([step, kind, []] for step, kind in stored), STORED]
+        lines = [{"run": self._run_id, "state": state}, *([step, kind, []] for step, kind in stored), STORED]
         text = "".join(json.dumps(line) + "\n" for line in lines)
 
         def replace(path: Path) -> None:

@@ -47,7 +47,7 @@ class Sender:
 
     def begin(self, run: RunInfo, history: list[Row], folder: str | None) -> None:
         """Start the reporter, and send the rows of the history that it does not have."""
-        self._journal = Journal(folder, self.name)
+        self._journal = Journal(folder, self.name, run.run_id)
         work = threading.Thread(target=self._run, args=(run, history), name=f"reporter-{self.name}", daemon=True)
         work.start()
 
@@ -103,7 +103,7 @@ class Sender:
             self._ended.set()
 
     def _start(self, run: RunInfo, history: list[Row]) -> None:
-        record = self._journal.read(run.run_id)
+        record = self._journal.read() or Record()
         if record.state:
             # A checkpoint that was saved before the tracker had started has no identifier of its run.
             known = {name: value for name, value in self._state().items() if value is not None}
@@ -115,7 +115,7 @@ class Sender:
         if run.resumed_from is not None:
             self._earlier = Counter(stored)
         if self._is_up:
-            self._journal.begin(run.run_id, self._state(), stored)
+            self._journal.begin(self._state(), stored)
         self._rows += len(history)
         for first in range(0, len(history), BATCH):
             self._send_rows(history[first : first + BATCH])
