@@ -4,6 +4,7 @@
 #   make check   lint, types, arguments, core and structure: what to run before every commit
 #   make test    lint, types and the whole test suite; of large grids a spread
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
+#   make trackers   install W&B, MLflow and the other trackers in an environment of their own (.venv-trackers, 0.9 GB)
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
 #   make docs    build the documentation as a site, in an environment of its own (.venv-docs)
 #   make lint    ruff and mypy only
@@ -34,7 +35,7 @@ PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning tor
 ALONE := tf-keras==2.21.0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-grid test-xla xla-env docs lint bench clean
+.PHONY: help demo check test test-grid test-xla xla-env trackers docs lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,11 +47,26 @@ demo: $(VENV)/.core
 check: lint
 	$(BIN)/python -m pytest $(CHECKED) -q -n $(JOBS) --dist loadgroup -m "not slow"
 
-test: lint
+test: lint trackers
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup --durations 15
 
 test-grid: $(VENV)/.dev
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup -m grid
+
+# The trackers disagree with the versions of the suite, so they have an environment of their own; runs that report to
+# them are started with its Python. Without it the tests that need it skip themselves.
+TRACKERS_VENV := .venv-trackers
+
+trackers: $(VENV)/.python
+	@$(MAKE) --no-print-directory $(TRACKERS_VENV)/.ready || \
+	  echo "  The trackers are not to be had here; the tests that need them skip themselves."
+
+$(TRACKERS_VENV)/.ready: constraints-trackers.txt
+	@echo "Making $(TRACKERS_VENV): W&B, MLflow and other trackers ..."
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  -r constraints-trackers.txt
+	@touch $@
 
 # The last torch that lazy torch_xla exists for. Its build in the public index is a CUDA one: without CUDA's 5 GB it
 # imports with stand-ins for CUDA's libraries, which tests/xla/cuda_stubs.py makes with gcc and binutils.
@@ -97,7 +113,8 @@ bench: $(VENV)/.dev
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) .venv-docs build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(XLA_VENV) $(TRACKERS_VENV) .venv-docs build dist runs .pytest_cache .mypy_cache .ruff_cache \
+	  .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:

@@ -44,7 +44,19 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "callbacks.notebook": ("NotebookProgressCallback",),
     "callbacks.printer": ("PrinterCallback",),
     "callbacks.progress": ("ProgressCallback",),
+    "reporters.azure_ml": ("AzureMLCallback",),
+    "reporters.clearml": ("ClearMLCallback",),
+    "reporters.codecarbon": ("CodeCarbonCallback",),
+    "reporters.comet_ml": ("CometCallback",),
+    "reporters.dagshub": ("DagsHubCallback",),
+    "reporters.dvclive": ("DVCLiveCallback",),
+    "reporters.flyte": ("FlyteCallback",),
+    "reporters.kubeflow": ("KubeflowCallback",),
+    "reporters.mlflow": ("MLflowCallback",),
+    "reporters.swanlab": ("SwanLabCallback",),
     "reporters.tensorboard": ("TensorBoardCallback",),
+    "reporters.trackio": ("TrackioCallback",),
+    "reporters.wandb": ("WandbCallback",),
     "pt.checkpoint.weights": ("load_model",),
     "pt.model.averaging": ("EMACallback", "SWACallback"),
     "pt.model.overflow": ("DebugUnderflowOverflow",),
@@ -347,7 +359,19 @@ if TYPE_CHECKING:
     from .pt.rng import enable_full_determinism as enable_full_determinism, set_seed as set_seed
     from .pt.seq2seq import Seq2SeqTrainer as Seq2SeqTrainer
     from .pt.trainer import Trainer as Trainer
+    from .reporters.azure_ml import AzureMLCallback as AzureMLCallback
+    from .reporters.clearml import ClearMLCallback as ClearMLCallback
+    from .reporters.codecarbon import CodeCarbonCallback as CodeCarbonCallback
+    from .reporters.comet_ml import CometCallback as CometCallback
+    from .reporters.dagshub import DagsHubCallback as DagsHubCallback
+    from .reporters.dvclive import DVCLiveCallback as DVCLiveCallback
+    from .reporters.flyte import FlyteCallback as FlyteCallback
+    from .reporters.kubeflow import KubeflowCallback as KubeflowCallback
+    from .reporters.mlflow import MLflowCallback as MLflowCallback
+    from .reporters.swanlab import SwanLabCallback as SwanLabCallback
     from .reporters.tensorboard import TensorBoardCallback as TensorBoardCallback
+    from .reporters.trackio import TrackioCallback as TrackioCallback
+    from .reporters.wandb import WandbCallback as WandbCallback
     from .tf.arguments import TFTrainingArguments as TFTrainingArguments
     from .tf.optimizers import (
         AdamWeightDecay as AdamWeightDecay,

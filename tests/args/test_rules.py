@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from loopwright.args.availability import MISSING, availability_table
 from loopwright.args.base import BaseArguments
 from loopwright.args.effects import IDLE
 from loopwright.args.field import specs
 from loopwright.args.rules import RULES
-from loopwright.args.tracking import SERVED, TRACKERS
-from loopwright.errors import ArgumentsError, NotAvailable
+from loopwright.errors import ArgumentsError
 from loopwright.pt.arguments import Seq2SeqTrainingArguments
 
 BROKEN = {
@@ -41,9 +39,6 @@ BROKEN = {
     "parallel_sizes_make_sense": {"parallelism_config": {"tp": 2}},
     "batches_are_spread_one_way": {"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 2}}},
 }
-UNAVAILABLE = [
-    *[("report_to", [name]) for name in TRACKERS if name not in SERVED],
-]
 AVAILABLE = [
     {"torch_compile": True},
     {"torch_compile_backend": "eager"},
@@ -86,7 +81,6 @@ def test_rules_name_arguments_that_exist():
     known = specs(BaseArguments)
     assert {name for names, _ in RULES for name in names} <= set(known)
     assert {name for row in IDLE for name in row.names} <= set(specs(Seq2SeqTrainingArguments))
-    assert set(MISSING) <= set(known)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -105,16 +99,6 @@ def _unchecked(values: dict[str, object]) -> BaseArguments:
     return args
 
 
-def test_every_row_of_what_is_missing_is_tried():
-    assert {name for name, _ in UNAVAILABLE} == set(MISSING)
-
-
-@pytest.mark.parametrize(("name", "value"), UNAVAILABLE, ids=str)
-def test_what_is_missing_is_refused_by_name(name, value):
-    with pytest.raises(NotAvailable, match=rf"^{name}=.*: not available yet \(.*\); leave it out$"):
-        BaseArguments("out", **{name: value})
-
-
 def test_what_is_there_is_accepted():
     assert {str(given): said for given in AVAILABLE if (said := refusal(given))} == {}
 
@@ -126,21 +110,6 @@ def refusal(given: dict[str, object]) -> str:
     except ArgumentsError as error:
         return str(error)
     return ""
-
-
-def test_several_missing_things_are_listed_together():
-    with pytest.raises(NotAvailable, match="2 of the arguments(.|\n)*report_to=(.|\n)*use_liger_kernel="):
-        BaseArguments("out", use_liger_kernel=True, report_to=["wandb", "tensorboard"])
-
-
-def test_missing_things_come_with_other_problems():
-    with pytest.raises(ArgumentsError) as caught:
-        BaseArguments("out", use_liger_kernel=True, seed=-1)
-    assert len(caught.value.problems) == 2
-
-
-def test_the_table_of_what_is_missing_has_a_row_each():
-    assert availability_table().count("\n") == len(MISSING) + 2
 
 
 IDLE_CASES = [
@@ -157,6 +126,8 @@ IDLE_CASES = [
     ({"project": "x", "trackio_space_id": "y"}, ["project", "trackio_space_id"]),
     ({"logging_dir": "x"}, ["logging_dir"]),
     ({"logging_dir": "x", "report_to": "tensorboard"}, []),
+    ({"project": "x", "trackio_space_id": "y", "hub_private_repo": True, "report_to": "trackio"}, []),
+    ({"hub_private_repo": True}, ["hub_private_repo"]),
     ({"run_name": "x"}, ["run_name"]),
     ({"max_steps": 5, "num_train_epochs": 1}, ["num_train_epochs"]),
     ({"logging_strategy": "epoch", "logging_steps": 5}, ["logging_steps"]),

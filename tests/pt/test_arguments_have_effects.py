@@ -22,8 +22,7 @@ import pytest
 import torch
 from torch import nn
 
-from loopwright import NotAvailable, Trainer, TrainerCallback, TrainingArguments
-from loopwright.args.availability import MISSING
+from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.args.effects import IDLE
 from loopwright.args.field import specs
 from tests.models import Regression, logged, regression_data, small_bert, small_llama, token_data
@@ -115,18 +114,18 @@ ONE_PROCESS = {
 }  # fmt: skip
 """About several processes: kept, and listed as having no effect on one."""
 
-OF_WHAT_IS_MISSING = {
+OF_A_TRACKER = {
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
 }  # fmt: skip
-"""Options of something that is not available yet and itself raises: listed as having no effect without it."""
+"""Options of Trackio: listed as having no effect without it."""
 
 CURRENT = [name for name, spec in specs(TrainingArguments).items() if spec.row is None]
 
 
 def test_every_argument_is_accounted_for_once() -> None:
     homes = {
-        "shown here": set(SHOWN), "shown elsewhere": set(ELSEWHERE), "not available": set(MISSING), "stored": STORED,
-        "one process": ONE_PROCESS, "of what is missing": OF_WHAT_IS_MISSING,
+        "shown here": set(SHOWN), "shown elsewhere": set(ELSEWHERE), "stored": STORED,
+        "one process": ONE_PROCESS, "of a tracker": OF_A_TRACKER,
     }  # fmt: skip
     found = {name: [home for home, names in homes.items() if name in names] for name in CURRENT}
     nowhere = [name for name, where in found.items() if not where]
@@ -165,25 +164,13 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted((STORED | ONE_PROCESS | OF_WHAT_IS_MISSING) & {*OTHER_VALUES}))
+@pytest.mark.parametrize("name", sorted((STORED | ONE_PROCESS | OF_A_TRACKER) & {*OTHER_VALUES}))
 def test_what_has_no_effect_here_is_kept_and_said(name: str, caplog: Any) -> None:
     args = TrainingArguments("run", use_cpu=True, **{name: OTHER_VALUES[name]})
     assert getattr(args, name) == OTHER_VALUES[name]
     assert args.without_effect() == [name]
     Trainer(Regression(), args)
     assert f"without effect in this run: {name}" in caplog.text
-
-
-ASKS: dict[str, Any] = {
-    "report_to": "wandb", "on_spike": "rollback",
-    "checkpoint_format": "transformers",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MISSING)
-def test_what_is_not_available_says_so(name: str) -> None:
-    with pytest.raises(NotAvailable, match=rf"{name}.*not available yet .*leave it out"):
-        TrainingArguments("run", **{name: ASKS[name]})
 
 
 def test_no_row_says_idle_of_a_name_that_does_not_exist() -> None:
@@ -639,8 +626,7 @@ def test_checkpoints_are_written_in_a_thread_unless_told_otherwise(monkeypatch: 
     assert threads[0] == "save-4" and threads[1] == threading.main_thread().name
 
 
-@pytest.mark.skipif("checkpoint_format" in MISSING, reason="the files of transformers are not available yet")
-@shows(*{"checkpoint_format"} - set(MISSING))
+@shows("checkpoint_format")
 def test_checkpoints_have_the_file_names_asked_for() -> None:
     run(save_strategy="steps")
     assert (Path("run") / "checkpoint-4" / "rng.json").is_file()

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from loopwright.args.tracking import SERVED, TRACKERS
+from loopwright.args.tracking import REFUSED, TRACKERS, is_installed, named_trackers
 from loopwright.callbacks.defaults import default_callbacks
-from loopwright.errors import ArgumentsError, NotAvailable
+from loopwright.errors import ArgumentsError, MissingPackage
 from loopwright.reporters.base import Reporter
 from loopwright.reporters.registry import REPORTERS, build_reporters, known_names, reporter_callbacks, reporter_class
 
@@ -56,18 +56,56 @@ def test_every_row_of_the_table_is_a_reporter(name):
 
 
 def test_the_arguments_and_the_table_know_the_same_reporters():
-    assert sorted(SERVED) == sorted(REPORTERS)
+    assert sorted(TRACKERS) == sorted(REPORTERS)
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ArgumentsError, match=r"report_to='tensorbord' is not a known reporter \(known: tensorboard"):
+    with pytest.raises(ArgumentsError, match=r"'tensorbord' is not a known reporter \(known: azure_ml, clearml"):
         build_reporters(["tensorbord"])
 
 
-@pytest.mark.parametrize("name", sorted(set(TRACKERS) - set(REPORTERS)))
-def test_a_name_not_served_yet_says_so(name):
-    with pytest.raises(NotAvailable, match=rf"{name} is not available yet \(available: tensorboard"):
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_tracker_that_has_ended_is_refused_with_the_reason(name):
+    with pytest.raises(ArgumentsError, match=f"{name}' cannot be used: its service ended on 5 March 2026"):
         build_reporters(name)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(TRACKERS) if not is_installed(name) and TRACKERS[name]])
+def test_a_missing_package_is_named(name):
+    with pytest.raises(MissingPackage, match=rf'report_to="{name}" needs the package .*pip install'):
+        build_reporters(name)
+
+
+def test_kubeflow_outside_a_job_is_refused(monkeypatch):
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    with pytest.raises(ArgumentsError, match="works inside a TrainJob"):
+        build_reporters("kubeflow")
+
+
+PACKAGES = {"azureml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flytekit", "mlflow", "swanlab",
+            "tensorboard", "trackio", "wandb"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("installed", "environment", "left_out"),
+    [
+        (PACKAGES, {"COMET_API_KEY": "x"}, {"flyte", "azure_ml", "kubeflow"}),
+        (PACKAGES - {"mlflow"}, {"COMET_API_KEY": "x"}, {"flyte", "kubeflow", "mlflow", "dagshub"}),
+        (PACKAGES, {}, {"flyte", "azure_ml", "kubeflow", "comet_ml"}),
+        (PACKAGES, {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}, {"flyte", "kubeflow", "mlflow", "comet_ml"}),
+        (PACKAGES, {"KUBEFLOW_TRAINER_SERVER_URL": "http://x"}, {"flyte", "azure_ml", "comet_ml"}),
+    ],
+)
+def test_all_is_what_transformers_calls_all(monkeypatch, tmp_path, installed, environment, left_out):
+    import loopwright.args.tracking as tracking
+
+    for name in ("COMET_API_KEY", "COMET_CONFIG", "KUBEFLOW_TRAINER_SERVER_URL", "DISABLE_MLFLOW_INTEGRATION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(tracking, "third_party", list)
+    assert set(named_trackers("all")) == set(TRACKERS) - left_out
 
 
 def test_all_means_what_is_installed():
@@ -95,5 +133,5 @@ def test_default_callbacks_reach_third_parties(diary):
 
 
 def test_third_parties_are_listed_in_the_error(diary):
-    with pytest.raises(ArgumentsError, match="diary, stranger, tensorboard"):
+    with pytest.raises(ArgumentsError, match="diary, dvclive.*stranger, swanlab"):
         build_reporters("diray")

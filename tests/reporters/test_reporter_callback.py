@@ -57,6 +57,7 @@ class Run:
 
     def fire(self, event, **kwargs):
         getattr(self.callback, event)(self.args, self.state, TrainerControl(), **kwargs)
+        self.callback.settle()
         return self
 
     def log(self, step, **logs):
@@ -173,6 +174,7 @@ def test_artifacts_reach_a_running_reporter_only():
     run.callback.artifact("a", "b")
     run.fire("on_train_begin")
     run.callback.artifact("c", "d")
+    run.callback.settle()
     assert [call for call in run.reporter.calls if call[0] == "artifact"] == [("artifact", "c", "d")]
 
 

@@ -52,6 +52,7 @@ class Run:
 
     def fire(self, event, **kwargs):
         getattr(self.callback, event)(self.args, self.state, TrainerControl(), **kwargs)
+        self.callback.settle()
         return self
 
     def log(self, step, **logs):

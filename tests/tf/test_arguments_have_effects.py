@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from loopwright import ArgumentsError, NotAvailable, TrainerCallback
-from loopwright.args.availability import MISSING
 from loopwright.args.field import specs
 from loopwright.keras.refusals import IDLE, REFUSED
 from loopwright.tf.arguments import TFTrainingArguments
@@ -83,7 +82,7 @@ ELSEWHERE = {
 STORED = {"do_train", "do_eval", "do_predict", "local_rank"}
 ONE_PROCESS = {"log_on_each_node", "log_level_replica", "save_on_each_node", "ddp_timeout"}
 NEED_WORKERS = {"dataloader_persistent_workers", "dataloader_prefetch_factor"}
-OF_WHAT_IS_MISSING = {
+OF_A_TRACKER = {
     "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
 }  # fmt: skip
 OF_WHAT_IS_REFUSED = {"torch_compile_backend", "torch_compile_mode"}
@@ -94,14 +93,14 @@ CURRENT = [name for name, spec in specs(TFTrainingArguments).items() if spec.row
 
 def test_every_argument_is_accounted_for() -> None:
     homes = {
-        "shown here": set(SHOWN), "elsewhere": set(ELSEWHERE), "refused": set(REFUSED), "missing": set(MISSING),
+        "shown here": set(SHOWN), "elsewhere": set(ELSEWHERE), "refused": set(REFUSED),
         "idle": set(IDLE), "stored": STORED, "one process": ONE_PROCESS, "workers": NEED_WORKERS,
-        "of missing": OF_WHAT_IS_MISSING, "of refused": OF_WHAT_IS_REFUSED,
+        "of a tracker": OF_A_TRACKER, "of refused": OF_WHAT_IS_REFUSED,
     }  # fmt: skip
     found = {name: [home for home, names in homes.items() if name in names] for name in CURRENT}
     nowhere = [name for name, where in found.items() if not where]
     assert not nowhere, f"accepted, and nothing shows an effect: {', '.join(nowhere)}"
-    unknown = set().union(*homes.values()) - set(CURRENT) - set(MISSING)
+    unknown = set().union(*homes.values()) - set(CURRENT)
     assert not unknown, f"no arguments at all: {', '.join(unknown)}"
 
 

@@ -15,7 +15,6 @@ from enum import Enum
 from typing import Any, ClassVar, Self
 
 from ..errors import UnknownArgument
-from .availability import apply_availability
 from .data import DataArgs
 from .derive import derive
 from .distributed import DistributedArgs
@@ -116,7 +115,6 @@ class BaseArguments(
         derive(self, problems)
         self._check_fields(problems)
         apply_rules(self, problems)
-        apply_availability(self, problems)
         self.settle_framework(problems)
         problems.raise_if_any()
 

@@ -65,7 +65,7 @@ IDLE = (
         _one_process,
     ),
     Idle(("fsdp_config",), lambda args: not args.fsdp),
-    # The others are also used by trainer.push_to_hub().
+    # The others are also used by trainer.push_to_hub(), and hub_private_repo by Trackio.
     Idle(("hub_strategy",), lambda args: not args.push_to_hub),
     Idle(("hub_always_push",), lambda args: not args.push_to_hub or args.hub_strategy in ("end", "all_checkpoints")),
     Idle(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from ..errors import ArgumentsError, NotAvailable
+from ..errors import ArgumentsError
 from .secrets import masked_text
 
 LONGEST_VALUE = 80
@@ -17,7 +17,6 @@ class Problems:
 
     def __init__(self) -> None:
         self.found: list[str] = []
-        self.unavailable: list[str] = []
         self.broken: set[str] = set()
 
     def add(self, text: str, *names: str) -> None:
@@ -31,16 +30,9 @@ class Problems:
         return not self.broken.isdisjoint(names)
 
     def raise_if_any(self) -> None:
-        """Raise one error with all problems; NotAvailable if all of them are missing features."""
+        """Raise one error with all problems."""
         if self.found:
-            raise ArgumentsError(self.found + self.unavailable)
-        if len(self.unavailable) == 1:
-            raise NotAvailable(self.unavailable[0])
-        if self.unavailable:
-            lines = "".join(f"\n  - {text}" for text in self.unavailable)
-            raise NotAvailable(
-                f"{len(self.unavailable)} of the arguments request something that is not available yet:{lines}"
-            )
+            raise ArgumentsError(self.found)
 
 
 def shown(name: str, value: Any) -> str:

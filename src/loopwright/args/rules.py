@@ -18,7 +18,7 @@ from .precision import PrecisionArgs
 from .problems import Problems, shown
 from .saving import SavingArgs
 from .sharding import read_fsdp, read_parallelism, wants_fsdp
-from .tracking import SERVED, TRACKERS, TrackingArgs, third_party
+from .tracking import REFUSED, TRACKERS, TrackingArgs, third_party
 
 if TYPE_CHECKING:
     from .base import BaseArguments
@@ -190,13 +190,15 @@ def low_rank_optimizers_need_targets(args: OptimizerArgs) -> str | None:
 
 @rule("report_to")
 def trackers_exist(args: TrackingArgs) -> str | None:
-    """Every tracker in report_to must be known."""
-    known = {*SERVED, *TRACKERS}
-    unknown = [name for name in args.report_to or () if name not in known]
+    """Every tracker in report_to must be known, and must not be one that has ended."""
+    for name in args.report_to or ():
+        if name in REFUSED:
+            return f"report_to: {name!r} cannot be used: {REFUSED[name]}"
+    unknown = [name for name in args.report_to or () if name not in TRACKERS]
     unknown = [name for name in unknown if name not in third_party()] if unknown else []
     if unknown:
-        names = ", ".join(sorted(known))
-        return f"report_to: {unknown[0]!r} is not a tracker{nearest(unknown[0], known)} (known: {names})"
+        names = ", ".join(sorted(TRACKERS))
+        return f"report_to: {unknown[0]!r} is not a tracker{nearest(unknown[0], set(TRACKERS))} (known: {names})"
     return None
 
 

@@ -12,9 +12,6 @@ from typing import Any, Literal
 from .field import Group, arg, text_or_false
 from .paths import working_folder
 
-SERVED = ("tensorboard",)
-"""Trackers that loopwright supports."""
-
 TRACKERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",),
     "clearml": ("clearml",),
@@ -25,13 +22,17 @@ TRACKERS: dict[str, tuple[str, ...]] = {
     "flyte": ("flytekit",),
     "kubeflow": (),
     "mlflow": ("mlflow",),
-    "neptune": ("neptune",),
     "swanlab": ("swanlab",),
     "tensorboard": ("tensorboard", "tensorboardX"),
     "trackio": ("trackio",),
     "wandb": ("wandb",),
 }
 """Known trackers, each with packages of which one must be installed."""
+
+REFUSED: dict[str, str] = {
+    "neptune": "its service ended on 5 March 2026 and its data were deleted; use another one, such as trackio or wandb",
+}
+"""Names of trackers that cannot be used any more, with the reason and the alternative."""
 
 ENTRY_POINTS = "loopwright.reporters"
 """The entry point group under which other packages register reporters."""
@@ -61,11 +62,41 @@ class TrackingArgs(Group):
 
 
 def named_trackers(report_to: Any) -> list[str]:
-    """`report_to` as a list of names: none, all that are supported and installed, or the given ones."""
+    """`report_to` as a list of names: none, all that are installed, or the given ones."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     if names == ["all"]:
-        return [name for name in SERVED if any(map(find_spec, TRACKERS[name]))] + third_party()
-    return [] if names == ["none"] else names
+        return [name for name in TRACKERS if is_installed(name)] + third_party()
+    names = [] if names == ["none"] else names
+    # The controller of a TrainJob sets the variables of its tracker to receive the progress of the job.
+    return [*names, "kubeflow"] if is_installed("kubeflow") and "kubeflow" not in names else names
+
+
+def is_installed(tracker: str) -> bool:
+    """Whether "all" includes a tracker: its package is installed and its service can be used, as in transformers."""
+    if tracker == "kubeflow":
+        return bool(os.environ.get("KUBEFLOW_TRAINER_SERVER_URL")) and not _is_disabled("KUBEFLOW")
+    if tracker == "flyte" or not any(map(_is_found, TRACKERS[tracker])):
+        return False
+    if tracker == "azure_ml":
+        return not is_installed("mlflow")  # which reports to the same server
+    if tracker == "mlflow":
+        return not _is_disabled("MLFLOW")
+    if tracker == "dagshub":
+        return _is_found("mlflow")
+    return tracker != "comet_ml" or _has_comet_key()
+
+
+def _is_found(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+def _is_disabled(integration: str) -> bool:
+    return os.environ.get(f"DISABLE_{integration}_INTEGRATION", "").upper() == "TRUE"
+
+
+def _has_comet_key() -> bool:
+    config = os.environ.get("COMET_CONFIG") or os.path.join(os.path.expanduser("~"), ".comet.config")
+    return bool(os.environ.get("COMET_API_KEY")) or os.path.exists(config)
 
 
 def third_party() -> list[str]:

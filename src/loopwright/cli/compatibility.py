@@ -74,18 +74,13 @@ def arguments() -> list[tuple[str, str]]:
     """Every argument, and what differs."""
     from transformers import Seq2SeqTrainingArguments as Reference
 
-    from ..args.availability import MISSING
     from ..pt.arguments import Seq2SeqTrainingArguments as Own
 
     expected, found = _defaults(Reference), _defaults(Own)
     rows = []
     for name, default in expected.items():
         own = "not available" if name not in found else ""
-        if name in MISSING and MISSING[name].when == "set":
-            own = f"not available: {MISSING[name].part}"
-        elif name in MISSING:
-            own = f"same, but not if it is {MISSING[name].when}: {MISSING[name].part}"
-        elif name in found and repr(found[name]) != repr(default):
+        if name in found and repr(found[name]) != repr(default):
             own = f"differs: the default is `{found[name]!r}`, not `{default!r}`"
         rows.append((name, own))
     return rows
@@ -138,7 +133,7 @@ def events() -> list[tuple[str, str]]:
 
 
 def callbacks() -> list[tuple[str, str]]:
-    """Every callback class; those of trackers are served by reporters or not yet."""
+    """Every callback class; that of a tracker whose service has ended is refused."""
     from transformers import trainer_callback
     from transformers.integrations import integration_utils
 
@@ -150,7 +145,7 @@ def callbacks() -> list[tuple[str, str]]:
         for name, each in vars(module).items()
         if inspect.isclass(each) and name.endswith("Callback")
     )
-    missing = "not available: `report_to` serves tensorboard"
+    missing = "not available: the service of Neptune ended in March 2026"
     return [(name, "" if name in loopwright.__all__ else missing) for name in names]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
 from ..errors import ArgumentsError
-from ..reporters.callback import reported_names
+from ..reporters.base import Row
+from ..reporters.callback import ReporterCallback, reported_names, run_info
 from ..reporters.registry import reporter_callbacks
+from ..reporters.sender import Sender
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
@@ -110,17 +113,14 @@ def reporter_in_fit(reporter: Any, *, args: BaseArguments | None = None, every: 
     """A Keras callback that sends the logs of `fit` to one reporter; its step counts batches over all epochs."""
     import keras
 
-    from ..reporters.base import RunInfo
-
     class FitReporter(keras.callbacks.Callback):
-        """Sends logs to a reporter."""
+        """Sends logs to a reporter, in a thread of its own."""
 
         def on_train_begin(self, logs: Any = None) -> None:
             self.step = 0
-            folder = None if args is None else str(args.output_dir)
-            logging_dir = None if args is None else args.logging_dir
-            config = {} if args is None else args.to_dict()
-            reporter.start(RunInfo("fit", output_dir=folder, logging_dir=logging_dir, config=config))
+            self.sender = Sender(reporter)
+            self.sender.begin(run_info(args, None, self.model, run_id=uuid.uuid4().hex), [], None)
+            self.sender.wait_started(ReporterCallback.start_seconds)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.step += 1
@@ -131,10 +131,11 @@ def reporter_in_fit(reporter: Any, *, args: BaseArguments | None = None, every: 
             self._send({**(logs or {}), "epoch": epoch + 1})
 
         def on_train_end(self, logs: Any = None) -> None:
-            reporter.finish("finished")
+            self.sender.finish("finished")
 
         def _send(self, logs: Any) -> None:
             named = {name.replace("val_", "eval_", 1): float(value) for name, value in (logs or {}).items()}
-            reporter.log(reported_names(named), self.step)
+            values = reported_names(named) if getattr(reporter, "renames", True) else named
+            self.sender.send(Row(self.step, "fit", values))
 
     return FitReporter()

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..errors import MissingPackage
+
 if TYPE_CHECKING:
+    from ..args.base import BaseArguments
     from .callback import ReporterCallback
 
 
@@ -14,8 +19,7 @@ if TYPE_CHECKING:
 class RunInfo:
     """Information about the run, passed to a reporter at the start.
 
-    If `run_id` is that of an earlier run, that run is resumed. `resumed_from` is the step it resumes from; metrics of
-    later steps will be sent again.
+    If `run_id` is that of an earlier run, that run is resumed. `resumed_from` is the step it resumes from.
     """
 
     run_id: str
@@ -25,16 +29,46 @@ class RunInfo:
     config: dict[str, Any] = field(default_factory=dict)
     model_config: dict[str, Any] = field(default_factory=dict)
     resumed_from: int | None = None
+    is_continued: bool = False
+    """Whether this run was started before, in this process or in an earlier one."""
+    num_parameters: int | None = None
+    trial_name: str | None = None
+    arguments: BaseArguments | None = None
+    model: Any = None
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The model's configuration and the arguments, as one dict."""
+        return {**self.model_config, **self.config}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One logged row."""
+
+    step: int
+    kind: str
+    """What distinguishes the rows of one step: training, an evaluation, the end of training."""
+    values: dict[str, Any]
 
 
 class Reporter:
     """Base class of reporters: override the methods that your service supports.
 
-    Reporters are started on rank 0 only. `start` may be called again after `finish` with the same run, for example for
-    an evaluation after training.
+    All methods are called on rank 0 only, and in a thread of this reporter: they may take long, and an error in one of
+    them is reported and does not end the run. `start` may be called again after `finish` with the same run, for example
+    for an evaluation after training.
     """
 
     name: ClassVar[str] = ""
+    renames: ClassVar[bool] = True
+    """Whether `log` receives names such as train/loss and eval/loss; otherwise those of the log history."""
+    purges: ClassVar[bool] = False
+    """Whether a run that starts with `resumed_from` discards the values of later steps, so that they are sent again."""
+    logs_predictions: ClassVar[bool] = False
+    """Whether the metrics of `predict` are sent too."""
+    ends_with_training: ClassVar[bool] = True
+    """Whether the end of training finishes the tracker's run; otherwise the end of the process does."""
 
     def start(self, run: RunInfo) -> None:
         """Called when the run starts or resumes."""
@@ -45,6 +79,18 @@ class Reporter:
 
     def artifact(self, path: str | os.PathLike[str], name: str) -> None:
         """Send a file or folder of the run."""
+
+    def flush(self) -> bool:
+        """Wait until the rows sent so far would survive a crash; False if this is not certain."""
+        return True
+
+    def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
+        """Those of these rows and values that the tracker does not have; None if it cannot be found out.
+
+        Called after `start` in a resumed run, with the rows that an earlier process sent before it was killed; they
+        contain names without values.
+        """
+        return None
 
     def finish(self, status: str) -> None:
         """Called when the run ends: "finished", or "interrupted" if training did not complete."""
@@ -61,3 +107,42 @@ class Reporter:
         from .callback import ReporterCallback
 
         return ReporterCallback(self)
+
+
+END_OF_TRAINING = frozenset(
+    f"train/{name}"
+    for name in ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+)
+"""Values that a run has once, which some trackers show without a chart."""
+
+
+IN_EVERY_ROW = frozenset({"epoch", "train/epoch", "num_input_tokens_seen", "train/num_input_tokens_seen"})
+"""Values that do not distinguish the rows of one step."""
+
+
+def require(package: str, tracker: str, install: str | None = None) -> None:
+    """Raise if the package of a tracker is not installed."""
+    if find_spec(package) is None:
+        raise MissingPackage(package, needed_for=f'report_to="{tracker}"', install=install)
+
+
+def is_on(variable: str) -> bool:
+    """Whether an environment variable is set to a true value, as transformers reads them."""
+    return os.environ.get(variable, "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def without_stored(rows: Sequence[Row], stored: Mapping[int, Collection[str]]) -> list[Row]:
+    """The rows with the values that are not stored, given the stored names of each step.
+
+    A row of which nothing is stored is complete: values that every row of a step has, such as the epoch, may be stored
+    with another row.
+    """
+    missing = []
+    for row in rows:
+        known = set(stored.get(row.step, ()))
+        left = set(row.values) - known
+        if left and not known & (set(row.values) - IN_EVERY_ROW):
+            left = set(row.values)
+        if left - IN_EVERY_ROW:
+            missing.append(Row(row.step, row.kind, dict.fromkeys(name for name in row.values if name in left)))
+    return missing

@@ -7,14 +7,26 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
-from ..args.tracking import ENTRY_POINTS, TRACKERS, named_trackers, third_party
+from ..args.tracking import ENTRY_POINTS, REFUSED, named_trackers, third_party
 from ..core.events import TrainerCallback
-from ..errors import ArgumentsError, NotAvailable
+from ..errors import ArgumentsError
 from .base import Reporter
 from .callback import ReporterCallback
 
 REPORTERS: dict[str, str] = {
+    "azure_ml": "loopwright.reporters.azure_ml:AzureMLReporter",
+    "clearml": "loopwright.reporters.clearml:ClearMLReporter",
+    "codecarbon": "loopwright.reporters.codecarbon:CodeCarbonReporter",
+    "comet_ml": "loopwright.reporters.comet_ml:CometReporter",
+    "dagshub": "loopwright.reporters.dagshub:DagsHubReporter",
+    "dvclive": "loopwright.reporters.dvclive:DVCLiveReporter",
+    "flyte": "loopwright.reporters.flyte:FlyteReporter",
+    "kubeflow": "loopwright.reporters.kubeflow:KubeflowReporter",
+    "mlflow": "loopwright.reporters.mlflow:MLflowReporter",
+    "swanlab": "loopwright.reporters.swanlab:SwanLabReporter",
     "tensorboard": "loopwright.reporters.tensorboard:TensorBoardReporter",
+    "trackio": "loopwright.reporters.trackio:TrackioReporter",
+    "wandb": "loopwright.reporters.wandb:WandbReporter",
 }
 """Built-in reporters: name -> module:class. Other packages add reporters by entry points."""
 
@@ -61,8 +73,11 @@ def _callback_for(reporter: Any) -> TrainerCallback:
 def _not_served(missing: list[str], known: list[str]) -> Exception:
     names = ", ".join(known)
     where = f"A package can add one under the entry point group {ENTRY_POINTS!r}."
-    if all(name in TRACKERS for name in missing):
-        return NotAvailable(f"report_to: {', '.join(missing)} is not available yet (available: {names}). {where}")
     return ArgumentsError(
-        [f"report_to={name!r} is not a known reporter (known: {names}, all, none). {where}" for name in missing]
+        [
+            f"report_to: {name!r} cannot be used: {REFUSED[name]}"
+            if name in REFUSED
+            else f"report_to={name!r} is not a known reporter (known: {names}, all, none). {where}"
+            for name in missing
+        ]
     )

@@ -84,6 +84,7 @@ class TensorBoardReporter(Reporter):
     """
 
     name: ClassVar[str] = "tensorboard"
+    purges: ClassVar[bool] = True
 
     def __init__(self, writer: Writer | None = None) -> None:
         if writer is None and importlib.util.find_spec("tensorboard") is None:
