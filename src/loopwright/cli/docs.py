@@ -14,9 +14,9 @@ AVAILABILITY = """# What is refused, and why
 
 Every argument of transformers' Trainer is accepted and has its effect. Refused for good are a few values.
 
-The optimizers that update during the backward pass (`galore_*_layerwise`, `apollo_adamw_layerwise`, `lomo`, `adalomo`)
-update weights while gradients are still computed: with them, gradients cannot be accumulated, clipped by their global norm, checked or reduced over
-ranks, and an interrupted step cannot be undone, so resume would not be exact.
+The optimizers that update during the backward pass (`galore_*_layerwise`, `apollo_adamw_layerwise`, `lomo`,
+`adalomo`): with them, gradients cannot be accumulated, clipped by their global norm, checked or reduced over ranks, and
+an interrupted step cannot be undone, so resume would not be exact.
 
 `report_to="neptune"`: the service ended in March 2026.
 """
