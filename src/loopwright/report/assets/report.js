@@ -96,7 +96,7 @@ const showConfig = (runs) => {
   const rest = rows.filter((row) => ["default", "same"].includes(row[row.length - 1]));
   const word = runs.length > 1 ? "that are the same" : "with their defaults";
   const notes = runs.flatMap((run) => [...run.notes, ...(run.command ? [`command: ${run.command}`] : [])]);
-  return put("config", ...notes.map((note) => make("p", { class: "hint" }, note)), ...(own.length ? [table("Configuration", heads, own)] : []),
+  return put("config", ...notes.map((note) => make("p", { class: "hint" }, note)), ...(own.length ? [table("Arguments", heads, own)] : []),
     ...(rest.length ? [keptOpen("defaults", make("details", {}, make("summary", {}, `${rest.length} arguments ${word}`), table("Other arguments", heads, rest)))] : []));
 };
 const opened = new Set();
@@ -108,7 +108,7 @@ const keptOpen = (name, details) => {
 
 const showEnvironment = (runs) => {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.environment)))];
-  put("environment", ...(names.length ? [table("Environment", ["name", ...runs.map((run) => (runs.length > 1 ? run.label : "value"))],
+  put("environment", ...(names.length ? [table("Versions and machine", ["name", ...runs.map((run) => (runs.length > 1 ? run.label : "value"))],
     names.map((name) => [name, ...runs.map((run) => run.environment[name] || "-")]))] : []));
 };
 
