@@ -43,7 +43,7 @@ def write_ledger(folder: Path, *, step: int, max_steps: int, status: str = "fini
     starts = [{"kind": "start", "step": 0, "time": BEGAN}, {"kind": "resume", "step": 200, "time": BEGAN + 700}]
     document = {
         "run": "r", "launch": None, "status": status, "step": step, "max_steps": max_steps, "updated": BEGAN + 2000,
-        "beat": 10.0, "seconds": {part: seconds.get(part, 0.0) for part in PARTS}, "starts": starts, "saved": {}, **values,
+        "seconds": {part: seconds.get(part, 0.0) for part in PARTS}, "starts": starts, "saved": {}, **values,
     }  # fmt: skip
     (folder / "time_ledger.json").write_text(json.dumps(document))
 

@@ -19,7 +19,7 @@ from .checkpoint.schema import named
 from .ledger import PARTS, Account, Ledger, Seconds
 
 FILE = "time_ledger.json"
-BEAT = 10.0
+BEAT = 2.0
 """Seconds between two writings while the run trains."""
 
 
@@ -35,7 +35,6 @@ class Recorded:
     status: str = RUNNING
     step: int = 0
     max_steps: int = 0
-    beat: float = BEAT
 
 
 @dataclass
@@ -83,7 +82,6 @@ class LedgerFile:
             "step": step,
             "max_steps": max_steps,
             "updated": time.time(),
-            "beat": BEAT,
             "seconds": _rounded(account.seconds),
             "starts": account.starts,
             "saved": {each: _rounded(seconds) for each, seconds in account.saved.items()},
@@ -125,7 +123,6 @@ def _recorded(values: dict[str, Any]) -> Recorded:
         status=str(values["status"]),
         step=int(values["step"]),
         max_steps=int(values["max_steps"]),
-        beat=_number(values["beat"]),
     )
 
 

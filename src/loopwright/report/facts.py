@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..args.field import UNSET, specs
+from ..args.secrets import MASK, is_secret, masked_text
 from ..core.checkpoint.folder import ARGUMENTS
 from ..core.run_record import FILE as RECORD
 
@@ -32,13 +33,13 @@ def facts_of(args: BaseArguments) -> dict[str, Any]:
 
 def arguments(args: BaseArguments) -> list[Row]:
     """Every argument as text, those that are not default first."""
-    known, values = specs(type(args)), args.to_dict()
+    known, values = specs(type(args)), json.loads(args.to_json_string())  # without secrets
     rows = []
     for name, value in values.items():
         spec = known.get(name)
         default = UNSET if spec is None else spec.default
         source = "default" if value == default or str(value) == str(default) else "not default"
-        rows.append({"name": name, "value": _text(value), "source": source})
+        rows.append(_row(name, value, source))
     return sorted(rows, key=lambda row: row["source"] == "default")
 
 
@@ -52,9 +53,7 @@ def resolved(folder: Path) -> list[Row]:
     rows = []
     for name, each in values.items():
         if isinstance(each, dict) and "value" in each:
-            rows.append(
-                {"name": str(name), "value": _text(each["value"]), "source": str(each.get("source", "default"))}
-            )
+            rows.append(_row(str(name), each["value"], str(each.get("source", "default"))))
     return sorted(rows, key=lambda row: row["source"] == "default")
 
 
@@ -67,7 +66,7 @@ def saved_arguments(folder: Path) -> list[Row]:
         except (OSError, ValueError):
             continue
         if isinstance(found, dict):
-            return [{"name": str(name), "value": _text(value), "source": place.name} for name, value in found.items()]
+            return [_row(str(name), value, place.name) for name, value in found.items()]
     return []
 
 
@@ -111,6 +110,10 @@ def _plain(args: BaseArguments) -> dict[str, Any]:
     return {name: values[name] for name in names if isinstance(values.get(name), (bool, int, float, str))}
 
 
+def _row(name: str, value: Any, source: str) -> Row:
+    return {"name": name, "value": MASK if is_secret(name) and value else _text(value), "source": source}
+
+
 def _text(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = masked_text(value if isinstance(value, str) else json.dumps(value, default=str))
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -21,8 +21,8 @@ from .facts import command, resolved, saved_arguments
 from .metrics import Metrics, MetricsReader
 
 SPEED_PLAN = "speed_plan.json"
-LOST_AFTER = 6
-"""A run whose ledger was not written for so many intervals, and whose process cannot be checked, is called silent."""
+SILENT_AFTER = 120.0
+"""Seconds without a sign of life after which a run on another machine is called killed."""
 MOST_INCIDENTS = 100
 
 
@@ -142,14 +142,14 @@ def _status(folder: Path, recorded: Recorded | None, now: float) -> str:
         return "unknown"
     if recorded.status != RUNNING:
         return recorded.status
+    claim, seen = None, recorded.updated
     try:
         claim = decoded((folder / LOCK).read_bytes())
+        seen = max(seen, (folder / LOCK).stat().st_mtime)  # its owner touches it every few seconds
     except OSError:
-        claim = None
+        pass
     ended = None if claim is None else claim.has_ended()
-    if ended is None:
-        ended = now - recorded.updated > LOST_AFTER * recorded.beat
-    return "killed" if ended else RUNNING
+    return "killed" if ended or (ended is None and now - seen > SILENT_AFTER) else RUNNING
 
 
 def _document(path: Path) -> dict[str, Any]:

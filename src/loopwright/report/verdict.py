@@ -65,14 +65,14 @@ ADVICE: tuple[tuple[tuple[str, ...], float, str, Callable[[RunView], str]], ...]
         "went to restarts and to work that was lost",
         lambda run: "lower save_steps, so that less is repeated",
     ),
-    ((DATA,), 0.15, "waited for data", lambda run: _workers(run)),
+    ((DATA,), 0.15, "waited for data", lambda run: _loading(run)),
     (
         (EVALUATION,),
         0.3,
         "was spent on evaluation",
         lambda run: "raise eval_steps or per_device_eval_batch_size, or evaluate on fewer samples",
     ),
-    ((SAVING,), 0.15, "was spent on checkpoints", lambda run: _saving(run)),
+    ((SAVING,), 0.15, "was spent on checkpoints", lambda run: _checkpoints(run)),
     ((COMPILING,), 0.3, "was spent on compiling", lambda run: "train longer, or turn torch_compile off"),
     ((PROVING,), 0.3, "was spent on proving accelerations", lambda run: 'train longer, or set speed="off"'),
     ((PREPARING,), 0.5, "was spent on preparing the run", lambda run: "this share falls as the run gets longer"),
@@ -90,12 +90,12 @@ def _time(run: RunView) -> Iterator[str]:
             yield f"{share:.0%} of the time {what}: {advice(run)}."
 
 
-def _workers(run: RunView) -> str:
+def _loading(run: RunView) -> str:
     workers = run.facts.get("values", {}).get("dataloader_num_workers")
     return "raise dataloader_num_workers" + ("" if workers is None else f" (it is {workers})")
 
 
-def _saving(run: RunView) -> str:
+def _checkpoints(run: RunView) -> str:
     if run.facts.get("values", {}).get("async_save") is False:
         return "raise save_steps, or set async_save=True"
     return "raise save_steps"

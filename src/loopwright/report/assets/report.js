@@ -94,10 +94,10 @@ const showConfig = (runs) => {
   const heads = ["argument", ...(runs.length > 1 ? runs.map((run) => run.label) : ["value"]), runs.length > 1 ? "comparison" : "source"];
   const own = rows.filter((row) => !["default", "same"].includes(row[row.length - 1]));
   const rest = rows.filter((row) => ["default", "same"].includes(row[row.length - 1]));
-  const word = runs.length > 1 ? "that are the same" : "with their defaults";
+  const word = runs.length > 1 ? "with equal values" : "with default values";
   const notes = runs.flatMap((run) => [...run.notes, ...(run.command ? [`command: ${run.command}`] : [])]);
   return put("config", ...notes.map((note) => make("p", { class: "hint" }, note)), ...(own.length ? [table("Arguments", heads, own)] : []),
-    ...(rest.length ? [keptOpen("defaults", make("details", {}, make("summary", {}, `${rest.length} arguments ${word}`), table("Other arguments", heads, rest)))] : []));
+    ...(rest.length ? [keptOpen("defaults", make("details", {}, make("summary", {}, `${rest.length} ${rest.length === 1 ? "argument" : "arguments"} ${word}`), table("Other arguments", heads, rest)))] : []));
 };
 const opened = new Set();
 const keptOpen = (name, details) => {
