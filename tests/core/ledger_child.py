@@ -1,6 +1,6 @@
 """A run that waits for its data, evaluates and saves; started again by the same command, it resumes.
 
-    python -m tests.core.ledger_child FOLDER
+python -m tests.core.ledger_child FOLDER
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Slow(NumpyTrainer):
     def compute_loss(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         time.sleep(0.005)
         return super().compute_loss(model, inputs, num_items_in_batch)
-
 
 
 if __name__ == "__main__":

@@ -119,7 +119,9 @@ class Browser:
 
     def press(self, key: str, text: str = "") -> None:
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, **({"text": text} if text and kind == "keyDown" else {}))
+            self.send(
+                "Input.dispatchKeyEvent", type=kind, key=key, **({"text": text} if text and kind == "keyDown" else {})
+            )
 
 
 @contextmanager
@@ -132,7 +134,8 @@ def started(folder: Path) -> Iterator[Browser]:
     words = [
         program, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars",
-        "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}", "about:blank",
+        "--proxy-server=127.0.0.1:9", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder}",
+        "about:blank",
     ]  # fmt: skip
     command = ["bash", "-c", f'exec "$@" 3<&{to_read} 4>&{back_write}', "bash", *words]
     errors = open(folder.parent / "chromium.log", "wb")

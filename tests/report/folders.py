@@ -10,8 +10,8 @@ from typing import Any
 from loopwright.core.ledger import PARTS
 
 BEGAN = 1_790_000_000.0
-SECONDS = {"updates": 520.0, "data_wait": 1240.0, "proving": 12.0, "evaluation": 90.0, "saving": 38.0, "preparing": 20.0,
-           "restarts": 50.0, "lost_work": 30.0}  # fmt: skip
+SECONDS = {"updates": 520.0, "data_wait": 1240.0, "proving": 12.0, "evaluation": 90.0, "saving": 38.0,
+           "preparing": 20.0, "restarts": 50.0, "lost_work": 30.0}  # fmt: skip
 
 
 def rows(steps: int, *, every: int = 10, shift: float = 0.0) -> list[dict[str, Any]]:
@@ -56,9 +56,16 @@ def write_run(folder: Path, steps: int = 500, *, every: int = 10, shift: float =
     incident = folder / "incident-step-300"
     incident.mkdir(exist_ok=True)
     (incident / "incident.json").write_text(json.dumps({"step": 300, "first_bad_module": "layers.3.mlp"}))
-    (folder / "run.json").write_text(json.dumps({"argv": ["train.py", "--lr", "5e-5"], "folder": ".", "python": "python"}))
-    plan = {"choices": [{"name": "padding-free rows", "is_on": True, "reason": "31% padding", "numbers": {"loss": 1e-7}}]}
+    (folder / "run.json").write_text(
+        json.dumps({"argv": ["train.py", "--lr", "5e-5"], "folder": ".", "python": "python"})
+    )
+    plan = {
+        "choices": [{"name": "padding-free rows", "is_on": True, "reason": "31% padding", "numbers": {"loss": 1e-7}}]
+    }
     (folder / "speed_plan.json").write_text(json.dumps(plan))
-    config = {"learning_rate": {"value": 5e-5, "source": "run.yaml:3"}, "seed": {"value": 42 + int(shift), "source": "default"}}
+    config = {
+        "learning_rate": {"value": 5e-5, "source": "run.yaml:3"},
+        "seed": {"value": 42 + int(shift), "source": "default"},
+    }
     (folder / "resolved_config.json").write_text(json.dumps(config))
     return folder

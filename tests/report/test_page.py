@@ -61,7 +61,9 @@ def test_report_writes_the_page_and_prints_its_path(tmp_path: Path, capsys: Any)
     assert {mark["kind"] for mark in run["marks"]} == {"resume", "incident"}
     assert run["texts"][0]["text"].startswith("Once upon") and run["command"] == "train.py --lr 5e-5"
     assert {"name": "learning_rate", "value": "5e-05", "source": "run.yaml:3"} in run["config"]
-    assert run["speed_plan"] == [{"name": "padding-free rows", "on": True, "reason": "31% padding", "proof": "loss 1e-07"}]
+    assert run["speed_plan"] == [
+        {"name": "padding-free rows", "on": True, "reason": "31% padding", "proof": "loss 1e-07"}
+    ]
     text = (folder / "report.data.js").read_text()
     assert text.startswith(BEGINNING) and text.endswith(END)
     assert not list(folder.glob(".*.writing"))
@@ -100,14 +102,19 @@ def test_compare_shows_results_time_and_what_differs(tmp_path: Path, capsys: Any
     text = capsys.readouterr().out
     assert re.search(r"^eval_loss \(lowest\) +0\.7311 +1\.731$", text, re.MULTILINE)
     assert re.search(r"^Waiting for data +0:20:40 +0:20:40$", text, re.MULTILINE)
-    assert re.search(r"^seed +42 +43$", text, re.MULTILINE) and "learning_rate  " not in text.split("arguments that differ")[1]
+    assert (
+        re.search(r"^seed +42 +43$", text, re.MULTILINE)
+        and "learning_rate  " not in text.split("arguments that differ")[1]
+    )
     assert main(["compare", str(one), str(two), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["arguments"] == {"seed": ["42", "43"]}
     assert main(["compare", str(one)]) == 2
     assert "compare needs two runs or more" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"seconds": 3}', b'{"seconds": {"updates": "NaN"}}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"seconds": 3}', b'{"seconds": {"updates": "NaN"}}', b"\xff\xfe"]
+)
 def test_damaged_files_beside_the_metrics_do_not_matter(tmp_path: Path, content: bytes) -> None:
     folder = write_run(tmp_path / "run")
     for name in ("time_ledger.json", "run.json", "speed_plan.json", "resolved_config.json", "report.data.js"):

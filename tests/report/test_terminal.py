@@ -43,7 +43,9 @@ def test_a_frame_looks_as_it_did(tmp_path: Path, width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 37, 80])
-@pytest.mark.parametrize("points", [[], [1.0], [None, None], [2.0, 2.0], [1.0, None, 3.0], [float(i) for i in range(500)]])
+@pytest.mark.parametrize(
+    "points", [[], [1.0], [None, None], [2.0, 2.0], [1.0, None, 3.0], [float(i) for i in range(500)]]
+)
 def test_a_chart_has_its_width_and_height_for_any_points(points: list[Any], width: int) -> None:
     lines = chart(([float(i) for i in range(len(points))], points), title="loss", width=width, height=5)
     assert len(lines) == 7 and all(len(line) <= width for line in lines)
@@ -60,7 +62,11 @@ def test_the_chart_argument_draws_above_the_progress_bar() -> None:
     for is_chart, is_terminal in ((True, True), (False, True), (True, False)):
         output = io.StringIO()
         console = Console(file=output, force_terminal=is_terminal, width=80, height=40)
-        callback, args, state = ProgressCallback(console=console), SimpleNamespace(chart=is_chart), TrainerState(max_steps=3)
+        callback, args, state = (
+            ProgressCallback(console=console),
+            SimpleNamespace(chart=is_chart),
+            TrainerState(max_steps=3),
+        )
         callback.on_train_begin(args, state, TrainerControl())
         for step in range(1, 4):
             state.global_step = step
@@ -109,7 +115,9 @@ def test_watch_follows_a_run_of_another_process_in_a_terminal(tmp_path: Path) ->
         assert "\u28ff"[0] and re.search("[\u2801-\u28ff]", read_until(main_end, "step 190/500"))
         write_rows(folder, rows(500))
         write_ledger(folder, step=500, max_steps=500)
-        assert "62% of the time waited for data" in read_until(main_end, r"finished  step 500/500[\s\S]*waited for data")
+        assert "62% of the time waited for data" in read_until(
+            main_end, r"finished  step 500/500[\s\S]*waited for data"
+        )
         assert process.wait(120) == 0
     finally:
         if process.poll() is None:

@@ -25,8 +25,14 @@ def view(folder: Path, *, status: str = "finished", **seconds: float) -> RunView
     [
         ({"updates": 38, "data_wait": 62}, "62% of the time waited for data: raise dataloader_num_workers (it is 0)."),
         ({"updates": 50, "evaluation": 50}, "50% of the time was spent on evaluation: raise eval_steps"),
-        ({"updates": 70, "saving": 30}, "30% of the time was spent on checkpoints: raise save_steps, or set async_save"),
-        ({"updates": 60, "lost_work": 30, "restarts": 10}, "40% of the time went to restarts and to work that was lost"),
+        (
+            {"updates": 70, "saving": 30},
+            "30% of the time was spent on checkpoints: raise save_steps, or set async_save",
+        ),
+        (
+            {"updates": 60, "lost_work": 30, "restarts": 10},
+            "40% of the time went to restarts and to work that was lost",
+        ),
         ({"updates": 50, "compiling": 50}, "50% of the time was spent on compiling"),
         ({"updates": 50, "proving": 50}, "50% of the time was spent on proving"),
         ({"updates": 97, "data_wait": 3}, "Nothing to mend: 97% of the time went into updates; the loss went from"),
@@ -38,7 +44,11 @@ def test_the_largest_part_comes_first(tmp_path: Path, seconds: dict[str, float],
 
 @pytest.mark.parametrize(
     ("status", "expected"),
-    [("failed", "The run failed"), ("interrupted", "The run was interrupted after step 100"), ("running", "The run was killed")],
+    [
+        ("failed", "The run failed"),
+        ("interrupted", "The run was interrupted after step 100"),
+        ("running", "The run was killed"),
+    ],
 )
 def test_the_end_of_a_run_comes_before_its_time(tmp_path: Path, status: str, expected: str) -> None:
     found = verdict(view(tmp_path, status=status, data_wait=62, updates=38))

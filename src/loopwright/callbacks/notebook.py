@@ -38,8 +38,8 @@ def in_notebook() -> bool:
 class NotebookProgressCallback(TrainerCallback):
     """Shows a progress bar, a chart of the losses and a table of step, training loss, validation loss and metrics.
 
-    Without evaluations the table has a row per log, otherwise a row per evaluation. The chart is an SVG without scripts,
-    so a saved notebook shows it when it is opened again.
+    Without evaluations the table has a row per log, otherwise a row per evaluation. The chart is an SVG without
+    scripts, so a saved notebook shows it when it is opened again.
     """
 
     def __init__(

@@ -63,9 +63,7 @@ class Account:
 class Ledger:
     """Measures the parts of one call of `train()` and adds them to the account of its run."""
 
-    def __init__(
-        self, *, clock: Callable[[], float] = time.perf_counter, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, now: Callable[[], float] = time.time) -> None:
         self.account = Account()
         self.waited: Callable[[], float] = lambda: 0.0
         """Seconds that updates have waited for data in this call."""

@@ -50,9 +50,7 @@ class LedgerFile:
     began: float = field(default_factory=time.time)
     _has_failed: bool = False
 
-    def begin(
-        self, recorded: Recorded | None, *, step: int, is_resumed: bool, waited: Callable[[], float]
-    ) -> None:
+    def begin(self, recorded: Recorded | None, *, step: int, is_resumed: bool, waited: Callable[[], float]) -> None:
         """Continue the recorded ledger if it belongs to this run or, before its first checkpoint, to this launch."""
         mine = recorded is not None and (
             (is_resumed and recorded.run == self.run)
