@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 
 from loopwright.core.ledger import LOST, MOST_MARKS, PARTS, Account, Ledger
 from loopwright.core.ledger_file import FILE, LedgerFile, Recorded, read_ledger
+from loopwright.report.folder import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -165,8 +166,10 @@ def test_three_starts_with_two_kills_add_up_to_the_wall_time(tmp_path: Path) -> 
     for step in (24, 44):  # checkpoints every 10 steps
         child = started(folder)
         wait_for_step(folder, step)
+        assert open_run(folder).read().status == "running"
         child.send_signal(signal.SIGKILL)
         child.wait(60)
+        assert open_run(folder).read().status == "killed"
     child = started(folder)
     assert child.wait(120) == 0
     found = read_ledger(folder)
