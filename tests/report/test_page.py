@@ -40,6 +40,14 @@ def test_a_long_run_has_two_thousand_points_a_curve(tmp_path: Path) -> None:
     assert len(run["curves"]["loss"]["x"]) > MOST_POINTS / 2
 
 
+def test_curves_beyond_the_limit_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 500, **{f"metric_{number}": 1.0 for number in range(100)}}) + "\n")
+    found = document([open_run(tmp_path).read()])
+    assert len(found["charts"]) == 60 and len(found["charts"]) + len(found["left_out"]) == 110
+
+
 def test_names_and_texts_cannot_become_tags(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<script>alert(1)<&@@DATA@@")
     with open(folder / "metrics.jsonl", "a") as file:

@@ -68,9 +68,11 @@ def test_rows_are_read_as_they_are_appended(tmp_path: Path) -> None:
     assert found.step == 110 and found.curves["loss"].last == 0.5
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('ss": 0.25}\nnot json\n{"step": 130, "loss": "NaN"}\n')
+        file.write('{"step": 140, "eval_loss": 1e400, "eval_x": NaN, "eval_runtime": 1.0, "epoch": NaN}\n')
     found = reader.read()
-    assert found.step == 130 and found.curves["loss"].last == 0.25
-    assert found.marks[-1]["text"] == "loss is nan"
+    assert found.step == 140 and found.curves["loss"].last == 0.25
+    assert [mark["text"] for mark in found.marks] == ["loss is nan", "eval_loss is inf", "eval_x is nan"]
+    assert json.dumps(list(found.evaluations), allow_nan=False)
 
 
 def test_a_resumed_run_drops_its_later_rows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -51,6 +52,7 @@ def test_a_run_leaves_a_report_with_its_evaluations(tmp_path: Path) -> None:
     assert run["environment"]["torch"].startswith(torch.__version__.split("+")[0])
     trainer.evaluate(metric_key_prefix="test")
     assert data_of(tmp_path / "run")["runs"][0]["evaluations"][-1]["test_loss"] > 0
+    copy.deepcopy(trainer.callback_handler.callbacks)
     trainer.log({"sample": "some text"})
     assert data_of(tmp_path / "run")["runs"][0]["texts"] == [{"step": 6, "name": "sample", "text": "some text"}]
 

@@ -44,7 +44,7 @@ class ReportCallback(TrainerCallback):
         if self._is_training:
             self._writer.wake()
         else:
-            self._writer.write(with_page=True)  # an evaluation after training
+            self._writer.write()  # an evaluation after training
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self._writer is not None and self._is_training:

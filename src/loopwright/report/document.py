@@ -55,7 +55,14 @@ MOST_CHARTS = 60
 
 def document(runs: list[RunView]) -> dict[str, Any]:
     """The data of a page about these runs."""
-    return {"format": FORMAT, "written": time.time(), "charts": charts(runs), "runs": [run_document(r) for r in runs]}
+    found = charts(runs)
+    return {
+        "format": FORMAT,
+        "written": time.time(),
+        "charts": found[:MOST_CHARTS],
+        "left_out": [chart["title"] for chart in found[MOST_CHARTS:]],
+        "runs": [run_document(run) for run in runs],
+    }
 
 
 def charts(runs: list[RunView]) -> list[dict[str, Any]]:
@@ -65,12 +72,12 @@ def charts(runs: list[RunView]) -> list[dict[str, Any]]:
     listed = [(key, title, [name for name in curves if name in names], unit) for key, title, curves, unit in CHARTS]
     others = [(name, name, [name], "") for name in names if name not in known and name not in HIDDEN]
     found = [each for each in listed if each[2]] + others
-    return [dict(zip(("id", "title", "curves", "unit"), each, strict=True)) for each in found[:MOST_CHARTS]]
+    return [dict(zip(("id", "title", "curves", "unit"), each, strict=True)) for each in found]
 
 
 def run_document(run: RunView) -> dict[str, Any]:
     """Everything about one run."""
-    shown = {name for chart in charts([run]) for name in chart["curves"]}
+    shown = {name for chart in charts([run])[:MOST_CHARTS] for name in chart["curves"]}
     findings = verdict(run)
     return {
         "name": run.name,

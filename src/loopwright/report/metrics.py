@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ class Metrics:
         self.rows += 1
         self.step = max(self.step, row["step"])
         epoch = row.get("epoch")
-        self.epoch = float(epoch) if isinstance(epoch, (int, float)) else self.epoch
+        if isinstance(epoch, (int, float)) and math.isfinite(epoch):
+            self.epoch = float(epoch)
         values = {**(row["pace"] if isinstance(row.get("pace"), dict) else {}), **row}
         if "train_runtime" in values:
             self.summary = {name: value for name, value in values.items() if _is_number(value) and name != "step"}
@@ -46,7 +48,7 @@ class Metrics:
         for name, value in values.items():
             self._take(row["step"], name, value)
         if any(name.endswith("_runtime") for name in values):
-            self.evaluations.append({name: each for name, each in row.items() if name not in ("time", "pace")})
+            self.evaluations.append({name: _shown(each) for name, each in row.items() if name not in ("time", "pace")})
 
     def _take(self, step: int, name: str, value: Any) -> None:
         if name in POSITION:
@@ -81,24 +83,32 @@ class MetricsReader:
                     self.metrics, self._offset = Metrics(), 0
                     self._identity = (found.st_dev, found.st_ino)
                 file.seek(self._offset)
-                content = file.read()
+                self._take(file)
         except OSError:  # not written yet
-            return self.metrics
-        whole = content[: content.rfind(b"\n") + 1]  # a row may be incomplete at this moment
-        self._offset += len(whole)
-        for line in whole.split(b"\n"):
+            pass
+        return self.metrics
+
+    def _take(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return  # incomplete at this moment
+            self._offset += len(line)
             row = _parsed(line)
             if row is not None:
                 self.metrics.add(row)
-        return self.metrics
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=str)  # other programs write NaN as it is
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _shown(value: Any) -> Any:
+    """A value for a table: JSON has no NaN and infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +30,29 @@ class ReportWriter:
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         self.folder = folder
         self._run = RunFolder(folder, facts=facts)
-        self._changed, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="loopwright-report", daemon=True)
         self._page_due = 0.0
         self._has_failed = False
-        self._thread.start()
+        self._beside: Beside | None = Beside(self.write)
 
     def wake(self) -> None:
         """There are new numbers."""
-        self._changed.set()
+        if self._beside is not None:
+            self._beside.changed.set()
 
     def finish(self) -> None:
         """Write the report a last time, in the calling thread."""
-        self._stop.set()
-        self._changed.set()
-        if self._thread.is_alive():
-            self._thread.join(PATIENCE)
-        if self._thread.is_alive():
+        beside, self._beside = self._beside, None  # a finished writer can be copied with its trainer
+        if beside is None or beside.end():
+            self.write()
+        else:
             logger.warning(f"{self.folder / FILE}: the last writing takes long, so the end of the run is not in it")
-            return
-        self.write(with_page=True)
 
-    def _work(self) -> None:
-        pause = FIRST_SECONDS
-        self._changed.set()
-        while not self._stop.wait(pause):
-            self._changed.wait()
-            if self._stop.is_set():
-                return
-            self._changed.clear()
-            pause = max(DATA_SECONDS, COST_SHARE * self.write(with_page=time.monotonic() >= self._page_due))
-
-    def write(self, *, with_page: bool) -> float:
-        """Write the data, and the page if requested; returns the seconds it took."""
+    def write(self, *, with_page: bool = True) -> float:
+        """Write the data, and the page if requested or due; returns the seconds it took."""
         started = time.monotonic()
         try:
             found = document([self._run.read()])
-            if with_page:
+            if with_page or started >= self._page_due:
                 write_page(self.folder / FILE, found, follows=True)
                 self._page_due = time.monotonic() + PAGE_SECONDS
             write_data(self.folder, found)
@@ -74,3 +61,30 @@ class ReportWriter:
                 logger.warning(f"the report of {self.folder} cannot be written ({error}); training continues")
             self._has_failed = True
         return time.monotonic() - started
+
+
+class Beside:
+    """A thread that calls `write` after changes, with pauses."""
+
+    def __init__(self, write: Callable[..., float]) -> None:
+        self._write = write
+        self.changed, self._stop = threading.Event(), threading.Event()
+        self.changed.set()
+        self._thread = threading.Thread(target=self._work, name="loopwright-report", daemon=True)
+        self._thread.start()
+
+    def end(self) -> bool:
+        """Stop; returns whether the thread has ended."""
+        self._stop.set()
+        self.changed.set()
+        self._thread.join(PATIENCE)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        pause = FIRST_SECONDS
+        while not self._stop.wait(pause):
+            self.changed.wait()
+            if self._stop.is_set():
+                return
+            self.changed.clear()
+            pause = max(DATA_SECONDS, COST_SHARE * self._write(with_page=False))

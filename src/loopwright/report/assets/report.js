@@ -44,12 +44,13 @@ const labelled = (runs) => {
 };
 
 const showRuns = (runs) => document.getElementById("runs").replaceChildren(...runs.map((run) => {
-  const bad = ["failed", "killed"].includes(run.status);
+  const silent = run.status === "running" && Date.now() / 1000 - run.updated > 120;
+  const bad = silent || ["failed", "killed"].includes(run.status);
   const steps = run.max_steps ? `step ${number(run.step)} of ${number(run.max_steps)}` : `step ${number(run.step)}`;
   const epoch = run.epoch === null ? "" : `, epoch ${number(run.epoch)}`;
   const starts = run.starts > 1 ? `, ${run.starts} starts` : "";
   const when = new Date(1000 * run.updated).toLocaleString();
-  return make("li", {}, make("b", {}, run.label), " ", make("span", { class: bad ? "state bad" : "state" }, run.status),
+  return make("li", {}, make("b", {}, run.label), " ", make("span", { class: bad ? "state bad" : "state" }, silent ? "no sign of life" : run.status),
     ` ${steps}${epoch}, ${clock(run.wall)} in total${starts}; last sign of life ${when}`);
 }));
 
@@ -112,7 +113,7 @@ const showEnvironment = (runs) => {
     names.map((name) => [name, ...runs.map((run) => run.environment[name] || "-")]))] : []));
 };
 
-const showCharts = (specs, runs) => {
+const showCharts = (specs, leftOut, runs) => {
   const grid = document.querySelector("#charts .grid");
   for (const [id, chart] of charts) {
     if (!specs.some((spec) => spec.id === id && spec.curves.join() === chart.spec.curves.join())) {
@@ -128,6 +129,7 @@ const showCharts = (specs, runs) => {
     charts.get(spec.id).update(runs, range);
   });
   document.getElementById("charts").hidden = !specs.length;
+  document.getElementById("left-out").textContent = leftOut.length ? `Not drawn, but in metrics.jsonl: ${leftOut.join(", ")}` : "";
 };
 
 function loopwrightReport(data) {
@@ -136,7 +138,7 @@ function loopwrightReport(data) {
   const runs = labelled(data.runs);
   showRuns(runs);
   showVerdict(runs);
-  showCharts(data.charts, runs);
+  showCharts(data.charts, data.left_out, runs);
   for (const show of [showTime, showMarks, showEvaluations, showTexts, showSpeed, showConfig, showEnvironment]) show(runs);
   document.body.dataset.written = String(data.written);
 }
