@@ -45,21 +45,20 @@ class Series:
 def reduced(xs: list[float], ys: list[float | None], most: int = MOST_POINTS) -> Points:
     """The lowest and the highest point of each of `most / 2` columns, and the first and the last point."""
     columns = max(most // 2 - 1, 1)
-    first, span = xs[0], (xs[-1] - xs[0]) or 1.0
-    kept = {0, len(xs) - 1}
-    start = 0
-    while start < len(xs):
-        column = min(int((xs[start] - first) / span * columns), columns - 1)
-        end = start
-        while end < len(xs) and min(int((xs[end] - first) / span * columns), columns - 1) == column:
-            end += 1
-        kept.update(_extremes(ys, start, end))
-        start = end
-    order = sorted(kept)
-    return [xs[i] for i in order], [ys[i] for i in order]
-
-
-def _extremes(ys: list[float | None], start: int, end: int) -> tuple[int, ...]:
-    """The places of the lowest and the highest value; that of a gap if there is no value."""
-    values = [(value, place) for place in range(start, end) if (value := ys[place]) is not None]
-    return (min(values)[1], max(values)[1]) if values else (start,)
+    first, factor = xs[0], columns / ((xs[-1] - xs[0]) or 1.0)
+    lowest: dict[int, int] = {}
+    highest: dict[int, int] = {}
+    gaps: dict[int, int] = {}
+    for place, (x, y) in enumerate(zip(xs, ys, strict=True)):
+        column = min(int((x - first) * factor), columns - 1)
+        if y is None:
+            gaps.setdefault(column, place)
+        elif column not in lowest:
+            lowest[column] = highest[column] = place
+        elif y < (ys[lowest[column]] or 0.0):
+            lowest[column] = place
+        elif y > (ys[highest[column]] or 0.0):
+            highest[column] = place
+    alone = [place for column, place in gaps.items() if column not in lowest]
+    kept = sorted({0, len(xs) - 1, *lowest.values(), *highest.values(), *alone})
+    return [xs[i] for i in kept], [ys[i] for i in kept]

@@ -19,7 +19,7 @@ FIRST_SECONDS = 1.0
 DATA_SECONDS, PAGE_SECONDS = 3.0, 60.0
 """Least time between two writings of the data, and of the page with all data in it."""
 COST_SHARE = 100
-"""A writing is followed by a pause of at least so many times its own duration."""
+"""A writing is followed by a pause of at least so many times what it took of the processor."""
 PATIENCE = 20.0
 """Seconds to wait for a writing in progress when training ends."""
 
@@ -48,11 +48,11 @@ class ReportWriter:
             logger.warning(f"{self.folder / FILE}: the last writing takes long, so the end of the run is not in it")
 
     def write(self, *, with_page: bool = True) -> float:
-        """Write the data, and the page if requested or due; returns the seconds it took."""
-        started = time.monotonic()
+        """Write the data, and the page if requested or due; returns the seconds of computing it took."""
+        started = time.thread_time()
         try:
             found = document([self._run.read()])
-            if with_page or started >= self._page_due:
+            if with_page or time.monotonic() >= self._page_due:
                 write_page(self.folder / FILE, found, follows=True)
                 self._page_due = time.monotonic() + PAGE_SECONDS
             write_data(self.folder, found)
@@ -60,7 +60,7 @@ class ReportWriter:
             if not self._has_failed:
                 logger.warning(f"the report of {self.folder} cannot be written ({error}); training continues")
             self._has_failed = True
-        return time.monotonic() - started
+        return time.thread_time() - started
 
 
 class Beside:
