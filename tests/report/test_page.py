@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +132,15 @@ def test_damaged_files_beside_the_metrics_do_not_matter(tmp_path: Path, content:
     assert main(["report", str(folder)]) == 0
     run = data_of(folder / "report.html")["runs"][0]
     assert run["status"] == "unknown" and run["curves"]["loss"]["x"][-1] == 500
+
+
+def test_two_processes_may_write_the_same_page(tmp_path: Path) -> None:
+    """As when `loopwright report` is called while the run writes its own."""
+    folder = write_run(tmp_path / "run")
+    code = f"import sys; from loopwright.cli.main import main; [main(['report', {str(folder)!r}]) for _ in range(15)]"
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL) for _ in range(2)]
+    while any(process.poll() is None for process in processes):
+        if (folder / "report.html").exists():
+            assert data_of(folder / "report.html")["runs"][0]["step"] == 500
+    assert [process.returncode for process in processes] == [0, 0]
+    assert not list(folder.glob(".*.writing"))

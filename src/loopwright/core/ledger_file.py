@@ -93,8 +93,8 @@ class LedgerFile:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's content, so that a reader finds the old or the new one."""
-    temporary = path.with_name(f".{path.name}.writing")
+    """Replace a file's content, so that a reader finds the old or the new one; another process may do the same."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 

@@ -133,12 +133,12 @@ const showCharts = (specs, leftOut, runs) => {
 };
 
 function loopwrightReport(data) {
-  if (paused || (current && data.written === current.written)) return;
+  if (paused || (current && (data.written === current.written || data.format !== current.format))) return;
   current = data;
   const runs = labelled(data.runs);
   showRuns(runs);
   showVerdict(runs);
-  showCharts(data.charts, data.left_out, runs);
+  showCharts(data.charts, data.left_out || [], runs);
   for (const show of [showTime, showMarks, showEvaluations, showTexts, showSpeed, showConfig, showEnvironment]) show(runs);
   document.body.dataset.written = String(data.written);
 }
