@@ -88,9 +88,10 @@ def test_each_second_belongs_to_one_part() -> None:
             clock.now += 2
     ledger.save(10)
     clock.now += 7
+    ledger.move("compiling", 2)
     found = ledger.settle().seconds
     assert {name: value for name, value in found.items() if value} == {
-        "preparing": 5, "updates": 13, "data_wait": 4, "evaluation": 3, "compiling": 2
+        "preparing": 5, "updates": 11, "data_wait": 4, "evaluation": 3, "compiling": 4
     }  # fmt: skip
 
 

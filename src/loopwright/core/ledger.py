@@ -86,6 +86,13 @@ class Ledger:
         before, self._part = self._part, part
         return before
 
+    def move(self, part: str, seconds: float) -> None:
+        """Count the latest seconds as another part: it is known only afterwards what they were spent on."""
+        account = self.settle()
+        moved = min(seconds, account.seconds[self._part])
+        account.seconds[self._part] -= moved
+        account.seconds[part] += moved
+
     def settle(self) -> Account:
         """Add the time up to now."""
         now, waited, seconds = self._clock(), self.waited(), self.account.seconds
