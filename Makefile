@@ -1,6 +1,6 @@
 # Two commands on a fresh machine: `make demo` and `make test`. Both build what they need in .venv first.
 #
-#   make demo    train a small language model on this machine's Python sources, about a minute
+#   make demo    train a small language model on this machine's Python sources, about a minute; ends with report.html
 #   make check   lint, types, arguments, core and structure: what to run before every commit
 #   make test    lint, types and the whole test suite; of large grids a spread
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
@@ -30,9 +30,9 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
 PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
-         tensorflow-cpu==2.21.0 jax ray optuna
-# Without what they ask for: tf-keras would bring a second, larger TensorFlow.
-ALONE := tf-keras==2.21.0
+         tensorflow-cpu==2.21.0 jax ray optuna nbclient ipykernel
+# Without what they ask for: tf-keras would bring a second, larger TensorFlow, and of axe only its script is used.
+ALONE := tf-keras==2.21.0 axe-playwright-python==0.1.8
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test test-grid test-xla xla-env trackers docs lint bench clean

@@ -133,13 +133,16 @@ def report(trainer: Trainer, metrics: dict[str, float], seconds: float) -> None:
     evaluations = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     folder = Path(trainer.args.output_dir)
     print("\nWhat it writes now, after `def `:\n")
-    print(trainer.model.write("def ", 300))
+    written = trainer.model.write("def ", 300)
+    print(written)
+    trainer.log({"sample": written})  # the report shows texts that are logged
     print("\nLoss per byte (. training, E evaluation on files it has not seen):\n")
     print(chart(training, evaluations))
     print(f"\nEvaluation loss {metrics['eval_loss']:.3f} nats per byte, after {seconds:.0f} seconds of training.")
     print(f"Results are in {folder}:")
     for path in sorted(folder.iterdir()):
         print(f"  {path.name}{'/' if path.is_dir() else ''}")
+    print(f"\nThe report of the run, to open in a browser: {(folder / 'report.html').resolve()}")
 
 
 def parse() -> argparse.Namespace:

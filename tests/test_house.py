@@ -27,13 +27,14 @@ FRAMEWORK_FREE = sorted([*(PACKAGE / "core").rglob("*.py"), *(PACKAGE / "args").
 ALLOWED = {"core": {"numpy"}, "args": {"yaml"}, "keras": {"numpy", "ml_dtypes", "keras", "safetensors"}}
 
 FLOOR = {"errors", "notices", "args"}
-SHARED = {*FLOOR, "core", "callbacks", "reporters"}
+SHARED = {*FLOOR, "core", "callbacks", "report", "reporters"}
 BELOW: dict[str, set[str]] = {
     "args": FLOOR,
     "core": {*FLOOR, "core"},
     "launch": {*FLOOR, "core", "launch"},
     "speed": {*FLOOR, "snapshot", "core", "speed"},
-    "callbacks": SHARED,  # callbacks and reporters live on one floor
+    "callbacks": SHARED,  # callbacks, the report and reporters live on one floor
+    "report": SHARED,
     "reporters": SHARED,
     "hub": {*FLOOR, "core", "hub"},
     "search": {*SHARED, "search"},

@@ -72,6 +72,8 @@ LONGER = {
     ("cli/doctor.py", "Show devices"): "the description of a command",
     ("cli/dryrun.py", "Compile the whole"): "the description of a command",
     ("cli/launch.py", "Run a script"): "the description of a command",
+    ("cli/report.py", "Write report.html"): "the description of a command",
+    ("cli/watch.py", "Show a run"): "the description of a command",
     ("launch/slurm.py", "#!/bin/bash"): "a shell script",
 }
 

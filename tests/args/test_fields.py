@@ -46,6 +46,8 @@ NEW = {
     "half_precision_backend": "auto",
     "fp16_opt_level": "O1",
     "logging_dir": None,
+    "chart": False,
+    "html_report": True,
 }
 SPECS = {name: spec for name, spec in specs(Seq2SeqTrainingArguments).items() if spec.row is None}
 

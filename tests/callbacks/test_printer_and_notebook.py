@@ -176,10 +176,12 @@ def names(args):
 def test_default_callbacks(monkeypatch, disable_tqdm, is_notebook, expected):
     monkeypatch.setattr("loopwright.callbacks.defaults.in_notebook", lambda: is_notebook)
     args = SimpleNamespace(disable_tqdm=disable_tqdm, report_to=[])
+    assert names(args) == ["DefaultFlowCallback", expected, "MetricsFileCallback", "ReportCallback"]
+    args.html_report = False
     assert names(args) == ["DefaultFlowCallback", expected, "MetricsFileCallback"]
 
 
 def test_default_callbacks_include_the_reporters_asked_for():
     pytest.importorskip("tensorboard")
-    args = SimpleNamespace(disable_tqdm=True, report_to=["tensorboard"])
+    args = SimpleNamespace(disable_tqdm=True, report_to=["tensorboard"], html_report=False)
     assert names(args) == ["DefaultFlowCallback", "PrinterCallback", "MetricsFileCallback", "TensorBoardCallback"]

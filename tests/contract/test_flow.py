@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from loopwright import TrainerCallback
 from loopwright.core.events import EVENTS
+from loopwright.core.ledger_file import read_ledger
 
 from .frameworks import rows
 
@@ -125,3 +127,17 @@ def test_every_override_is_reached(framework: Any, tmp_path: Path) -> None:
     trainer.predict(rows(4))
     assert set(names) - reached == set()
     assert len([row for row in trainer.state.log_history if "eval_loss" in row]) == 2
+
+
+def test_the_time_ledger_adds_up_and_the_report_is_written(framework: Any, tmp_path: Path) -> None:
+    options = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "report_to": "none"}
+    trainer = framework.trainer(tmp_path, framework.net(), rows(8), evaluation=rows(4), **options)
+    started = time.time()
+    trainer.train()
+    found = read_ledger(tmp_path)
+    assert found is not None and found.status == "finished"
+    assert found.account.total == pytest.approx(found.updated - started, rel=0.01, abs=0.05)
+    used = {part for part, seconds in found.account.seconds.items() if seconds > 0}
+    assert {"updates", "evaluation", "saving", "preparing"} <= used
+    assert ("compiling" in used) == (framework.name == "tensorflow")
+    assert (tmp_path / "report.html").is_file()

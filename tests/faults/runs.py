@@ -235,6 +235,7 @@ def make(
             "use_cpu": True,
             "disable_tqdm": True,
             "report_to": [],
+            "html_report": False,  # its thread would add file operations at any moment
             **options,
         },
     )

@@ -58,7 +58,8 @@ def test_what_is_no_checkpoint_stays_on_this_machine(url: str, tmp_path: Path) -
     trainer.save_state()
     here = tmp_path / "trainer_output" / "memory" / url.removeprefix("memory://")
     assert sorted(path.name for path in here.iterdir()) == [
-        "all_results.json", "metrics.jsonl", "run.json", "runs", "train_results.json", "trainer_state.json"
+        "all_results.json", "metrics.jsonl", "report.data.js", "report.html", "run.json", "runs", "time_ledger.json",
+        "train_results.json", "trainer_state.json",
     ]  # fmt: skip
     assert all(name.startswith("checkpoint-") for name in stored(url))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trainer_output"]

@@ -51,4 +51,8 @@ class LoggingArgs(Group):
     disable_tqdm: bool | None = arg(
         None, "Plain lines instead of a progress bar; by default only where warnings are not shown.", ranks="any"
     )
+    chart: bool = arg(False, "Draw the loss as a chart above the progress bar of a terminal.", ranks="any")
+    html_report: bool = arg(
+        True, "Keep report.html in the output folder up to date: curves, time ledger and incidents.", ranks="any"
+    )
     skip_memory_metrics: bool = arg(True, "Leave memory statistics out of the metrics.")

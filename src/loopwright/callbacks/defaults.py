@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..args.logging import LoggingArgs
 from ..core.events import TrainerCallback
+from ..report.callback import ReportCallback
 from ..reporters.registry import reporter_callbacks
 from .flow import DefaultFlowCallback
 from .metrics_file import MetricsFileCallback
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
 
 def default_callbacks(args: BaseArguments) -> list[TrainerCallback]:
-    """The flow callback, a progress display, metrics.jsonl and the reporters named in `report_to`."""
+    """The flow callback, a progress display, metrics.jsonl, report.html and the reporters named in `report_to`."""
     return [
         DefaultFlowCallback(),
         progress_class(args)(),
         MetricsFileCallback(),
+        *([ReportCallback()] if getattr(args, "html_report", True) else []),
         *reporter_callbacks(getattr(args, "report_to", None)),
     ]
 

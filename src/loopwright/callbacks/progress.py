@@ -15,6 +15,8 @@ from rich.text import Text
 
 from ..core.events import TrainerCallback
 from ..core.lost_output import discard_lost_output, lost_output_discarded
+from ..report.braille import chart
+from ..report.series import Series
 from .pace import Pace, evaluation_pace
 from .text import log_line, short, work_line
 
@@ -25,6 +27,7 @@ REFRESH_SECONDS = 0.1
 QUIET_SECONDS = 60.0
 """Without a terminal, a line appears at least this often."""
 BAR_WIDTH = 24
+CHART_HEIGHT = 10
 TEXT_WIDTH = 70
 """Columns reserved for text; the bar gets the rest of a narrow terminal."""
 
@@ -63,12 +66,14 @@ class ProgressCallback(TrainerCallback):
         self._printed = clock()
         self._loss: Any = None
         self._work = ""
+        self._curve: Series | None = None
 
     def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
         self._close()
         self._loss, self._work = None, ""
+        self._curve = Series() if getattr(args, "chart", False) else None
         self.training = Pace("steps", state.global_step, state.max_steps, self._clock())
         self._open()
 
@@ -124,6 +129,8 @@ class ProgressCallback(TrainerCallback):
             return
         self._loss = logs.get("loss", self._loss)
         self._work = work_line(pace) if pace else self._work
+        if self._curve is not None and isinstance(logs.get("loss"), (int, float)):
+            self._curve.add(state.global_step, float(logs["loss"]))
         self._print(self._log_line(state, logs))
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -220,6 +227,10 @@ class ProgressCallback(TrainerCallback):
 
     def _lines(self) -> Text:
         lines, width = [], min(max(self._output.width - TEXT_WIDTH, 0), BAR_WIDTH)
+        if self._curve is not None and self._curve.xs:
+            points = self._curve.points(4 * self._output.width)
+            drawn = chart(points, title="loss", width=self._output.width, height=CHART_HEIGHT)
+            lines += [Text(line.rstrip()) for line in drawn]
         if self.training is not None:
             loss = "" if self._loss is None else f"  loss {short(self._loss)}"
             lines.append(_bar(self.training, "training", loss, width, self._work))

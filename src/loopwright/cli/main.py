@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "args": Command("loopwright.cli.reference:run", "list or search the training arguments, with default and meaning"),
+    "compare": Command("loopwright.cli.compare:run", "compare runs: results, time ledger, arguments that differ"),
     "convert": Command("loopwright.cli.convert:run", "write a checkpoint in the format of transformers' Trainer"),
     "docs": Command("loopwright.cli.docs:main", "write the generated pages of the documentation into a folder"),
     "doctor": Command("loopwright.cli.doctor:run", "check devices, backends and communication between ranks"),
@@ -35,9 +36,11 @@ COMMANDS: dict[str, Command] = {
     "launch": Command("loopwright.cli.launch:run", "run a script on several processes, or write a cluster's job file"),
     "run": Command("loopwright.compat.script:run", "run a script written for transformers' Trainer on loopwright"),
     "replay": Command("loopwright.cli.replay:run", "run a logged step again and compare the metrics"),
+    "report": Command("loopwright.cli.report:run", "write the page of a run, or one page with several runs"),
     "search": Command("loopwright.cli.search:run", "search for good values of a training command"),
     "selfcheck": Command("loopwright.cli.selfcheck:run", "train ten steps on the CPU and on the device and compare"),
     "version": Command("loopwright.cli.version:run", "show the version of loopwright"),
+    "watch": Command("loopwright.cli.watch:run", "follow a run in the terminal, also one of another process"),
 }
 _FLAGS = {"--version": "version", "-V": "version"}
 

@@ -107,7 +107,8 @@ def adjusted_trainers(adjust: Adjust) -> Iterator[None]:
 
 
 def without_reporters(callbacks: list[Any]) -> list[Any]:
-    """The callbacks without reporters: drills and replays are not sent to trackers."""
+    """The callbacks without reporters and reports: drills and replays are not sent to trackers."""
+    from ..report.callback import ReportCallback
     from ..reporters.callback import ReporterCallback
 
-    return [each for each in callbacks if not isinstance(each, ReporterCallback)]
+    return [each for each in callbacks if not isinstance(each, (ReporterCallback, ReportCallback))]

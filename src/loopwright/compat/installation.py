@@ -15,6 +15,7 @@ from ..callbacks.flow import DefaultFlowCallback
 from ..callbacks.metrics_file import MetricsFileCallback
 from ..errors import LoopwrightError, MissingPackage, NotAvailable
 from ..pt.arguments import TrainingArguments
+from ..report.callback import ReportCallback
 from .messages import forward_messages
 from .names import BASES, loaded_modules, pairs
 
@@ -126,7 +127,7 @@ def _replace_default_callbacks() -> None:
     """Let `DEFAULT_CALLBACKS` be the callbacks that every trainer here starts with, besides the progress display."""
     trainer: Any = import_module("transformers.trainer")
     old = trainer.DEFAULT_CALLBACKS
-    trainer.DEFAULT_CALLBACKS = [DefaultFlowCallback, MetricsFileCallback]
+    trainer.DEFAULT_CALLBACKS = [DefaultFlowCallback, MetricsFileCallback, ReportCallback]
     _undo.append(partial(setattr, trainer, "DEFAULT_CALLBACKS", old))
 
 

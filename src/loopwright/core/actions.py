@@ -22,6 +22,7 @@ from .evaluation.metrics import better, full_name, readable, table, write_result
 from .hooks import HookUser
 from .host_memory import MemoryMeter
 from .json_values import LEFT_OUT, json_or_left_out, json_value
+from .ledger import EVALUATION, SAVING
 from .log_history import EncodedRows, LogHistory
 from .meter import Reading
 from .outputs import speed_metrics
@@ -115,17 +116,24 @@ class LoopActions(HookUser):
             self.run.split.restart()
 
     @contextmanager
-    def _off_the_clock(self) -> Iterator[None]:
-        """Exclude evaluation and saving from the time of updates."""
+    def _off_the_clock(self, part: str) -> Iterator[None]:
+        """Exclude evaluation and saving from the time of updates; the time ledger counts them as this part."""
         self.write_late_logs()
         if not self.strategy.reads_are_free:
             # Evaluation and saving wait for the device in any case; this wait is part of the time of the updates
             # before.
             self.run.meter.settle()
-        with self.run.pace.left_out():
+        with self.run.pace.left_out(), self.run.ledger.during(part):
+            self.keep_time(older_than=1.0)
             yield
         if self.run.split is not None:
             self.run.split.restart()
+
+    def keep_time(self, *, older_than: float = 0.0) -> None:
+        """Write the time ledger, unless it was written in the last few seconds."""
+        if self.run.ledger_file.age >= older_than:
+            plan, status = self.run.planned_updates or 0, self.run.status
+            self.run.ledger_file.write(step=self.state.global_step, max_steps=plan, status=status)
 
     def roll_back(self, step: int) -> None:
         """Restore the newest checkpoint up to this step, and continue with the data that comes next."""
@@ -138,6 +146,7 @@ class LoopActions(HookUser):
             return
         jumped = self.state.global_step
         self.saving.restore_weights(max(good))
+        self.run.ledger.roll_back(max(good))
         for callback in self.callback_handler.callbacks:
             if callable(getattr(callback, "rewind", None)):
                 callback.rewind(self.args, self.state)
@@ -219,7 +228,7 @@ class LoopActions(HookUser):
     def evaluate_now(self) -> None:
         """Evaluate within training, and request a checkpoint if the metric is the best so far."""
         try:
-            with self._off_the_clock():
+            with self._off_the_clock(EVALUATION):
                 self.run.may_leave = True
                 metrics = self.trainer._evaluate(self.run.trial, self.run.ignore_keys_for_eval)
         except Interrupted:
@@ -239,10 +248,13 @@ class LoopActions(HookUser):
         if self.args.on_nonfinite == "raise":
             self._stop_if_nonfinite()
         started = time.monotonic()
-        with self._off_the_clock():
+        with self._off_the_clock(SAVING):
             self.agreement.before_save()
             self.pushing.before_save()
             adapt(self.trainer._save_checkpoint, "trial")(self.model, trial=self.run.trial)
+        if not self.run.checkpoints.was_skipped:
+            self.run.ledger.save(self.state.global_step)
+        self.keep_time()
         self.state.last_save_seconds = max(time.monotonic() - started, self.run.checkpoints.last_seconds)
         report_saves(self)
         self._tell_saved()

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def report(trainer: LoopActions, text: str) -> None:
-    """Show one line about the run."""
+    """Show one line about the run; the report keeps it in any case."""
+    for keep in filter(callable, [getattr(each, "note_line", None) for each in trainer.callback_handler.callbacks]):
+        keep(text)
     if not trainer.state.is_world_process_zero or LEVELS[trainer.args.log_level] > logging.INFO:
         return
     shows = [getattr(callback, "show_line", None) for callback in trainer.callback_handler.callbacks]

@@ -7,9 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from ..args.base import BaseArguments
+from ..args.paths import working_folder
 from ..errors import BusyError
 from ..notices import Notices, logger
 from .agreement import Agreement
@@ -20,12 +22,15 @@ from .console import report_beginning, report_saves, report_stop
 from .ending import status_after
 from .events import CallbackHandler
 from .hooks import Hooks
+from .ledger import SAVING
+from .ledger_file import read_ledger
 from .loop import run_training
 from .meter import Meter
 from .outputs import TrainOutput, speed_metrics
 from .overrides import refuse_dead_overrides
 from .part import PushPart
 from .run import Run
+from .run_record import job_id, launch_id
 from .signals import Interrupted, SignalWatch
 from .state import TrainerControl, TrainerState
 from .trainer import BaseTrainer
@@ -127,11 +132,13 @@ class Internals(Updating):
             with suppress(Exception):  # after an error: write the deferred logs if the device still responds
                 self.write_late_logs()
             try:
-                self.run.checkpoints.wait()
+                with self.run.ledger.during(SAVING):
+                    self.run.checkpoints.wait()
                 self.pushing.close()
                 self.finish_with_model()
                 self.data.release()
                 self.run.close()
+                self.keep_time()
                 self.callback_handler.leave_training()
             finally:
                 self.run.checkpoints.end(self.run.status)
@@ -216,6 +223,22 @@ class Internals(Updating):
         self.run.first_step = self.state.global_step
         self.run.first_sample = self.run.progress.samples_seen
         self.run.first_token = self.state.num_input_tokens_seen
+        self._start_ledger()
+
+    def _start_ledger(self) -> None:
+        """Continue the time ledger of the run's earlier starts."""
+        file, current = self.run.ledger_file, self.run.checkpoints.current
+        folder = Path(working_folder(self.args.output_dir)) if self.state.is_world_process_zero else None
+        file.run, file.launch = None if current is None else current.run, launch_id() or job_id()
+        file.begin(
+            None if folder is None else read_ledger(folder),
+            step=self.state.global_step,
+            is_resumed=self.run.resumed_from is not None,
+            waited=self.run.pace.all_waited,
+        )
+        if folder is not None and self.args.should_save:
+            file.folder = folder
+            self.keep_time()
 
     def _warn_if_short(self) -> None:
         """Say that the data ended before the planned number of updates, unless a callback stopped the run."""
@@ -243,11 +266,12 @@ class Internals(Updating):
         metrics["train_loss"] = loss
         self.add_memory_metrics("train", metrics)
         self.log_numbers(metrics)
-        self.run.checkpoints.wait()
-        self.run.checkpoints.raise_if_failed()
-        report_saves(self)
-        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            self.trainer._load_best_model()
+        with self.run.ledger.during(SAVING):
+            self.run.checkpoints.wait()
+            self.run.checkpoints.raise_if_failed()
+            report_saves(self)
+            if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+                self.trainer._load_best_model()
         self.callback_handler.fire("on_train_end")
         self.run.status = FINISHED
         self.pushing.finish()

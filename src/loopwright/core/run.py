@@ -9,6 +9,8 @@ from typing import Any
 from .checkpoint.manager import CheckpointManager
 from .checkpoint.run_id import FAILED, RUNNING
 from .deferred_logs import LogPoint
+from .ledger import Ledger
+from .ledger_file import LedgerFile
 from .meter import Meter
 from .plan import Plan
 from .signals import SignalWatch
@@ -33,6 +35,9 @@ class Run:
     meter: Meter = field(init=False)
     pace: ThroughputMeter = field(default_factory=ThroughputMeter)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
+    ledger: Ledger = field(default_factory=Ledger)
+    """What the wall time was spent on."""
+    ledger_file: LedgerFile = field(init=False)
     learning_rate: float = 0.0
     """Learning rate of the latest update."""
     ignore_keys_for_eval: list[str] | None = None
@@ -99,6 +104,9 @@ class Run:
     """The timer that breaks the time of an update into parts, while it is active."""
     split_at: int = -1
     """The step after which `toggle_step_timing` starts or stops that timer."""
+
+    def __post_init__(self) -> None:
+        self.ledger_file = LedgerFile(self.ledger)
 
     @property
     def planned_updates(self) -> int | None:

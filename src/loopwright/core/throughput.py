@@ -55,13 +55,19 @@ class ThroughputMeter:
         self._recompiled = _or_nan(recompiles)
         self.last_wait = 0.0
         """Seconds the loop waited for the batches of the latest update."""
+        self._waited_before = self.waited = 0.0
         self._first: Interval | None = None
         self._later: Interval | None = None
         self._paused: float | None = None
         self._since = clock()
         self._clear()
 
+    def all_waited(self) -> float:
+        """Seconds the loop waited for batches since the meter was made."""
+        return self._waited_before + self.waited
+
     def _clear(self) -> None:
+        self._waited_before += self.waited
         self.waited = 0.0
         self.updates = self.samples = self.micro_batches = 0
         self.real_tokens: Any = 0

@@ -32,7 +32,7 @@ class Updating(LoopActions):
         self.run.snapshot, self.run.undone = None, False
         batches = self._open_epoch(epoch)
         found = self.run.progress.batches_in_epoch > 0
-        pace, clock = self.run.pace, time.perf_counter
+        pace, clock, ledger = self.run.pace, time.perf_counter, self.run.ledger_file
         while True:
             if self.args.gradient_accumulation_steps != self.run.asked_accumulation:
                 self.changes.follow_accumulation()
@@ -40,6 +40,8 @@ class Updating(LoopActions):
             if (found or self.run.snapshot is None) and self.may_be_undone():
                 self.run.snapshot = self.strategy.snapshot()
             asked = clock()
+            if asked >= ledger.due:
+                self.keep_time()
             micro_batches = self.data.next_batches(batches)
             pace.last_wait = clock() - asked
             pace.waited += pace.last_wait

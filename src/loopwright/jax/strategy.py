@@ -59,6 +59,10 @@ class JaxStrategy(KerasStrategy):
         whole = [(batch.features, batch.labels, row_weights(batch)) for batch in batches]
         return mapped(lambda leaf: jax.device_put(leaf, self._by_rows), whole)
 
+    @property
+    def compilations(self) -> int:
+        return int(self._jitted._cache_size())
+
     def run_update(self, update: Update) -> Any:
         batches = self.placed([self.padded(batch, self.full_rows) for batch in update.batches])
         numbers = np.array([max(update.total_items or 1, 1), self.learning_rate or 0.0], np.float32)

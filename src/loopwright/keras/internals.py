@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from ..callbacks.defaults import default_callbacks
 from ..core.constructor import make_model
 from ..core.host_memory import MemoryMeter
 from ..core.internals import Internals
+from ..core.ledger import COMPILING
 from ..core.pacing import Pacing
 from ..core.update import Update
 from ..hub.part import HubPart
@@ -243,7 +245,10 @@ class KerasInternals(Internals):
 
     def run_micro_batches(self, update: Update) -> Any:
         self._begin_update(update)
+        compiled, started = self.strategy.compilations, time.perf_counter()
         loss = self.strategy.run_update(update)
+        if self.strategy.compilations != compiled:
+            self.run.ledger.move(COMPILING, time.perf_counter() - started)
         for _ in range(len(update.batches) - 1):
             self.callback_handler.fire("on_substep_end")
         return loss

@@ -59,6 +59,11 @@ class KerasStrategy(OneProcess):
         """Compile the updates that follow with these rules."""
         raise NotImplementedError
 
+    @property
+    def compilations(self) -> int:
+        """How many updates of different shapes have been compiled."""
+        raise NotImplementedError
+
     def run_update(self, update: Update) -> Any:
         """Run the update that `prepare` defined in one compiled call; returns its loss."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..args.names import DebugOption
 from ..args.paths import working_folder
+from ..core.ledger import PROVING
 from ..core.overrides import is_overridden
 from ..core.update import Update
 from ..notices import logger
@@ -180,6 +181,7 @@ class Acceleration(TorchPart):
         self.internals.compiled = compile_as_asked(
             self.model, self.args, self.notices, dynamic=True, short_rows=short_rows
         )
+        self.internals.pacing.follow_compiler()
 
     def _why_not_graph(self) -> str | None:
         args, kind = self.args, self.device.type
@@ -238,7 +240,7 @@ class Acceleration(TorchPart):
     def _sandbox(self) -> Iterator[None]:
         self.internals.is_probing = True  # logs of overrides here belong to no update
         try:
-            with sandbox(self.model, self.trainer), self.as_written():
+            with self.run.ledger.during(PROVING), sandbox(self.model, self.trainer), self.as_written():
                 yield
         finally:
             self.internals.is_probing = False

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ..core.ledger import COMPILING
 from ..core.pacing import Pacing
 from ..core.throughput import Interval, ThroughputMeter
 from ..core.update import Update
 from ..notices import logger
+from ..speed.compile.compile_time import CompileTime
 from ..speed.measure.flops import Operations, count_operations
 from ..speed.measure.peaks import device_name, device_peak
 from ..speed.measure.step_timing import Split, TimeSplit, next_sample
@@ -30,6 +32,7 @@ class TorchPacing(TorchPart, Pacing):
     operations: Operations | None = None
     """The model's FLOPs per token; counted at the first log point if the device's peak is known."""
     _counted: torch.nn.Module | None = None
+    _compile_time: CompileTime | None = None
 
     def speed_report(self) -> SpeedReport:
         """The accelerations in use with their reasons, and the speed of training; print it, or use `as_dict()`."""
@@ -51,6 +54,7 @@ class TorchPacing(TorchPart, Pacing):
         if self._counted is not self.model:  # not the model whose FLOPs were counted
             self.operations = None if self._counted is not None else self.operations
             self._counted = None
+        self.follow_compiler()
         self.run.time_split = TimeSplit()
         self.run.split, self.run.split_at = None, next_sample(self.state.global_step)
         return ThroughputMeter(
@@ -82,7 +86,17 @@ class TorchPacing(TorchPart, Pacing):
         self.run.time_split.add(self.run.split)
         self.run.split, self.run.split_at = None, next_sample(step)
 
+    def follow_compiler(self) -> None:
+        """Count the time of compiling in the time ledger, once torch's compiler is in use."""
+        if self._compile_time is None:
+            switch = self.run.ledger.switch
+            self._compile_time = CompileTime(lambda: switch(COMPILING), switch)
+        self._compile_time.follow()
+
     def close(self) -> None:
+        if self._compile_time is not None:
+            self._compile_time.leave()
+            self._compile_time = None
         if self.run.split is not None:
             self.run.split.detach()
             self.run.split = None

@@ -85,6 +85,11 @@ class TFStrategy(KerasStrategy):
 
     # ---- one update -------------------------------------------------------------------------------------------------
 
+    @property
+    def compilations(self) -> int:
+        flat = isinstance(self._compiled, FlatFunction)
+        return int(self._compiled.traced if flat else self._compiled.experimental_get_tracing_count())
+
     def run_update(self, update: Update) -> Any:
         batches = [self.padded(batch, self.full_rows) for batch in update.batches]
         loop = len(batches) > 1 and can_be_stacked(batches)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.ledger import PROVING
 from ...core.overrides import accepts, is_overridden, reaches_ours
 from ...core.part import LossPart
 from ...speed.proof.audit import is_turn
@@ -276,6 +277,7 @@ class LossLearning(TorchPart, LossPart):
         with_gradients = with_gradients and not self.strategy.is_sharded and not is_lazy(self.device)
         probe = LossProbe(compute, self.model, trainer=self.trainer, with_gradients=with_gradients)
         probe.may_leave_half = isinstance(self.strategy.precision, Autocast)
+        probe.measured = lambda: self.run.ledger.during(PROVING)
         return probe
 
     def _in_full(self, probe: LossProbe) -> AbstractContextManager[Any]:

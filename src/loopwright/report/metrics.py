@@ -1,0 +1,115 @@
+"""metrics.jsonl as curves, read piece by piece while a run appends to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..callbacks.metrics_file import FILE_NAME, NON_FINITE
+from .series import Series
+
+NOT_A_CURVE = ("_runtime", "_per_second", "_model_preparation_time", "_jit_compilation_time")
+POSITION = ("step", "epoch", "time", "pace")
+SPEEDS = ("tokens_per_second", "samples_per_second", "steps_per_second", "computed_tokens_per_second")
+MOST_TEXTS, MOST_EVALUATIONS, MOST_MARKS, LONGEST_TEXT = 20, 200, 200, 4000
+
+
+@dataclass
+class Metrics:
+    """The curves, evaluations and texts of the rows so far."""
+
+    curves: dict[str, Series] = field(default_factory=dict)
+    evaluations: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_EVALUATIONS))
+    texts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_TEXTS))
+    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_MARKS))
+    summary: dict[str, float] = field(default_factory=dict)
+    """Numbers that were logged once, at the end."""
+    step: int = 0
+    epoch: float | None = None
+    rows: int = 0
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add one row."""
+        self.rows += 1
+        self.step = max(self.step, row["step"])
+        epoch = row.get("epoch")
+        if isinstance(epoch, (int, float)) and math.isfinite(epoch):
+            self.epoch = float(epoch)
+        values = {**(row["pace"] if isinstance(row.get("pace"), dict) else {}), **row}
+        if "train_runtime" in values:
+            self.summary = {name: value for name, value in values.items() if _is_number(value) and name != "step"}
+            return
+        for name, value in values.items():
+            self._take(row["step"], name, value)
+        if any(name.endswith("_runtime") for name in values):
+            self.evaluations.append({name: _shown(each) for name, each in row.items() if name not in ("time", "pace")})
+
+    def _take(self, step: int, name: str, value: Any) -> None:
+        if name in POSITION:
+            return
+        value = NON_FINITE.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            self.texts.append({"step": step, "name": name, "text": value[:LONGEST_TEXT]})
+        elif _is_number(value) and (name in SPEEDS or not name.endswith(NOT_A_CURVE)):
+            self.curves.setdefault(name, Series()).add(step, float(value))
+            if name == "nonfinite_steps":
+                text = f"{int(value)} steps up to step {step} had a loss or gradients that are not finite"
+                self.marks.append({"step": step, "kind": "not finite", "text": text})
+            elif not math.isfinite(value):
+                self.marks.append({"step": step, "kind": "not finite", "text": f"{name} is {value}"})
+
+
+class MetricsReader:
+    """Follows a metrics.jsonl: each call of `read` adds the rows that have been appended since."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self.metrics = Metrics()
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+
+    def read(self) -> Metrics:
+        """The rows so far; all of them are read again if the file was replaced, as when a run resumes."""
+        try:
+            with open(self.path, "rb") as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._offset:
+                    self.metrics, self._offset = Metrics(), 0
+                    self._identity = (found.st_dev, found.st_ino)
+                file.seek(self._offset)
+                self._take(file)
+        except OSError:  # not written yet
+            pass
+        return self.metrics
+
+    def _take(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            if not line.endswith(b"\n"):
+                return  # incomplete at this moment
+            self._offset += len(line)
+            row = _parsed(line)
+            if row is not None:
+                self.metrics.add(row)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line, parse_constant=str)  # other programs write NaN as it is
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _shown(value: Any) -> Any:
+    """A value for a table: JSON has no NaN and infinities."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
