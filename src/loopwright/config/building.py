@@ -9,6 +9,7 @@ from ..args.paths import working_folder
 from ..core.events import TrainerCallback
 from ..notices import Notices
 from .config import Config
+from .run_control import RunControl
 
 if TYPE_CHECKING:
     from ..pt.trainer import Trainer
@@ -40,7 +41,8 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
     notices = Notices(strict=config.args.strict, quiet=not config.args.should_log)
     for note in materials.notes:
         notices.warn_once(note)
-    return kind(
+    control = RunControl()
+    trainer = kind(
         model=materials.model,
         args=config.args,
         data_collator=materials.data_collator,
@@ -49,5 +51,7 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
         processing_class=materials.processing_class,
         compute_metrics=materials.compute_metrics,
         preprocess_logits_for_metrics=materials.preprocess_logits_for_metrics,
-        callbacks=[ConfigRecord(config)],
+        callbacks=[ConfigRecord(config), control],
     )
+    control.follow(trainer)
+    return trainer

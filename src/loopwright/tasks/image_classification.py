@@ -35,13 +35,15 @@ def build(request: Request) -> Materials:
     from ..pt.data.collators import DefaultDataCollator
     from .images import Images, image_files, transform_for
     from .labels import class_metrics
-    from .models import load_model
+    from .models import known_labels, load_model
 
     data: ImageData = request.data
     train = image_files(Path(str(data.train)), request.place("data.train"))
     held = None if data.validation is None else image_files(Path(data.validation), request.place("data.validation"))
     names = list(train)
     _check_classes(names, held, request)
+    known = known_labels(request)
+    names = known if {*known} == {*names} else names
     pairs = [(file, names.index(name)) for name, files in train.items() for file in files]
     held_pairs = None if held is None else [(file, names.index(name)) for name, files in held.items() for file in files]
     if data.validation_share:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..args.problems import short
 from ..errors import DataError
+from .models import known_labels
 from .metrics import chosen, class_scores
 from .readers import Rows
 from .request import Request
@@ -17,7 +18,7 @@ MOST_CLASSES = 10_000
 
 
 def label_names(
-    splits: Sequence[Rows], column: str, given: list[str] | None, request: Request, *, nested: bool = False
+    splits: Sequence[Rows], column: str, given: list[str] | None, request: Request, *, nested: bool = False, order_of_model: bool = True
 ) -> list[str]:
     """The names of the classes in order; raises if a row has another class, or there is only one."""
     found: dict[str, tuple[str, int]] = {}
@@ -38,7 +39,8 @@ def label_names(
         raise DataError(f"{splits[0].name}: the column {column!r} has {len(found):,} classes; is it a label?")
     if len(found) < 2:
         raise DataError(f"{splits[0].name}: the column {column!r} has only the class {', '.join(found)!r}")
-    return sorted(found, key=_order)
+    known = known_labels(request) if order_of_model else []
+    return known if {*known} == {*found} else sorted(found, key=_order)
 
 
 def _order(name: str) -> tuple[bool, float, str]:

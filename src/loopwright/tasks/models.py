@@ -8,10 +8,15 @@ from typing import Any
 
 from ..args.field import nearest
 from ..errors import ArgumentsError, MissingPackage, ModelError
+from ..notices import logger
 from .import_path import imported, is_import_path
 from .lora import with_adapter
 from .readers import missing_file
 from .request import Request
+
+
+MOST = 6
+"""Names that are listed in a message."""
 
 
 def transformers_package(needed_for: str) -> Any:
@@ -26,7 +31,8 @@ def transformers_package(needed_for: str) -> Any:
 def load_model(request: Request, auto: str, **configuration: Any) -> Any:
     """The model of a configuration: `auto` is transformers' class for the task, such as AutoModelForCausalLM.
 
-    `configuration` are values for the model's configuration that follow from the data, such as the labels.
+    `configuration` are values for the model's configuration that follow from the data, such as the labels, or
+    functions of the configuration that return one.
     """
     name, place = str(request.model.name), request.place("model.name")
     if is_import_path(name):
@@ -64,7 +70,7 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
     config = _loaded(transformers.AutoConfig, name, place)
     _set_options(config, request)
     for key, value in configuration.items():
-        setattr(config, key, value)
+        setattr(config, key, value(config) if callable(value) else value)
     torch.manual_seed(request.seed)  # new heads and models from scratch
     dtype = getattr(torch, request.model.dtype)
     kind = getattr(transformers, auto)
@@ -73,7 +79,7 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
     options: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
     if request.lora is not None and request.lora.quantization is not None:
         options["quantization_config"] = _four_bits(request, transformers, dtype)
-    return _loaded(kind, name, place, **options)
+    return _with_weights(kind, name, place, **options)
 
 
 def _four_bits(request: Request, transformers: Any, dtype: Any) -> Any:
@@ -98,6 +104,18 @@ def _set_options(config: Any, request: Request) -> None:
                 f"{request.place('model.options')}: {type(config).__name__} has no {key!r}{nearest(key, names)}"
             )
         setattr(config, key, value)
+
+
+def known_labels(request: Request) -> list[str]:
+    """The classes of a model that was trained before, in the order of its outputs; empty if it has none."""
+    name = str(request.model.name)
+    if is_import_path(name) or request.model.from_scratch:
+        return []
+    transformers = transformers_package(request.place("model.name"))
+    _check_exists(name, request.place("model.name"))
+    config = _loaded(transformers.AutoConfig, name, request.place("model.name"))
+    names = dict(getattr(config, "id2label", None) or {})
+    return [str(names[index]) for index in sorted(names)]
 
 
 def load_tokenizer(request: Request) -> Any:
@@ -142,6 +160,27 @@ def _check_exists(name: str, place: str) -> None:
 
 def _loaded(kind: Any, name: str, place: str, **options: Any) -> Any:
     return _made(lambda: kind.from_pretrained(name, **options), name, place)
+
+
+def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
+    """A trained model; weights it has no values for are reported in one line."""
+    from transformers.utils import logging
+
+    level, drawn = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, found = _loaded(kind, name, place, output_loading_info=True, **options)
+    finally:
+        logging.set_verbosity(level)
+        if drawn:
+            logging.enable_progress_bar()
+    changed = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys", ())]
+    new = sorted({*found["missing_keys"], *changed})
+    if new:
+        more = f" and {len(new) - MOST} more" if len(new) > MOST else ""
+        logger.warning(f"{name}: no trained weights for {', '.join(new[:MOST])}{more}; they start at random values")
+    return model
 
 
 def _made(make: Any, name: str, place: str) -> Any:

@@ -41,7 +41,7 @@ def build(request: Request) -> Materials:
     model = load_model(
         request,
         "AutoModelForCTC",
-        vocab_size=len(tokenizer),
+        vocab_size=lambda config: max(len(tokenizer), config.vocab_size),
         pad_token_id=tokenizer.pad_token_id,
         ctc_loss_reduction="mean",
         ctc_zero_infinity=True,

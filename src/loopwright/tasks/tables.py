@@ -53,7 +53,7 @@ def _build(request: Request, *, classes: bool) -> Materials:
     for rows in splits:
         need_column(rows, data.target_column, "data.target_column", request)
     columns = _features(train, request)
-    names = label_names(splits, data.target_column, None, request) if classes else []
+    names = label_names(splits, data.target_column, None, request, order_of_model=False) if classes else []
 
     def samples(rows: Rows) -> list[dict[str, Any]]:
         inputs = _matrix(rows, columns, request)
