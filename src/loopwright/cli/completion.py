@@ -32,8 +32,12 @@ def _words() -> tuple[list[str], list[str], list[str]]:
     from .main import COMMANDS
 
     schema = json_schema()
-    blocks = {name: dict(schema["properties"])[name] for name in ("model", "lora")}
-    dotted = [f"{block}.{key}" for block, found in blocks.items() for key in found["anyOf"][-1 if block == "model" else 0]["properties"]]
+    dotted = [
+        f"{block}.{key}"
+        for block in ("model", "lora")
+        for form in schema["properties"][block]["anyOf"]
+        for key in form.get("properties", ())
+    ]
     data = {f"data.{key}" for each in schema["allOf"] for key in each["then"]["properties"]["data"]["properties"]}
     keys = [key for key in schema["properties"] if key not in ("$schema", "data", "lora")]
     return sorted(COMMANDS), sorted([*keys, *dotted, *data]), list(TASKS)

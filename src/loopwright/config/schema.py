@@ -82,8 +82,11 @@ def _alternatives(spec: Spec) -> list[dict[str, Any]]:
         return [*names, {"type": "null"}] if spec.default is None else names
     hint = spec.hint
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    names_only = any(isinstance(member, type) and issubclass(member, Name) for member in members)
     found: list[dict[str, Any]] = []
     for member in members:
+        if names_only and member is str:
+            continue
         if isinstance(member, type) and issubclass(member, Name):
             found.append({"enum": [each.value for each in member]})
             if "no" in [each.value for each in member]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..callbacks.printer import PrinterCallback
 from ..core.events import TrainerCallback
 from ..core.host_memory import host_memory, host_peak
 from .building import trainer_of
@@ -36,7 +37,6 @@ SETTINGS = (
     "save_strategy=no",
     "eval_strategy=no",
     "load_best_model_at_end=false",
-    "logging_strategy=no",
     "disable_tqdm=true",
     "log_level=warning",
     "report_to=none",
@@ -104,7 +104,6 @@ class TrialClock(TrainerCallback):
         self.is_load = False
         """Whether the run only shows that a checkpoint can be loaded."""
         self._began = self._ended = 0.0
-        self._wants_evaluation = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
@@ -142,7 +141,7 @@ def run_trial(config: Config, materials: Materials, started: float) -> tuple[Tra
     """Train a little, save, evaluate and load; `started` is the time at which the command began."""
     found, clock = Measured(), TrialClock()
     trainer = trainer_of(config, materials)
-    for kind in (RunControl,):
+    for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
     trainer.add_callback(clock)
     _put_longest_first(trainer)
@@ -197,8 +196,7 @@ def _put_longest_first(trainer: Trainer) -> None:
     order = _first_items(sampler, (LONGEST + 1) * count) if sampler is not None else []
     places = order[LONGEST * count :]
     longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[: len(places)]
-    swapped = {**dict(zip(places, longest, strict=True))}
-    trainer.train_dataset = Remapped(trainer.train_dataset, swapped)
+    trainer.train_dataset = Remapped(trainer.train_dataset, dict(zip(places, longest, strict=True)))
 
 
 def _first_items(sampler: Iterable[Any], count: int) -> list[int]:

@@ -9,6 +9,8 @@ import yaml
 from ..args.problems import short
 from ..errors import ArgumentsError
 
+PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+"""The tags of mappings and lists."""
 MOST_VALUES = 100_000
 """Values of a file after its aliases are expanded: a few aliases of aliases would fill the memory."""
 
@@ -20,6 +22,8 @@ def read_yaml_text(text: str, name: str) -> tuple[Any, dict[tuple[str | int, ...
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         return (reader.value(loader, node, ()) if node is not None else {}), reader.lines
+    except ArgumentsError:
+        raise
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark is not None else ""
@@ -42,6 +46,8 @@ class _Reader:
         if self.count > MOST_VALUES:
             raise ArgumentsError(f"{self.name}: more than {MOST_VALUES:,} values; aliases of aliases multiply them")
         self.lines.setdefault(path, node.start_mark.line + 1)
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in PLAIN:
+            raise ArgumentsError(f"{self.name}:{node.start_mark.line + 1}: the tag {node.tag!r} is not allowed here")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(loader, node, path)
         if isinstance(node, yaml.SequenceNode):

@@ -74,9 +74,10 @@ def _set_template(tokenizer: Any, request: Request) -> None:
 def _encoded(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> list[dict[str, Any]]:
     """The conversations as tokens with labels; those without a trained token are left out and counted."""
     need_column(rows, request.data.messages_column, "data.messages_column", request)
-    samples, without = [], 0
+    samples, without, split = [], 0, 0
     for index in range(len(rows)):
         found = _mask(rows, index, tokenizer, request)
+        split += found.split
         if found.trained:
             samples.append(
                 {"input_ids": found.input_ids, "attention_mask": [1] * len(found.input_ids), "labels": found.labels}
@@ -92,6 +93,11 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> 
         notes.append(
             f"{rows.name}: {without} of {len(rows)} conversations have no trained token within max_length="
             f"{request.data.max_length} and are left out"
+        )
+    if split:
+        notes.append(
+            f"{rows.name}: {split} tokens hold characters of an answer and of the text around it, and are not trained; "
+            "end the generation prompt of the chat template with a special token or a line break"
         )
     return samples
 

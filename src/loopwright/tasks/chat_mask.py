@@ -1,8 +1,8 @@
 """Which tokens of a conversation are trained: the assistant's, found for any chat template.
 
 Most templates do not mark the assistant's words. They are found by rendering: the conversation up to an answer with the
-generation prompt, and up to and including the answer. What the second has in addition is what a model generates. This
-is right only if both are prefixes of the whole conversation, which is checked for each answer.
+generation prompt, and up to and including the answer. What the second has in addition is what a model has to generate.
+This is right only if both are prefixes of the whole conversation, which is checked for each answer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ Render = Callable[[list[Message], bool], str]
 Span = tuple[int, int]
 
 IGNORED = -100
-ANSWERS = ("A quite usual answer.", "Quite another one.")
-"""Two answers without a common beginning."""
 
 
 class TemplateError(DataError):
@@ -36,6 +34,8 @@ class Masked:
     labels: list[int]
     offsets: list[Span]
     text: str
+    split: int
+    """Tokens that are partly inside an answer and partly outside; they are not trained."""
 
     @property
     def trained(self) -> int:
@@ -68,26 +68,12 @@ def answer_spans(messages: Sequence[Message], render: Render, ends: Sequence[str
             continue
         with_answer = _rendered(render, list(messages[: index + 1]), index, prompt=False)
         _check_prefix(with_answer, whole, index, "the conversation up to message {} is not a prefix of the whole one")
-        before = _before_answer(messages, index, render)
+        before = _rendered(render, list(messages[:index]), index, prompt=True)
         _check_prefix(
             before, with_answer, index, "the generation prompt before message {} is not a prefix of the text with it"
         )
         spans.append((len(before), _end_of(with_answer, len(before), ends)))
     return whole, spans
-
-
-def _before_answer(messages: Sequence[Message], index: int, render: Render) -> str:
-    """The text a model is given before it generates an answer."""
-    earlier = list(messages[:index])
-    prompt = _rendered(render, earlier, index, prompt=True)
-    if index and prompt != _rendered(render, earlier, index, prompt=False):
-        return prompt
-    # The template has no generation prompt: what two different answers have in common is before both.
-    texts = [
-        _rendered(render, [*earlier, {"role": "assistant", "content": answer}], index, prompt=False)
-        for answer in ANSWERS
-    ]
-    return os.path.commonprefix(texts)
 
 
 def _rendered(render: Render, messages: list[Message], index: int, *, prompt: bool) -> str:
@@ -126,11 +112,12 @@ def masked(messages: Sequence[Message], render: Render, tokenizer: Any, max_leng
     text, spans = answer_spans(messages, render, _special_tokens(tokenizer))
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = list(encoding["input_ids"]), [tuple(each) for each in encoding["offset_mapping"]]
-    labels = [
-        token if end > start and any(first <= start and end <= last for first, last in spans) else IGNORED
-        for token, (start, end) in zip(ids, offsets, strict=True)
-    ]
-    return Masked(ids[:max_length], labels[:max_length], offsets[:max_length], text)
+    labels, split = [], 0
+    for token, (start, end) in zip(ids, offsets, strict=True):
+        is_inside = end > start and any(first <= start and end <= last for first, last in spans)
+        labels.append(token if is_inside else IGNORED)
+        split += not is_inside and any(start < edge < end for span in spans for edge in span)
+    return Masked(ids[:max_length], labels[:max_length], offsets[:max_length], text, split)
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:
