@@ -228,7 +228,7 @@ def images(folder: Path, count: int = 12) -> Path:
 
     source = np.random.default_rng(0)
     for name, low in (("bright", 180), ("dark", 0)):
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         for index in range(count):
             pixels = source.integers(low, low + 70, size=(20, 24, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{index}.png")

@@ -27,6 +27,9 @@ def derived_arguments(
         found["save_on_interrupt"] = (True, "the same command resumes")
     if validates:
         found["eval_strategy"] = ("epoch", "there is validation data")
+    longest = getattr(data, "max_target_length", None)
+    if longest is not None and "generation_config" not in given:
+        found["generation_max_length"] = (longest, "data.max_target_length")
     if task.generates and validates and GENERATED & {*metrics}:
         found["predict_with_generate"] = (True, f"the metric {min(GENERATED & {*metrics})}")
     return {name: value for name, value in found.items() if name not in given}
