@@ -53,7 +53,9 @@ def test_from_init_to_export(task: str, tmp_path: Path) -> None:
 
     code, text = loopwright(tmp_path, "check", "run.yaml", "use_cpu=true", "max_steps=20")
     assert code == 0, text
-    assert all(word in text for word in ("weights", "gradients", "optimizer", "activations", "peak", "time:", "checkpoint:"))
+    assert all(
+        word in text for word in ("weights", "gradients", "optimizer", "activations", "peak", "time:", "checkpoint:")
+    )
     assert "a checkpoint was saved and loaded" in text and "evaluation: eval_" in text and not run.exists()
     if task == "chat":
         assert "the marked text is trained" in text

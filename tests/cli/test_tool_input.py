@@ -124,7 +124,9 @@ def test_every_command_documents_its_exit_codes(command: str, capsys: pytest.Cap
 def test_completion_has_commands_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert all(word in script for word in ("train", "learning_rate", "data.max_length", "lora.r", "text-classification"))
+    assert all(
+        word in script for word in ("train", "learning_rate", "data.max_length", "lora.r", "text-classification")
+    )
 
 
 def test_completion_in_a_real_bash() -> None:
@@ -138,7 +140,10 @@ def test_completion_in_a_real_bash() -> None:
     script = subprocess.run(
         [sys.executable, "-m", "loopwright", "completion", "bash"], capture_output=True, text=True, check=True
     ).stdout
-    code = script + '\nCOMP_WORDS=(loopwright train run.yaml --learning_r); COMP_CWORD=3; _loopwright; echo "${COMPREPLY[@]}"'
+    code = (
+        script
+        + '\nCOMP_WORDS=(loopwright train run.yaml --learning_r); COMP_CWORD=3; _loopwright; echo "${COMPREPLY[@]}"'
+    )
     shown = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
     assert shown.strip() == "--learning_rate"
 
@@ -166,4 +171,7 @@ def test_a_changed_configuration_is_not_resumed(tmp_path: Path, capfd: pytest.Ca
     tiny.table(tmp_path / "other.csv")
     changed = load_config(config, [f"data.train={tmp_path / 'other.csv'}"])
     assert may_continue(changed) is False
-    assert may_continue(load_config(config, [f"data.train={tmp_path / 'other.csv'}", "resume_from_checkpoint=auto"])) is None
+    assert (
+        may_continue(load_config(config, [f"data.train={tmp_path / 'other.csv'}", "resume_from_checkpoint=auto"]))
+        is None
+    )

@@ -79,12 +79,16 @@ def test_every_key_has_its_line(tmp_path: Path, name: str, text: str) -> None:
 
 def test_the_line_of_a_key_is_exact(tmp_path: Path) -> None:
     assert document(tmp_path, "a.yaml", "task: chat\n\n# x\ndata:\n  train: a\n").lines[("data", "train")] == 5
-    assert document(tmp_path, "a.json", '{"task":\n "chat", "data": {"b": [1,\n 2], "train"\n: 1}}').lines[
-        ("data", "train")
-    ] == 3
-    assert document(tmp_path, "a.toml", 'task = """\n[data]\ntrain = 1\n"""\n[data]\ntrain = 1\n').lines[
-        ("data", "train")
-    ] == 6
+    assert (
+        document(tmp_path, "a.json", '{"task":\n "chat", "data": {"b": [1,\n 2], "train"\n: 1}}').lines[
+            ("data", "train")
+        ]
+        == 3
+    )
+    assert (
+        document(tmp_path, "a.toml", 'task = """\n[data]\ntrain = 1\n"""\n[data]\ntrain = 1\n').lines[("data", "train")]
+        == 6
+    )
     tables = document(tmp_path, "b.toml", "[[mix]]\na = 1\n[[mix]]\na = 2\n").lines
     assert (tables[("mix", 0, "a")], tables[("mix", 1, "a")]) == (2, 4)
 
@@ -103,7 +107,7 @@ def test_the_line_of_a_key_is_exact(tmp_path: Path) -> None:
         ("a.json", '{"a": 1,\n "b" 2}', "a.json:2: not JSON"),
         ("a.toml", "a = \n", "a.toml:1: not TOML"),
         ("a.cfg", "a = 1\n", "a.cfg: a configuration is a file ending in .yaml"),
-        ("a.yaml", "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl")), "a.yaml: more than 100,000 values"),
+        ("a.yaml", "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefghijk", "bcdefghijkl", strict=False)), "a.yaml: more than 100,000 values"),
         ("a.yaml", "[" * 3000, "a.yaml"),
     ],
 )  # fmt: skip

@@ -67,7 +67,10 @@ def test_flags_of_each_form(path: Path) -> None:
         (["target_column=y"], "command line: unknown key 'target_column'; did you mean 'data.target_column'?"),
         (["learning_rate=fast"], "command line: learning_rate: 'fast' is not a finite number"),
         (["learning_rate=-1"], "command line: learning_rate=-1: must be"),
-        (["metrics=[maee]"], "command line: 'maee' is not a metric of table-regression; did you mean 'mae'?; there are"),
+        (
+            ["metrics=[maee]"],
+            "command line: 'maee' is not a metric of table-regression; did you mean 'mae'?; there are",
+        ),
         (["task=tabel-regression"], "command line: task='tabel-regression' is not a task; did you mean 'table-regre"),
         (["evaluation_strategy=steps"], "'evaluation_strategy' is an old name: it became eval_strategy"),
         (["do_train=true"], "'do_train' is for scripts"),
@@ -90,7 +93,9 @@ def test_wrong_values_are_refused_with_their_place(path: Path, words: list[str],
 
 
 def test_all_problems_are_listed_with_their_lines(path: Path) -> None:
-    path.write_text(TEXT.replace("learning_rate", "lerning_rate").replace("validation_share: 0.2", "validation_share: 2"))
+    path.write_text(
+        TEXT.replace("learning_rate", "lerning_rate").replace("validation_share: 0.2", "validation_share: 2")
+    )
     with pytest.raises(ArgumentsError) as caught:
         load_config(path)
     assert len(caught.value.problems) == 2

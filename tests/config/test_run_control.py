@@ -31,7 +31,9 @@ class Sender(TrainerCallback):
             send(Path(args.output_dir), request)
 
 
-def trained(folder: Path, name: str, requests: Any, *, fails_at: int | None = None, words: list[str] | None = None) -> Any:
+def trained(
+    folder: Path, name: str, requests: Any, *, fails_at: int | None = None, words: list[str] | None = None
+) -> Any:
     path = write_config(folder, "table-regression", max_steps=STEPS, save_strategy="no", output_dir=name)
     trainer = build_trainer(load_config(path, ["eval_strategy=no", "lr_scheduler_type=cosine", *(words or [])]))
     trainer.add_callback(Sender(requests, fails_at))
@@ -60,7 +62,9 @@ def test_requests_are_done_after_the_update_and_recorded(tmp_path: Path) -> None
         (2, "save"), (3, "evaluate"), (3, "set learning_rate=0.002"), (4, "set logging_steps=2"),
     ]  # fmt: skip
     rates = {row["step"]: row["learning_rate"] for row in rows if "loss" in row}
-    plain = {row["step"]: row["learning_rate"] for row in trained(tmp_path, "plain", {}).state.log_history if "loss" in row}
+    plain = {
+        row["step"]: row["learning_rate"] for row in trained(tmp_path, "plain", {}).state.log_history if "loss" in row
+    }
     assert rates[3] == plain[3] and rates[4] == pytest.approx(plain[4] * 0.2) and [*rates] == [1, 2, 3, 4, 6, 8]
     history = [json.loads(line) for line in (tmp_path / "run" / HISTORY).read_text().splitlines()]
     assert [(row["step"], row["action"]) for row in history] == [(2, "save"), (3, "evaluate"), (3, "set"), (4, "set")]
@@ -77,7 +81,10 @@ def test_settings_survive_a_resume_bitwise(saved_at: int, tmp_path: Path) -> Non
     for first, second in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(first, second)
     kept = [
-        [{key: row[key] for key in row if key in ("step", "loss", "learning_rate", "control")} for row in rows_of(folder)]
+        [
+            {key: row[key] for key in row if key in ("step", "loss", "learning_rate", "control")}
+            for row in rows_of(folder)
+        ]
         for folder in (tmp_path / "whole", tmp_path / "run")
     ]
     assert [row for row in kept[0] if len(row) > 1] == [row for row in kept[1] if len(row) > 1]

@@ -57,21 +57,27 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "ChatML": (
         CHATML,
         [SYSTEM, *TALK],
-        "<|im_start|>system\nvery small<|im_end|>\n<|im_start|>user\nwhat is red<|im_end|>\n<|im_start|>assistant\n"
-        "«the cat<|im_end|>»\n<|im_start|>user\nand blue<|im_end|>\n<|im_start|>assistant\n«not the dog<|im_end|>»\n",
+        (
+            "<|im_start|>system\nvery small<|im_end|>\n<|im_start|>user\nwhat is red<|im_end|>\n<|im_start|>assistant\n"
+            "«the cat<|im_end|>»\n<|im_start|>user\nand blue<|im_end|>\n<|im_start|>assistant\n«not the dog<|im_end|>»\n"
+        ),
     ),
     "Llama 3": (
         LLAMA3,
         [SYSTEM, *TALK],
-        "<bos><|start|>system<|end|>\n\nvery small<turn><|start|>user<|end|>\n\nwhat is red<turn>"
-        "<|start|>assistant<|end|>\n\n«the cat<turn>»<|start|>user<|end|>\n\nand blue<turn><|start|>assistant<|end|>"
-        "\n\n«not the dog<turn>»",
+        (
+            "<bos><|start|>system<|end|>\n\nvery small<turn><|start|>user<|end|>\n\nwhat is red<turn>"
+            "<|start|>assistant<|end|>\n\n«the cat<turn>»<|start|>user<|end|>\n\nand blue<turn><|start|>assistant<|end|>"
+            "\n\n«not the dog<turn>»"
+        ),
     ),
     "Gemma": (
         GEMMA,
         TALK,
-        "<bos><|start|>user\nwhat is red<|end|>\n<|start|>model\n«the cat<|end|>»\n<|start|>user\nand blue<|end|>\n"
-        "<|start|>model\n«not the dog<|end|>»\n",
+        (
+            "<bos><|start|>user\nwhat is red<|end|>\n<|start|>model\n«the cat<|end|>»\n<|start|>user\nand blue<|end|>\n"
+            "<|start|>model\n«not the dog<|end|>»\n"
+        ),
     ),
     "system prompt moved": (
         MOVED,
@@ -81,9 +87,11 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "tool calls": (
         TOOLS,
         TOOL_TALK,
-        'tools: [{"name": "sum"}]\n<|start|>user\nsum of 1 and 1<|end|>\n<|start|>assistant\n'
-        '«call {"name": "sum", "arguments": {"of": 2}}<|end|>»\n<|start|>tool\n2<|end|>\n'
-        "<|start|>assistant\n«yes 2<|end|>»\n",
+        (
+            'tools: [{"name": "sum"}]\n<|start|>user\nsum of 1 and 1<|end|>\n<|start|>assistant\n'
+            '«call {"name": "sum", "arguments": {"of": 2}}<|end|>»\n<|start|>tool\n2<|end|>\n'
+            "<|start|>assistant\n«yes 2<|end|>»\n"
+        ),
     ),
 }
 
@@ -149,8 +157,10 @@ def test_the_prompt_of_each_answer_is_what_a_model_is_given(shape: str, tokenize
         (CHATML.replace("assistant\n", "assistant\nthink:"), "the generation prompt before message 3 is not a prefix"),
         # The system prompt is put before the last message of the user.
         (
-            "{% for m in messages %}{% if m.role == 'user' and loop.index0 >= messages|length - 2 %}[small]{% endif %}"
-            "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}",
+            (
+                "{% for m in messages %}{% if m.role == 'user' and loop.index0 >= messages|length - 2 %}[small]{% endif %}"
+                "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+            ),
             "message 3",
         ),
         ("{{ raise_exception('roles must alternate') }}", "(roles must alternate)"),
@@ -179,7 +189,13 @@ def chat_config(folder: Path, rows: list[dict[str, Any]], **data: Any) -> Path:
         tiny.save_model(folder / "model", "llama")
         tiny.save_tokenizer(folder / "model", chat_template=CHATML)
     tiny.write_rows(folder / "chat.jsonl", rows)
-    config = {"task": "chat", "model": "model", "data": {"train": "chat.jsonl", **data}, "use_cpu": True, "max_steps": 1}
+    config = {
+        "task": "chat",
+        "model": "model",
+        "data": {"train": "chat.jsonl", **data},
+        "use_cpu": True,
+        "max_steps": 1,
+    }
     (folder / "run.json").write_text(json.dumps(config))
     return folder / "run.json"
 

@@ -95,7 +95,9 @@ def test_classes_have_the_order_of_a_trained_model(folder: Path) -> None:
 
 # ---- models by import path -------------------------------------------------------------------------------------------
 
-CODE = "from torch import nn\ndef build(size):\n    return nn.Sequential(nn.Linear(2, size), nn.Linear(size, 1))\nx = 1\n"
+CODE = (
+    "from torch import nn\ndef build(size):\n    return nn.Sequential(nn.Linear(2, size), nn.Linear(size, 1))\nx = 1\n"
+)
 
 
 @pytest.fixture

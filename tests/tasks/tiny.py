@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-WORDS = "red green blue small large cat dog bird sees hears likes the a and not very yes no hello sum of is what".split()
+WORDS = (
+    "red green blue small large cat dog bird sees hears likes the a and not very yes no hello sum of is what".split()
+)
 TURNS = ["<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<bos>", "<turn>"]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

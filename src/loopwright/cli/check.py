@@ -91,8 +91,8 @@ def problems_of(report: dict[str, Any]) -> list[str]:
     needed, free = report["checkpoint"]["needed"], report["checkpoint"]["free"]
     if needed > free:
         found.append(
-            f"the checkpoints need {size(needed)} and the disk has {size(free)} free; lower save_total_limit, or choose "
-            "another output_dir"
+            f"the checkpoints need {size(needed)} and the disk has {size(free)} free; lower save_total_limit or "
+            "choose another output_dir"
         )
     if report["loaded_step"] is None:
         found.append("no checkpoint could be saved and loaded")
@@ -124,15 +124,19 @@ def text_of(report: dict[str, Any]) -> str:
     plan, seconds, saved = report["plan"], report["seconds"], report["checkpoint"]
     lines = [
         f"{plan['model']}: {plan['parameters']:,} parameters, {plan['trained_parameters']:,} trained; {plan['device']}",
-        f"{plan['training_samples']:,} samples, {plan['steps']:,} steps of {plan['samples_per_step']:,} samples; "
-        f"{plan['strategy']}",
+        (
+            f"{plan['training_samples']:,} samples, {plan['steps']:,} steps of {plan['samples_per_step']:,} samples; "
+            f"{plan['strategy']}"
+        ),
         "",
         f"memory ({'of the GPU' if 'cuda' in plan['device'] else 'of the process'}):",
         *(f"  {title:<28}{size(report['memory'][name]):>12}" for name, title in PARTS.items()),
-        f"checkpoint: {size(saved['bytes'])}; the run keeps up to {size(saved['needed'])} of {size(saved['free'])} free",
-        f"time: {duration(seconds['total'])} ({seconds['per_step'] * 1000:,.1f} ms a step; start "
-        f"{duration(seconds['start'])}, updates {duration(seconds['updates'])}, evaluations "
-        f"{duration(seconds['evaluations'])}, saves {duration(seconds['saves'])})",
+        f"checkpoint: {size(saved['bytes'])}; the run needs {size(saved['needed'])} of {size(saved['free'])} free",
+        (
+            f"time: {duration(seconds['total'])} ({seconds['per_step'] * 1000:,.1f} ms a step; start "
+            f"{duration(seconds['start'])}, updates {duration(seconds['updates'])}, evaluations "
+            f"{duration(seconds['evaluations'])}, saves {duration(seconds['saves'])})"
+        ),
     ]
     if report["metrics"]:
         shown = [f"{name} {value:.4g}" for name, value in report["metrics"].items() if isinstance(value, float)]

@@ -49,10 +49,10 @@ def _bash(commands: list[str], keys: list[str], tasks: list[str]) -> str:
 _loopwright() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" command="${{COMP_WORDS[1]}}"
   if [ "$COMP_CWORD" -eq 1 ]; then
-    COMPREPLY=($(compgen -W "{' '.join(commands)}" -- "$word"))
+    COMPREPLY=($(compgen -W "{" ".join(commands)}" -- "$word"))
   elif [ "$command" = init ]; then
-    COMPREPLY=($(compgen -W "{' '.join(tasks)}" -- "$word"))
-  elif [[ " {' '.join(WITH_CONFIG)} " == *" $command "* && "$word" == -* ]]; then
+    COMPREPLY=($(compgen -W "{" ".join(tasks)}" -- "$word"))
+  elif [[ " {" ".join(WITH_CONFIG)} " == *" $command "* && "$word" == -* ]]; then
     COMPREPLY=($(compgen -W "--json --help {flags}" -- "$word"))
   elif [ "$command" = ctl ] && [ "$COMP_CWORD" -eq 3 ]; then
     COMPREPLY=($(compgen -W "save evaluate stop set" -- "$word"))
@@ -80,4 +80,6 @@ def _fish(commands: list[str], keys: list[str], tasks: list[str]) -> str:
 
 
 SCRIPTS: dict[str, Callable[[list[str], list[str], list[str]], str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-USAGE = Usage("completion", "|".join(SCRIPTS), 'Print a completion script, such as: eval "$(loopwright completion bash)"')
+USAGE = Usage(
+    "completion", "|".join(SCRIPTS), 'Print a completion script, such as: eval "$(loopwright completion bash)"'
+)

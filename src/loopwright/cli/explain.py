@@ -35,7 +35,11 @@ def _explain(words: Words) -> Result:
     lines = _table(rows)
     if "--values" not in words.options:
         data["plan"] = plan_of(build_trainer(config))
-        lines += ["", "plan:", *(f"  {name.replace('_', ' ')}: {_shown(value)}" for name, value in data["plan"].items())]
+        lines += [
+            "",
+            "plan:",
+            *(f"  {name.replace('_', ' ')}: {_shown(value)}" for name, value in data["plan"].items()),
+        ]
     return Result(data, "\n".join(lines))
 
 

@@ -47,7 +47,9 @@ def _init(words: Words) -> Result:
 
 def example_of(task: Task) -> dict[str, Any]:
     """The values of a new configuration."""
-    arguments = {key: value.format(task=task.name) if key == "output_dir" else value for key, value in ARGUMENTS.items()}
+    arguments = {
+        key: value.format(task=task.name) if key == "output_dir" else value for key, value in ARGUMENTS.items()
+    }
     if task.name.startswith("table"):
         arguments["learning_rate"] = 1e-3
     elif "lora" in task.example:

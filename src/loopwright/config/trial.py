@@ -31,6 +31,8 @@ FEWEST, MOST = 6, 60
 """Timed updates."""
 ENOUGH, LIMIT = 12.0, 30.0
 """Seconds of timed updates that are enough, and of all updates that are too many."""
+FRAGMENTATION = 1.03
+"""Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
 EVALUATED = 8
 """Batches of the evaluation."""
 SETTINGS = (
@@ -235,7 +237,7 @@ def memory_of(trainer: Trainer, before: int) -> dict[str, int]:
     if device.type == "cuda":
         peak, program = torch.cuda.max_memory_reserved(device), 0
     else:
-        peak, program = host_peak(), max(0, before - weights)
+        peak, program = int(host_peak() * FRAGMENTATION), max(0, before - weights)
     rest = max(0, peak - program - weights - gradients - optimizer)
     return {
         "program": program,

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..args.problems import short
 from ..errors import DataError
-from .models import known_labels
 from .metrics import chosen, class_scores
+from .models import known_labels
 from .readers import Rows
 from .request import Request
 
@@ -18,7 +18,13 @@ MOST_CLASSES = 10_000
 
 
 def label_names(
-    splits: Sequence[Rows], column: str, given: list[str] | None, request: Request, *, nested: bool = False, order_of_model: bool = True
+    splits: Sequence[Rows],
+    column: str,
+    given: list[str] | None,
+    request: Request,
+    *,
+    nested: bool = False,
+    order_of_model: bool = True,
 ) -> list[str]:
     """The names of the classes in order; raises if a row has another class, or there is only one."""
     found: dict[str, tuple[str, int]] = {}

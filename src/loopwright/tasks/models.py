@@ -14,7 +14,6 @@ from .lora import with_adapter
 from .readers import missing_file
 from .request import Request
 
-
 MOST = 6
 """Names that are listed in a message."""
 
