@@ -59,7 +59,8 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         [SYSTEM, *TALK],
         (
             "<|im_start|>system\nvery small<|im_end|>\n<|im_start|>user\nwhat is red<|im_end|>\n<|im_start|>assistant\n"
-            "«the cat<|im_end|>»\n<|im_start|>user\nand blue<|im_end|>\n<|im_start|>assistant\n«not the dog<|im_end|>»\n"
+            "«the cat<|im_end|>»\n<|im_start|>user\nand blue<|im_end|>\n<|im_start|>assistant\n"
+            "«not the dog<|im_end|>»\n"
         ),
     ),
     "Llama 3": (
@@ -67,8 +68,8 @@ SHAPES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         [SYSTEM, *TALK],
         (
             "<bos><|start|>system<|end|>\n\nvery small<turn><|start|>user<|end|>\n\nwhat is red<turn>"
-            "<|start|>assistant<|end|>\n\n«the cat<turn>»<|start|>user<|end|>\n\nand blue<turn><|start|>assistant<|end|>"
-            "\n\n«not the dog<turn>»"
+            "<|start|>assistant<|end|>\n\n«the cat<turn>»<|start|>user<|end|>\n\nand blue<turn>"
+            "<|start|>assistant<|end|>\n\n«not the dog<turn>»"
         ),
     ),
     "Gemma": (
@@ -158,7 +159,8 @@ def test_the_prompt_of_each_answer_is_what_a_model_is_given(shape: str, tokenize
         # The system prompt is put before the last message of the user.
         (
             (
-                "{% for m in messages %}{% if m.role == 'user' and loop.index0 >= messages|length - 2 %}[small]{% endif %}"
+                "{% for m in messages %}{% if m.role == 'user' and loop.index0 >= messages|length - 2 %}[small]"
+                "{% endif %}"
                 "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
             ),
             "message 3",
@@ -179,7 +181,10 @@ def test_a_conversation_that_begins_with_an_answer(tokenizer: Any) -> None:
 
 
 def test_tokens_across_the_edge_of_an_answer_are_not_trained_and_counted(tokenizer: Any) -> None:
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}[EOS]{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}[EOS]{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
     found = masked(TALK, renderer(tokenizer, template), tokenizer)
     assert found.split == 2 and [text for text, trained in found.pieces() if trained][0] == " cat"
 

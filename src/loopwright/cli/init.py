@@ -12,7 +12,7 @@ from .command import Result, Usage, Words, run_command
 
 SCHEMA_FILE = "loopwright.schema.json"
 ARGUMENTS: dict[str, Any] = {
-    "output_dir": "runs/{task}",
+    "output_dir": "runs",
     "num_train_epochs": 3,
     "per_device_train_batch_size": 8,
     "learning_rate": 5e-5,
@@ -47,9 +47,7 @@ def _init(words: Words) -> Result:
 
 def example_of(task: Task) -> dict[str, Any]:
     """The values of a new configuration."""
-    arguments = {
-        key: value.format(task=task.name) if key == "output_dir" else value for key, value in ARGUMENTS.items()
-    }
+    arguments = {**ARGUMENTS, "output_dir": f"runs/{task.name}"}
     if task.name.startswith("table"):
         arguments["learning_rate"] = 1e-3
     elif "lora" in task.example:

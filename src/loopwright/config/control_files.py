@@ -90,9 +90,7 @@ def check_training(run: Path) -> None:
     if claim is None or claim.has_ended():
         raise ArgumentsError(f"{run}: no run is training in this folder")
     if not (run / FOLDER).is_dir():
-        raise ArgumentsError(
-            f"{run}: its run accepts no requests yet; only runs of `loopwright train` do, once they train"
-        )
+        raise ArgumentsError(f"{run}: its run accepts no requests; only runs of `loopwright train` do")
 
 
 # ---- the side of the run ---------------------------------------------------------------------------------------------

@@ -26,7 +26,10 @@ def label_names(
     nested: bool = False,
     order_of_model: bool = True,
 ) -> list[str]:
-    """The names of the classes in order; raises if a row has another class, or there is only one."""
+    """The names of the classes in order; raises if a row has another class, or there is only one.
+
+    `nested`: each row has a list of classes. `order_of_model`: a model with the same classes determines the order.
+    """
     found: dict[str, tuple[str, int]] = {}
     for rows in splits:
         for index, row in enumerate(rows):
