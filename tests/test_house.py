@@ -560,7 +560,7 @@ def test_the_walls_hold(tmp_path, monkeypatch):
 
 CONTRACTS: dict[str, str] = {
     "core": "StepwiseStrategy",
-    **dict.fromkeys(("pt", "xla", "neuron", "cli"), "SingleDevice"),
+    **dict.fromkeys(("pt", "xla", "neuron", "cli", "config"), "SingleDevice"),
     "keras": "KerasStrategy",
     "tf": "TFStrategy",
     "jax": "JaxStrategy",

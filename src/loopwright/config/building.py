@@ -12,6 +12,7 @@ from .config import Config
 from .run_control import RunControl
 
 if TYPE_CHECKING:
+    from ..args.base import BaseArguments
     from ..pt.trainer import Trainer
     from ..tasks.declaration import Materials
 
@@ -22,7 +23,7 @@ class ConfigRecord(TrainerCallback):
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and args.should_save:
             self.config.write(Path(working_folder(args.output_dir)))
 

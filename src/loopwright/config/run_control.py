@@ -50,7 +50,7 @@ class RunControl(TrainerCallback):
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.global_step:
             self.settings = {}
         ahead: list[tuple[int, Request]] = []
@@ -63,7 +63,7 @@ class RunControl(TrainerCallback):
             if key != "learning_rate":  # the schedule has saved that one
                 setattr(state, key, int(value))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         again = [request for step, request in self._ahead if step == state.global_step]
         for request in again:
             if self._apply(request, args, state, control, kwargs) and self._inbox is not None:
@@ -129,7 +129,7 @@ class RunControl(TrainerCallback):
         self.settings["learning_rate"] = value
         return True
 
-    def _note(self, request: Request, args: Any, state: Any, control: Any) -> None:
+    def _note(self, request: Request, args: BaseArguments, state: Any, control: Any) -> None:
         """Write a row into metrics.jsonl, and a line for the user."""
         logger.warning(f"ctl: {request}, after step {state.global_step}")
         for rows in self._rows:

@@ -18,6 +18,7 @@ from .config import Config
 from .run_control import RunControl
 
 if TYPE_CHECKING:
+    from ..args.base import BaseArguments
     from ..pt.trainer import Trainer
     from ..tasks.declaration import Materials
 
@@ -107,12 +108,12 @@ class TrialClock(TrainerCallback):
         """Whether the run only shows that a checkpoint can be loaded."""
         self._began = self._ended = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
         if len(self.updates) == SAVED + 1:
             self.save_seconds = self._began - self._ended
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._ended = time.perf_counter()
         self.updates.append(self._ended - self._began)
         if self.is_load:
@@ -124,7 +125,7 @@ class TrialClock(TrainerCallback):
             control.should_evaluate = self.evaluates
             control.should_training_stop = True
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.evaluation_seconds = time.perf_counter() - self._ended
         self.metrics = dict(metrics or {})
 
