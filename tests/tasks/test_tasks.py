@@ -154,6 +154,17 @@ def test_no_code_of_a_checkpoint_or_a_model_folder_is_run(table: Path, file: str
         build_trainer(load_config(table))
 
 
+def test_code_of_a_model_folder_is_not_run(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "text-classification")
+    model = tmp_path / "models" / "bert"
+    config = json.loads((model / "config.json").read_text())
+    names = {"AutoConfig": "evil.Config", "AutoModelForSequenceClassification": "evil.Model"}
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": names}))
+    (model / "evil.py").write_text("raise SystemExit('the code was run')")
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        build_trainer(load_config(path))
+
+
 def test_a_link_out_of_the_folder_is_refused(table: Path, tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "other.py").write_text("raise SystemExit('the code was run')")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..args.paths import working_folder
 from ..core.events import TrainerCallback
-from ..notices import Notices
-from .config import Config
+from ..notices import Notices, logger
+from .config import RESOLVED, Config
 from .run_control import RunControl
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ class ConfigRecord(TrainerCallback):
 
     def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and args.should_save:
-            self.config.write(Path(working_folder(args.output_dir)))
+            folder = Path(working_folder(args.output_dir))
+            try:
+                self.config.write(folder)
+            except OSError as error:
+                logger.warning(f"{folder}: {RESOLVED} cannot be written ({error}); the run continues without it")
 
 
 def build_trainer(config: Config) -> Trainer:

@@ -7,6 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +102,8 @@ class Inbox:
 
     def __init__(self, run: Path) -> None:
         self.folder, self.history = run / FOLDER, run / HISTORY
+        self._finished: set[str] = set()
+        """Names of requests that were carried out: one whose file cannot be removed is not repeated."""
 
     def open(self, *, is_fresh: bool) -> None:
         """Accept requests from now on; what an earlier run left is removed."""
@@ -112,7 +115,7 @@ class Inbox:
 
     def close(self) -> None:
         """Accept no more requests."""
-        if self.folder.is_dir():
+        with suppress(OSError):  # another request may arrive meanwhile; the next run removes it
             for path in self.folder.iterdir():
                 path.unlink(missing_ok=True)
             self.folder.rmdir()
@@ -120,9 +123,10 @@ class Inbox:
     def waiting(self) -> list[tuple[str, Request]]:
         """The requests that wait, oldest first, with the names of their files."""
         try:
-            names = sorted(name for name in os.listdir(self.folder) if name.endswith(".json"))
-        except FileNotFoundError:
+            found = os.listdir(self.folder)
+        except OSError:
             return []
+        names = sorted(name for name in found if name.endswith(".json") and name not in self._finished)
         return [(name, request) for name in names if (request := self._read(name)) is not None]
 
     def _read(self, name: str) -> Request | None:
@@ -137,14 +141,25 @@ class Inbox:
 
     def done(self, name: str) -> None:
         """Remove a request that was carried out."""
-        (self.folder / name).unlink(missing_ok=True)
+        self._finished.add(name)
+        try:
+            (self.folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning(f"the request {name} cannot be removed ({error}); it is not repeated")
 
     def record(self, step: int, request: Request) -> None:
         """Write a request that was carried out into the history, durably."""
-        with open(self.history, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "time": time.time(), **request._asdict()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        row = {"step": step, "time": time.time(), **request._asdict()}
+        try:
+            with open(self.history, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            logger.warning(
+                f"{self.history} cannot be written ({error}); a run resumed from before step {step} does not repeat "
+                f"{str(request)!r}"
+            )
 
     def recorded(self) -> list[tuple[int, Request]]:
         """The settings of the history with their steps; an incomplete last line is skipped."""

@@ -18,7 +18,7 @@ def derived_arguments(
     path: Path, task: Task, data: DataFields, metrics: list[str], given: Mapping[str, Any]
 ) -> dict[str, tuple[Any, str]]:
     """Values of arguments that were not given, with the reason."""
-    validates = data.validation is not None or data.validation_share is not None
+    validates = data.validation is not None or bool(data.validation_share)
     found: dict[str, tuple[Any, str]] = {
         "output_dir": (str(path.parent / "runs" / path.stem), "the name of the configuration"),
         **{name: (value, f"the task {task.name}") for name, value in task.arguments.items()},

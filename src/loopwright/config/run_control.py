@@ -56,7 +56,10 @@ class RunControl(TrainerCallback):
         ahead: list[tuple[int, Request]] = []
         if state.is_world_process_zero:
             self._inbox = Inbox(Path(working_folder(args.output_dir)))
-            self._inbox.open(is_fresh=not state.global_step)
+            try:
+                self._inbox.open(is_fresh=not state.global_step)
+            except OSError as error:
+                logger.warning(f"the run accepts no requests of `loopwright ctl` ({error})")
             ahead = [(step, request) for step, request in self._inbox.recorded() if step > state.global_step]
         self._ahead = self._broadcast(ahead) if self._is_shared else ahead
         for key, value in self.settings.items():

@@ -41,7 +41,8 @@ SETTINGS = (
     "eval_strategy=no",
     "load_best_model_at_end=false",
     "disable_tqdm=true",
-    "log_level=warning",
+    "log_level=error",
+    "strict=false",
     "report_to=none",
     "resume_from_checkpoint=false",
 )

@@ -74,7 +74,7 @@ def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name
     dtype = getattr(torch, request.model.dtype)
     kind = getattr(transformers, auto)
     if request.model.from_scratch:
-        return _made(lambda: kind.from_config(config).to(dtype), name, place)
+        return _made(lambda: kind.from_config(config, trust_remote_code=False).to(dtype), name, place)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
     if request.lora is not None and request.lora.quantization is not None:
         options["quantization_config"] = _four_bits(request, transformers, dtype)
@@ -158,7 +158,8 @@ def _check_exists(name: str, place: str) -> None:
 
 
 def _loaded(kind: Any, name: str, place: str, **options: Any) -> Any:
-    return _made(lambda: kind.from_pretrained(name, **options), name, place)
+    # Without False, transformers would offer to run code of the model's folder.
+    return _made(lambda: kind.from_pretrained(name, trust_remote_code=False, **options), name, place)
 
 
 def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
