@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import select
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,19 +41,24 @@ class Terminal:
         )
         os.close(slave)
         self.raw = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def text(self) -> str:
         """What was shown so far, without escape sequences."""
         return ESCAPES.sub("", self.raw.decode(errors="replace"))
 
-    def _read(self, seconds: float) -> None:
-        ready, _, _ = select.select([self._master], [], [], seconds)
-        if ready:
+    def _read(self) -> None:
+        """Read until the program closes its terminal: one that is not read would stop the program."""
+        while True:
             try:
-                self.raw += os.read(self._master, 65536)
-            except OSError:  # the program has closed its terminal
-                time.sleep(0.01)
+                found = os.read(self._master, 65536)
+            except OSError:  # the last program on the terminal has ended
+                return
+            if not found:
+                return
+            self.raw += found
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Read until a condition holds."""
@@ -61,28 +66,30 @@ class Terminal:
         while not condition():
             assert time.monotonic() < limit, f"no {what} within {LIMIT:.0f} seconds: {self.text[-3000:]}"
             assert self.process.poll() is None, f"ended before {what}: {self.text[-3000:]}"
-            self._read(0.05)
+            time.sleep(0.05)
 
     def press_ctrl_c(self) -> None:
         os.write(self._master, b"\x03")
 
     def wait(self) -> int:
         """The exit code, when the program has ended and its output was read."""
-        limit = time.monotonic() + LIMIT
-        while self.process.poll() is None:
-            if time.monotonic() > limit:
-                self.close()
-                raise AssertionError(f"still running: {self.text[-3000:]}")
-            self._read(0.05)
-        while select.select([self._master], [], [], 0)[0]:
-            before = len(self.raw)
-            self._read(0)
-            if len(self.raw) == before:
-                break
+        try:
+            code = self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.close()
+            raise AssertionError(f"still running: {self.text[-3000:]}") from None
+        self._reader.join(LIMIT)
         os.close(self._master)
-        return self.process.returncode
+        return code
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
+        """End the program, if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -60,18 +60,18 @@ def test_from_init_to_export(task: str, tmp_path: Path) -> None:
     if task == "chat":
         assert "the marked text is trained" in text
 
-    training = Terminal(tmp_path, "train", "run.yaml", *ENDLESS)
-    training.until(lambda: len(steps_of(run)) >= 3, "three steps")
-    training.press_ctrl_c()
-    assert training.wait() == 75, training.text
+    with Terminal(tmp_path, "train", "run.yaml", *ENDLESS) as training:
+        training.until(lambda: len(steps_of(run)) >= 3, "three steps")
+        training.press_ctrl_c()
+        assert training.wait() == 75, training.text
     assert "the same command resumes" in training.text
     first = steps_of(run)
 
-    again = Terminal(tmp_path, "train", "run.yaml", *ENDLESS)
-    again.until(lambda: len(steps_of(run)) >= len(first) + 3, "three more steps")
-    code, text = loopwright(tmp_path, "ctl", f"runs/{task}", "stop", "--wait", "200")
-    assert code == 0 and "done: stop" in text
-    assert again.wait() == 75, again.text
+    with Terminal(tmp_path, "train", "run.yaml", *ENDLESS) as again:
+        again.until(lambda: len(steps_of(run)) >= len(first) + 3, "three more steps")
+        code, text = loopwright(tmp_path, "ctl", f"runs/{task}", "stop", "--wait", "200")
+        assert code == 0 and "done: stop" in text
+        assert again.wait() == 75, again.text
     assert f"resuming from runs/{task}/checkpoint-{first[-1]}" in again.text.replace("\n", "")
     steps = steps_of(run)
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > first[-1]
