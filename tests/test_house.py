@@ -46,7 +46,12 @@ BELOW: dict[str, set[str]] = {
     # Of tf only what a user who has TensorFlow passes; see test_jax_imports_tensorflow_for_what_is_made_of_it.
     "jax": {*SHARED, "keras", "tf", "jax"},
     "compat": {*SHARED, "pt", "compat", "__init__"},
-    "cli": {*SHARED, "search", "compat", "speed", "launch", "pt", "xla", "neuron", "keras", "tf", "jax", "cli"},
+    "tasks": {*SHARED, "pt", "tasks"},
+    "config": {*SHARED, "pt", "tasks", "config"},
+    "cli": {
+        *(*SHARED, "search", "compat", "config", "tasks", "speed", "launch"),
+        *("pt", "xla", "neuron", "keras", "tf", "jax", "cli"),
+    },
 }
 """What a package may import from, by name or by a string; everything else is above it."""
 
@@ -68,6 +73,7 @@ BY_STRING: dict[str, str] = {
     "core/checkpoint/remote.py": "fsspec is optional, and core names no package it cannot be without",
     "pt/data/columns.py": "the home of a collator is compared, nothing is imported",
     "pt/optim/optimizers/packaged.py": "a table of other packages' optimizers",
+    "tasks/import_path.py": "an import path is the user's",
     "reporters/registry.py": "a reporter is imported when `report_to` names it",
 }
 """Files that name modules by strings, and why: what reads the code cannot follow these."""
@@ -561,7 +567,7 @@ def test_the_walls_hold(tmp_path, monkeypatch):
 
 CONTRACTS: dict[str, str] = {
     **dict.fromkeys(("core", "hub", "search"), "StepwiseStrategy"),
-    **dict.fromkeys(("pt", "xla", "neuron", "cli"), "SingleDevice"),
+    **dict.fromkeys(("pt", "xla", "neuron", "cli", "config"), "SingleDevice"),
     "keras": "KerasStrategy",
     "tf": "TFStrategy",
     "jax": "JaxStrategy",

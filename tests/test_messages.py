@@ -68,6 +68,8 @@ CODE = re.compile(r"```.*?```", re.DOTALL)
 
 # Texts that are pages or scripts, by file and first words.
 LONGER = {
+    ("cli/check.py", "Try a configuration"): "the description of a command",
+    ("cli/completion.py", "# bash: eval"): "a shell script",
     ("cli/docs.py", "# What is accepted"): "a page of the documentation",
     ("cli/doctor.py", "Show devices"): "the description of a command",
     ("cli/dryrun.py", "Compile the whole"): "the description of a command",

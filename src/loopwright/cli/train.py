@@ -1,0 +1,57 @@
+"""`loopwright train CONFIG`: train what a configuration describes; the same command resumes an interrupted run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
+
+if TYPE_CHECKING:
+    from ..pt.trainer import Trainer
+
+USAGE = Usage(
+    "train",
+    "CONFIG",
+    "Train what a YAML, JSON or TOML file describes. After an interruption, the same command resumes.",
+    takes_overrides=True,
+)
+
+
+def run(words: list[str]) -> int:
+    """Train; returns the exit code."""
+    return run_command(USAGE, words, _train)
+
+
+def _train(words: Words) -> Result:
+    from ..config import build_trainer, load_config
+    from ..config.continuing import may_continue
+
+    config = load_config(words.first("a configuration file"), words.overrides)
+    resume = may_continue(config)
+    trainer = build_trainer(config)
+    internals = trainer._loopwright
+    try:
+        output = trainer.train(resume_from_checkpoint=resume)
+    except KeyboardInterrupt:
+        return _stopped(trainer, STOPPED if _can_resume(trainer) else INTERRUPTED)
+    except SystemExit as stop:
+        return _stopped(trainer, int(stop.code or 0))
+    finally:
+        words.is_input = not internals.run.has_begun
+    data = {"status": "finished", **_place(trainer), "metrics": output.metrics}
+    return Result(data, f"finished after {output.global_step:,} steps; the run is in {config.args.output_dir}")
+
+
+def _stopped(trainer: Trainer, code: int) -> Result:
+    return Result({"status": "interrupted", **_place(trainer)}, code=code)
+
+
+def _can_resume(trainer: Trainer) -> bool:
+    run = trainer._loopwright.run
+    return run.resumes_by_command and run.checkpoints.current is not None and bool(run.checkpoints.complete())
+
+
+def _place(trainer: Trainer) -> dict[str, Any]:
+    saved = trainer.checkpoints.complete() if trainer.checkpoints.current is not None else {}
+    newest = str(saved[max(saved)]) if saved else None
+    return {"output_dir": str(trainer.args.output_dir), "step": trainer.state.global_step, "checkpoint": newest}

@@ -1,0 +1,42 @@
+"""Training arguments that follow from the rest of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..args.reading import read_bool
+from ..tasks.declaration import Task
+from ..tasks.fields import DataFields
+
+GENERATED = {"exact_match", "rouge_l", "token_f1"}
+"""Metrics that compare generated text, for tasks that generate."""
+
+
+def derived_arguments(
+    path: Path, task: Task, data: DataFields, metrics: list[str], given: Mapping[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """Values of arguments that were not given, with the reason."""
+    validates = data.validation is not None or bool(data.validation_share)
+    found: dict[str, tuple[Any, str]] = {
+        "output_dir": (str(path.parent / "runs" / path.stem), "the name of the configuration"),
+        **{name: (value, f"the task {task.name}") for name, value in task.arguments.items()},
+    }
+    if _is_on(given.get("enable_jit_checkpoint", True)):
+        found["save_on_interrupt"] = (True, "the same command resumes")
+    if validates:
+        found["eval_strategy"] = ("epoch", "there is validation data")
+    longest = getattr(data, "max_target_length", None)
+    if longest is not None and "generation_config" not in given:
+        found["generation_max_length"] = (longest, "data.max_target_length")
+    if task.generates and validates and GENERATED & {*metrics}:
+        found["predict_with_generate"] = (True, f"the metric {min(GENERATED & {*metrics})}")
+    return {name: value for name, value in found.items() if name not in given}
+
+
+def _is_on(value: Any) -> bool:
+    try:
+        return read_bool(value)
+    except ValueError:
+        return True  # refused by the check of the field

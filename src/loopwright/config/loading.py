@@ -1,0 +1,224 @@
+"""Reading a configuration: file, overrides, checks, derived values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..args.field import Spec, nearest, specs
+from ..args.problems import shown
+from ..args.reading import check, read
+from ..errors import ArgumentsError, NotAvailable
+from ..tasks.declaration import Task
+from ..tasks.fields import DataFields, LoraFields, ModelFields
+from ..tasks.table import TASKS
+from .config import Config
+from .derived import derived_arguments
+from .document import Document, read_document
+from .names import Names, TopFields
+from .overrides import Override, read_overrides
+from .paths import resolved_path
+from .source import Source
+
+Block = TypeVar("Block")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, blocks: Sequence[str] = ()) -> Config:
+    """Read and check a configuration; raises ArgumentsError with all problems, each with its place.
+
+    `overrides` are words of a command line (`learning_rate=1e-4`, `--data.max_length 128`). `blocks` are names of
+    further blocks that the caller uses; they are in `Config.extra` as they were written.
+    """
+    return _Loading(read_document(Path(path)), list(overrides), blocks).config()
+
+
+class _Loading:
+    """One configuration while it is read."""
+
+    def __init__(self, document: Document, words: list[str], blocks: Sequence[str]) -> None:
+        self.document = document
+        self.problems: list[str] = []
+        self.sources: dict[str, Source] = {}
+        self.task = self._find_task(words)
+        self.names = Names(self.task, blocks)
+        self.overrides = read_overrides(words, self.names.spec)
+
+    def config(self) -> Config:
+        values = self._values()
+        top = self._block("", TopFields, {name: values.pop(name) for name in ("task", "metrics") if name in values})
+        model = self._block("model", ModelFields, self._mapping(values.pop("model", None), "model"))
+        data = self._block("data", self.task.data, self._mapping(values.pop("data", None), "data"))
+        given = values.pop("lora", None)
+        lora = None if given is None else self._block("lora", LoraFields, self._mapping(given, "lora"))
+        extra = {name: values.pop(name) for name in self.names.extra if name in values}
+        self._check_needed(model, data)
+        metrics = self._metrics(top.metrics)
+        arguments = self._arguments(values)
+        self._stop_if_wrong()
+        for name, (value, reason) in derived_arguments(self.document.path, self.task, data, metrics, arguments).items():
+            arguments[name] = value
+            self.sources[name] = Source("derived", reason)
+        args = self._training_arguments(arguments)
+        return Config(self.document.path, self.task, model, data, lora, metrics, args, self.sources, extra)
+
+    # ---- the task ----------------------------------------------------------------------------------------------------
+
+    def _find_task(self, words: list[str]) -> Task:
+        """The task, which is read first: it determines the keys that exist."""
+        flags = [each for each in read_overrides(words, lambda key: None) if each.key == "task"]
+        name, place = self.document.values.get("task"), self.document.place("task")
+        if flags:
+            name, place = flags[-1].text, "command line"
+        if name is None:
+            raise ArgumentsError(f"{place}: there is no key 'task'; set it to one of {', '.join(TASKS)}")
+        if not isinstance(name, str) or name not in TASKS:
+            raise ArgumentsError(
+                f"{place}: {shown('task', name)} is not a task{nearest(str(name), TASKS)} There are {', '.join(TASKS)}"
+            )
+        return TASKS[name]
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def _values(self) -> dict[str, Any]:
+        """The values of the file with the overrides applied; unknown keys are recorded as problems."""
+        values: dict[str, Any] = {}
+        for key, value in self.document.values.items():
+            place = self.document.place(key)
+            unknown = self.names.problem(key)
+            if unknown is not None:
+                self.problems.append(f"{place}: {unknown}")
+                continue
+            values[key] = dict(value) if isinstance(value, dict) else value
+            self._note(key, value, place)
+        for override in self.overrides:
+            self._apply(values, override)
+        return values
+
+    def _note(self, key: str, value: Any, place: str) -> None:
+        self.sources[key] = Source("file", place)
+        if isinstance(value, dict) and self.names.is_block(key):
+            for inner in value:
+                self.sources[f"{key}.{inner}"] = Source("file", self.document.place(key, inner))
+
+    def _apply(self, values: dict[str, Any], override: Override) -> None:
+        unknown = self.names.problem(override.key)
+        if unknown is not None:
+            self.problems.append(f"command line: {unknown}")
+            return
+        value = override.value(self.names.spec(override.key))
+        block, _, key = override.key.partition(".")
+        if key:
+            before = values.get(block)
+            inner = self._mapping(before, block) if before is not None else {}
+            values[block] = {**inner, key: value}
+        else:
+            values[block] = value
+            for other in [each for each in self.sources if each.startswith(f"{block}.")]:
+                del self.sources[other]
+        self.sources[override.key] = Source("flag", override.shown)
+
+    def _mapping(self, value: Any, block: str) -> dict[str, Any]:
+        """The values of a block; `model: NAME` is short for a block with that name."""
+        if isinstance(value, str) and block == "model":
+            source = self.sources.get("model")
+            if source is not None:
+                self.sources["model.name"] = source
+            return {"name": value}
+        if value is None:
+            return {}
+        if isinstance(value, dict):
+            return value
+        self.problems.append(f"{self._place(block)}: {shown(block, value)}: must be a mapping of keys to values")
+        return {}
+
+    def _place(self, key: str) -> str:
+        source = self.sources.get(key) or self.sources.get(key.rpartition(".")[0])
+        return source.shown if source is not None else str(self.document.path)
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def _block(self, name: str, kind: type[Block], values: Mapping[str, Any]) -> Block:
+        """A block as an object of its class; problems are recorded with their places."""
+        read_values = {}
+        for key, spec in specs(kind).items():
+            if key in values:
+                dotted = f"{name}.{key}" if name else key
+                value = self._checked(dotted, spec, values[key])
+                read_values[key] = resolved_path(dotted, value, self.document.path.parent, self.sources.get(dotted))
+        for key in values:
+            unknown = self.names.problem(f"{name}.{key}") if name else None
+            if unknown is not None:
+                self.problems.append(f"{self._place(f'{name}.{key}')}: {unknown}")
+        return kind(**read_values)
+
+    def _checked(self, key: str, spec: Spec, value: Any) -> Any:
+        """The value as its field's type; a problem is recorded, and the default used instead."""
+        try:
+            result = read(spec, value)
+            complaint = check(spec, result)
+        except ValueError as error:
+            advice = "; put it in quotes" if str(error).endswith("is not text") else ""
+            result, complaint = spec.default, f"{error}{advice}"
+            self.problems.append(f"{self._place(key)}: {key}: {complaint}")
+            return result
+        if complaint is None:
+            return result
+        self.problems.append(f"{self._place(key)}: {shown(key, value)}: {complaint}")
+        return spec.default
+
+    def _check_needed(self, model: ModelFields, data: DataFields) -> None:
+        path = self.document.path
+        for key, value in (("model.name", model.name), ("data.train", data.train)):
+            if value is None and not any(f" {key}" in problem for problem in self.problems):
+                block, _, inner = key.partition(".")
+                self.problems.append(f"{path}: there is no {key}; add '{inner}' to the block '{block}'")
+        if data.validation is not None and data.validation_share is not None:
+            self.problems.append(
+                f"{self._place('data.validation_share')}: data.validation and data.validation_share are both set; "
+                "remove one of them"
+            )
+
+    def _metrics(self, wanted: list[str] | str | None) -> list[str]:
+        known = self.task.metrics
+        names = [wanted] if isinstance(wanted, str) else wanted
+        if names is None:
+            return list(self.task.default_metrics)
+        for name in names:
+            if name not in known:
+                self.problems.append(
+                    f"{self._place('metrics')}: {name!r} is not a metric of {self.task.name}{nearest(name, known)}; "
+                    f"there are {', '.join(known) or 'none'}"
+                )
+        return list(names)
+
+    # ---- training arguments ------------------------------------------------------------------------------------------
+
+    def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {}
+        for key, value in values.items():
+            spec = self.names.arguments[key]
+            self._checked(key, spec, value)
+            arguments[key] = resolved_path(key, value, self.document.path.parent, self.sources.get(key))
+        return arguments
+
+    def _training_arguments(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return self.names.arguments_class(**arguments)
+        except ArgumentsError as error:
+            raise ArgumentsError([self._with_place(problem) for problem in error.problems]) from None
+        except NotAvailable as error:
+            raise ArgumentsError(self._with_place(str(error))) from None
+
+    def _with_place(self, problem: str) -> str:
+        """A problem that the arguments found, with the place of the first one it names."""
+        words = problem.replace("=", " ").replace(":", " ").replace(",", " ").split()
+        for word in words:
+            source = self.sources.get(word)
+            if source is not None and source.kind in ("file", "flag"):
+                return f"{source.shown}: {problem}"
+        return f"{self.document.path}: {problem}"
+
+    def _stop_if_wrong(self) -> None:
+        if self.problems:
+            raise ArgumentsError(self.problems)

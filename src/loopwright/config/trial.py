@@ -1,0 +1,269 @@
+"""A trial run: a few updates, an evaluation, a save and a load of a configuration, measured."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.printer import PrinterCallback
+from ..core.events import TrainerCallback
+from ..core.host_memory import host_memory, host_peak
+from .building import trainer_of
+from .config import Config
+from .run_control import RunControl
+
+if TYPE_CHECKING:
+    from ..args.base import BaseArguments
+    from ..pt.trainer import Trainer
+    from ..tasks.declaration import Materials
+
+LONGEST = 1
+"""The update, from 0, that gets the longest samples: the optimizer has its state by then."""
+SAVED = 2
+"""The update, from 0, after which a checkpoint is saved."""
+WARM = 4
+"""Updates that are not timed: accelerations are proved in them."""
+FEWEST, MOST = 6, 60
+"""Timed updates."""
+ENOUGH, LIMIT = 12.0, 30.0
+"""Seconds of timed updates that are enough, and of all updates that are too many."""
+FRAGMENTATION = 1.03
+"""Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
+EVALUATED = 8
+"""Batches of the evaluation."""
+SETTINGS = (
+    "save_strategy=no",
+    "eval_strategy=no",
+    "load_best_model_at_end=false",
+    "disable_tqdm=true",
+    "log_level=error",
+    "strict=false",
+    "report_to=none",
+    "resume_from_checkpoint=false",
+)
+"""Arguments of a trial: the trial itself decides when to save and evaluate."""
+
+
+@dataclass
+class Measured:
+    """What a trial has measured, in seconds and bytes."""
+
+    build_seconds: float = 0.0
+    first_seconds: float = 0.0
+    """Of the updates that are not timed."""
+    first_updates: int = 0
+    update_seconds: float = 0.0
+    timed_updates: int = 0
+    evaluation_seconds: float | None = None
+    """Of the whole validation data, estimated from some batches."""
+    save_seconds: float = 0.0
+    """For which a save stops training."""
+    memory: dict[str, int] = field(default_factory=dict)
+    checkpoint_bytes: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    loaded_step: int | None = None
+    speed: Any = None
+
+
+class Remapped:
+    """A dataset with some samples in the place of others."""
+
+    def __init__(self, dataset: Any, places: dict[int, int]) -> None:
+        self.dataset, self.places = dataset, places
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.places.get(index, index)]
+
+
+class Part:
+    """The first samples of a dataset."""
+
+    def __init__(self, dataset: Any, count: int) -> None:
+        self.dataset, self.count = dataset, min(count, len(dataset))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class TrialClock(TrainerCallback):
+    """Times the updates, requests a save and an evaluation, and stops the trial."""
+
+    def __init__(self) -> None:
+        self.updates: list[float] = []
+        self.save_seconds = 0.0
+        self.evaluation_seconds: float | None = None
+        self.metrics: dict[str, float] = {}
+        self.evaluates = False
+        self.is_load = False
+        """Whether the run only shows that a checkpoint can be loaded."""
+        self._began = self._ended = 0.0
+
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+        if len(self.updates) == SAVED + 1:
+            self.save_seconds = self._began - self._ended
+
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._ended = time.perf_counter()
+        self.updates.append(self._ended - self._began)
+        if self.is_load:
+            control.should_training_stop = True
+            return
+        if len(self.updates) == SAVED + 1 or (state.global_step >= state.max_steps and len(self.updates) <= SAVED):
+            control.should_save = True
+        if self._is_enough() or state.global_step >= state.max_steps:
+            control.should_evaluate = self.evaluates
+            control.should_training_stop = True
+
+    def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        self.evaluation_seconds = time.perf_counter() - self._ended
+        self.metrics = dict(metrics or {})
+
+    @property
+    def timed(self) -> list[float]:
+        """The updates that count for the speed; all but the first if there are few."""
+        return self.updates[WARM:] or self.updates[1:] or self.updates
+
+    def _is_enough(self) -> bool:
+        timed, seconds = len(self.updates) - WARM, sum(self.updates[WARM:])
+        is_slow = sum(self.updates) > LIMIT and len(self.updates) > SAVED + 1
+        return is_slow or timed >= MOST or (timed >= FEWEST and seconds >= ENOUGH)
+
+
+def run_trial(config: Config, materials: Materials, started: float) -> tuple[Trainer, Measured]:
+    """Train a little, save, evaluate and load; `started` is the time at which the command began."""
+    found, clock = Measured(), TrialClock()
+    trainer = trainer_of(config, materials)
+    for kind in (RunControl, PrinterCallback):
+        trainer.remove_callback(kind)
+    trainer.add_callback(clock)
+    _put_longest_first(trainer)
+    whole = trainer.eval_dataset
+    if whole is not None:
+        clock.evaluates = True
+        trainer.eval_dataset = Part(whole, EVALUATED * trainer.args.eval_batch_size)
+    gc.collect()
+    before = host_memory()
+    found.build_seconds = time.time() - started
+    trainer.train()
+    found.memory = memory_of(trainer, before)
+    _take_times(found, clock, trainer, whole)
+    found.speed = trainer.speed_report()
+    _load_again(trainer, clock, found)
+    return trainer, found
+
+
+def _take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any) -> None:
+    found.timed_updates = len(clock.timed)
+    found.update_seconds = sum(clock.timed) / len(clock.timed)
+    found.first_updates = len(clock.updates) - found.timed_updates
+    found.first_seconds = sum(clock.updates[: found.first_updates])
+    found.save_seconds, found.metrics = clock.save_seconds, clock.metrics
+    if clock.evaluation_seconds is not None:
+        found.evaluation_seconds = clock.evaluation_seconds * len(whole) / max(1, len(trainer.eval_dataset))
+
+
+def _load_again(trainer: Trainer, clock: TrialClock, found: Measured) -> None:
+    """Resume from the checkpoint for one update."""
+    saved = trainer.checkpoints.complete()
+    if not saved:
+        return
+    step = min(saved)
+    folder = Path(str(saved[step]))
+    found.checkpoint_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    clock.is_load = True
+    trainer.train(resume_from_checkpoint=str(folder))
+    found.loaded_step = step
+
+
+# ---- the longest samples ---------------------------------------------------------------------------------------------
+
+
+def _put_longest_first(trainer: Trainer) -> None:
+    """Let an early update have the longest samples: its memory is the most that any update needs."""
+    lengths = _lengths(trainer.train_dataset)
+    if lengths is None or max(lengths) == min(lengths):
+        return
+    count = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    sampler = trainer._get_train_sampler()
+    order = _first_items(sampler, (LONGEST + 1) * count) if sampler is not None else []
+    places = order[LONGEST * count :]
+    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[: len(places)]
+    trainer.train_dataset = Remapped(trainer.train_dataset, dict(zip(places, longest, strict=True)))
+
+
+def _first_items(sampler: Iterable[Any], count: int) -> list[int]:
+    found: list[int] = []
+    for item in sampler:
+        found += item if isinstance(item, list) else [item]
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def _lengths(samples: Any) -> list[int] | None:
+    """The number of tokens of each sample; None if they are not in memory, or have none."""
+    if not isinstance(samples, Sequence) or not len(samples) or "input_ids" not in samples[0]:
+        return None
+    return [len(sample["input_ids"]) for sample in samples]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory_of(trainer: Trainer, before: int) -> dict[str, int]:
+    """The peak memory of a run and its parts; `before` is the memory of the process before training."""
+    import torch
+
+    parameters = list(trainer.model.parameters())
+    weights = _bytes([*parameters, *trainer.model.buffers()])
+    gradients = _bytes([each for each in parameters if each.requires_grad])
+    optimizer = _bytes(
+        value
+        for state in trainer.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+    device = trainer.args.device
+    if device.type == "cuda":
+        peak, program = torch.cuda.max_memory_reserved(device), 0
+    else:
+        peak, program = int(host_peak() * FRAGMENTATION), max(0, before - weights)
+    rest = max(0, peak - program - weights - gradients - optimizer)
+    return {
+        "program": program,
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        "activations": rest,
+        "peak": peak,
+    }
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+# ---- prediction ------------------------------------------------------------------------------------------------------
+
+
+def occurrences(strategy: str, interval: float, steps: int, per_epoch: int) -> int:
+    """How often a run of `steps` updates evaluates or saves."""
+    if strategy == "epoch":
+        return math.ceil(steps / max(1, per_epoch))
+    if strategy != "steps" or not interval:
+        return 0
+    every = max(1, math.ceil(interval * steps) if interval < 1 else int(interval))
+    return math.ceil(steps / every)

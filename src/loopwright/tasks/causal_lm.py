@@ -1,0 +1,38 @@
+"""Causal language modelling: predicting the next token."""
+
+from __future__ import annotations
+
+from .declaration import Materials, Task
+from .language import METRICS, CorpusData, read_blocks, token_metrics
+from .request import Request
+
+
+def build(request: Request) -> Materials:
+    """Model and data of causal language modelling."""
+    from ..pt.data.collators import DataCollatorForLanguageModeling
+    from .models import load_model, load_tokenizer
+
+    tokenizer = load_tokenizer(request)
+    train, held = read_blocks(request, tokenizer)
+    return Materials(
+        model=load_model(request, "AutoModelForCausalLM"),
+        train_dataset=train,
+        eval_dataset=held,
+        processing_class=tokenizer,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        **token_metrics(request.metrics, shift=True),
+    )
+
+
+TASK = Task(
+    name="causal-lm",
+    help="train a language model on texts",
+    data=CorpusData,
+    metrics=METRICS,
+    default_metrics=("perplexity", "token_accuracy"),
+    build=build,
+    example={
+        "model": "HuggingFaceTB/SmolLM2-135M",
+        "data": {"train": "train.txt", "validation_share": 0.05, "max_length": 512},
+    },
+)

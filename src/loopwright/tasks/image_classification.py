@@ -1,0 +1,110 @@
+"""Classifying images of a folder."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..args.field import Group, arg, positive
+from ..errors import DataError
+from .declaration import Materials, Task
+from .fields import DataFields
+from .request import Request
+
+
+@dataclass
+class ImageFields(Group):
+    """Options of images."""
+
+    title = "data"
+
+    image_size: int | None = arg(
+        None, "Height and width to which images are resized; defaults to that of the model.", check=positive
+    )
+
+
+@dataclass
+class ImageData(ImageFields, DataFields):
+    """The block `data` of image classification: `train` and `validation` are folders with one folder for each class."""
+
+
+def build(request: Request) -> Materials:
+    """Model and data of image classification."""
+    from ..pt.data.collators import DefaultDataCollator
+    from .images import Images, image_files, transform_for
+    from .labels import class_metrics
+    from .models import known_labels, load_model
+
+    data: ImageData = request.data
+    train = image_files(Path(str(data.train)), request.place("data.train"))
+    held = None if data.validation is None else image_files(Path(data.validation), request.place("data.validation"))
+    names = list(train)
+    _check_classes(names, held, request)
+    known = known_labels(request)
+    names = known if {*known} == {*names} else names
+    pairs = [(file, names.index(name)) for name, files in train.items() for file in files]
+    held_pairs = None if held is None else [(file, names.index(name)) for name, files in held.items() for file in files]
+    if data.validation_share:
+        pairs, held_pairs = _held_out(pairs, data.validation_share, request.seed)
+    pairs, held_pairs = _limited(pairs, held_pairs, data)
+    model = load_model(
+        request,
+        "AutoModelForImageClassification",
+        num_labels=len(names),
+        id2label=dict(enumerate(names)),
+        label2id={name: index for index, name in enumerate(names)},
+    )
+    transform = transform_for(request, getattr(model, "config", None))
+
+    def samples(chosen: list[tuple[Path, int]]) -> Any:
+        return Images([file for file, _ in chosen], [label for _, label in chosen], transform)
+
+    return Materials(
+        model=model,
+        train_dataset=samples(pairs),
+        eval_dataset=None if held_pairs is None else samples(held_pairs),
+        processing_class=transform,
+        data_collator=DefaultDataCollator(),
+        compute_metrics=class_metrics(request.metrics),
+    )
+
+
+def _check_classes(names: list[str], held: Any, request: Request) -> None:
+    place = request.place("data.train")
+    if len(names) < 2:
+        raise DataError(f"{place}: {request.data.train} has only the class {names[0]!r}; add a folder for another one")
+    unknown = [name for name in held or () if name not in names]
+    if unknown:
+        raise DataError(
+            f"{request.place('data.validation')}: the class {unknown[0]!r} is not one of the training data: "
+            f"{', '.join(names)}"
+        )
+
+
+def _held_out(pairs: list[Any], share: float, seed: int) -> tuple[list[Any], list[Any]]:
+    count = min(len(pairs) - 1, max(1, round(len(pairs) * share)))
+    chosen = set(random.Random(seed).sample(range(len(pairs)), count))
+    rest = [pair for index, pair in enumerate(pairs) if index not in chosen]
+    return rest, [pairs[index] for index in sorted(chosen)]
+
+
+def _limited(pairs: list[Any], held: list[Any] | None, data: ImageData) -> tuple[list[Any], list[Any] | None]:
+    return pairs[: data.max_train_samples], None if held is None else held[: data.max_validation_samples]
+
+
+TASK = Task(
+    name="image-classification",
+    help="classify images; the data are folders with one folder for each class",
+    data=ImageData,
+    metrics={
+        "accuracy": "fraction of correct classes",
+        "f1": "mean F1 of the classes",
+        "precision": "mean precision of the classes",
+        "recall": "mean recall of the classes",
+    },
+    default_metrics=("accuracy",),
+    build=build,
+    example={"model": "google/vit-base-patch16-224-in21k", "data": {"train": "images", "validation_share": 0.1}},
+)

@@ -1,0 +1,92 @@
+"""Classes of data: their names, their numbers, and the metrics of predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..args.problems import short
+from ..errors import DataError
+from .metrics import chosen, class_scores
+from .models import known_labels
+from .readers import Rows
+from .request import Request
+
+MOST_CLASSES = 10_000
+
+
+def label_names(
+    splits: Sequence[Rows],
+    column: str,
+    given: list[str] | None,
+    request: Request,
+    *,
+    nested: bool = False,
+    order_of_model: bool = True,
+) -> list[str]:
+    """The names of the classes in order; raises if a row has another class, or there is only one.
+
+    `nested`: each row has a list of classes. `order_of_model`: a model with the same classes determines the order.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for rows in splits:
+        for index, row in enumerate(rows):
+            for value in row[column] if nested else [row[column]]:
+                found.setdefault(_name(value, rows, index, column), (rows.name, index))
+    if given is not None:
+        unknown = next((name for name in found if name not in given), None)
+        if unknown is not None:
+            name, index = found[unknown]
+            raise DataError(
+                f"{name}: row {index + 1}: {column}={unknown!r} is not one of the classes that "
+                f"{request.place('data.labels')} lists"
+            )
+        return list(given)
+    if len(found) > MOST_CLASSES:
+        raise DataError(f"{splits[0].name}: the column {column!r} has {len(found):,} classes; is it a label?")
+    if len(found) < 2:
+        raise DataError(f"{splits[0].name}: the column {column!r} has only the class {', '.join(found)!r}")
+    known = known_labels(request) if order_of_model else []
+    return known if {*known} == {*found} else sorted(found, key=_order)
+
+
+def _order(name: str) -> tuple[bool, float, str]:
+    """Numbers in their order, before texts."""
+    try:
+        return False, float(name), name
+    except ValueError:
+        return True, 0.0, name
+
+
+def _name(value: Any, rows: Rows, index: int, column: str) -> str:
+    if isinstance(value, bool | int | str) and value != "":
+        return str(value)
+    if isinstance(value, float) and value == int(value):
+        return str(int(value))
+    raise DataError(f"{rows.name}: row {index + 1}: {column}={short(value)} is not a class; use a text or an integer")
+
+
+def name_of(value: Any) -> str:
+    """The name of a class that `label_names` has accepted."""
+    return str(int(value)) if isinstance(value, float) else str(value)
+
+
+def with_numbers(rows: Iterable[dict[str, Any]], column: str, names: Sequence[str]) -> list[int]:
+    """The class of each row as a number."""
+    numbers = {name: index for index, name in enumerate(names)}
+    return [numbers[name_of(row[column])] for row in rows]
+
+
+def class_metrics(metrics: list[str]) -> Callable[[Any], dict[str, float]] | None:
+    """The metrics function of a classification; None without metrics."""
+    if not metrics:
+        return None
+
+    def compute(prediction: Any) -> dict[str, float]:
+        logits = prediction.predictions
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return chosen(metrics, lambda: class_scores(np.argmax(logits, axis=-1), np.asarray(prediction.label_ids)))
+
+    return compute

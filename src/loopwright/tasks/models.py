@@ -1,0 +1,192 @@
+"""Models and tokenizers: from a folder, by a transformers name, or by an import path."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from ..args.field import nearest
+from ..errors import ArgumentsError, MissingPackage, ModelError
+from ..notices import logger
+from .import_path import imported, is_import_path
+from .lora import with_adapter
+from .readers import missing_file
+from .request import Request
+
+MOST = 6
+"""Names that are listed in a message."""
+
+
+def transformers_package(needed_for: str) -> Any:
+    """transformers, or an error that names what needs it."""
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackage("transformers", needed_for=needed_for) from None
+    return transformers
+
+
+def load_model(request: Request, auto: str, **configuration: Any) -> Any:
+    """The model of a configuration: `auto` is transformers' class for the task, such as AutoModelForCausalLM.
+
+    `configuration` are values for the model's configuration that follow from the data, such as the labels, or
+    functions of the configuration that return one.
+    """
+    name, place = str(request.model.name), request.place("model.name")
+    if is_import_path(name):
+        model = _made_by_user(request, name, place)
+    else:
+        model = _pretrained(request, auto, configuration, name, place)
+    return model if request.lora is None else with_adapter(model, request.lora, request, auto)
+
+
+def _made_by_user(request: Request, name: str, place: str) -> Any:
+    import torch
+
+    make = imported(name, request.folder, place)
+    options = request.model.options or {}
+    try:
+        inspect.signature(make).bind(**options)
+    except TypeError as error:
+        raise ArgumentsError(f"{request.place('model.options')}: {name} cannot be called with them: {error}") from None
+    except ValueError:
+        pass  # a class whose signature is unknown
+    torch.manual_seed(request.seed)
+    model = make(**options)
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"{place}: {name} returned {type(model).__name__}; it must return a torch.nn.Module")
+    if request.model.from_scratch:
+        raise ArgumentsError(f"{request.place('model.from_scratch')} is not for a model by import path; remove it")
+    return model.to(getattr(torch, request.model.dtype))
+
+
+def _pretrained(request: Request, auto: str, configuration: dict[str, Any], name: str, place: str) -> Any:
+    transformers = transformers_package(f"{place}={name!r}")
+    import torch
+
+    _check_exists(name, place)
+    config = _loaded(transformers.AutoConfig, name, place)
+    _set_options(config, request)
+    for key, value in configuration.items():
+        setattr(config, key, value(config) if callable(value) else value)
+    torch.manual_seed(request.seed)  # new heads and models from scratch
+    dtype = getattr(torch, request.model.dtype)
+    kind = getattr(transformers, auto)
+    if request.model.from_scratch:
+        return _made(lambda: kind.from_config(config, trust_remote_code=False).to(dtype), name, place)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "ignore_mismatched_sizes": bool(configuration)}
+    if request.lora is not None and request.lora.quantization is not None:
+        options["quantization_config"] = _four_bits(request, transformers, dtype)
+    return _with_weights(kind, name, place, **options)
+
+
+def _four_bits(request: Request, transformers: Any, dtype: Any) -> Any:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError:
+        raise MissingPackage("bitsandbytes", needed_for=request.place("lora.quantization")) from None
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=request.lora.quantization if request.lora is not None else "nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _set_options(config: Any, request: Request) -> None:
+    """Set values of the model's configuration that the user gave; names must exist there."""
+    for key, value in (request.model.options or {}).items():
+        if not hasattr(config, key):
+            names = [each for each in vars(config) if not each.startswith("_")]
+            raise ArgumentsError(
+                f"{request.place('model.options')}: {type(config).__name__} has no {key!r}{nearest(key, names)}"
+            )
+        setattr(config, key, value)
+
+
+def known_labels(request: Request) -> list[str]:
+    """The classes of a model that was trained before, in the order of its outputs; empty if it has none."""
+    name = str(request.model.name)
+    if is_import_path(name) or request.model.from_scratch:
+        return []
+    transformers = transformers_package(request.place("model.name"))
+    _check_exists(name, request.place("model.name"))
+    config = _loaded(transformers.AutoConfig, name, request.place("model.name"))
+    names = dict(getattr(config, "id2label", None) or {})
+    return [str(names[index]) for index in sorted(names)]
+
+
+def load_tokenizer(request: Request) -> Any:
+    """The tokenizer of a configuration; one without a padding token pads with its end token."""
+    transformers = transformers_package("a tokenizer")
+    name, place = _tokenizer_name(request)
+    tokenizer = _loaded(transformers.AutoTokenizer, name, place)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(f"{place}: the tokenizer {name!r} has neither a padding nor an end token; add one")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_processor(request: Request, auto: str) -> Any:
+    """A processor of transformers, such as AutoFeatureExtractor."""
+    transformers = transformers_package("a processor")
+    name, place = _tokenizer_name(request)
+    return _loaded(getattr(transformers, auto), name, place)
+
+
+def _tokenizer_name(request: Request) -> tuple[str, str]:
+    if request.model.tokenizer is not None:
+        place = request.place("model.tokenizer")
+        _check_exists(request.model.tokenizer, place)
+        return request.model.tokenizer, place
+    name = str(request.model.name)
+    if is_import_path(name):
+        raise ArgumentsError(
+            f"{request.place('model.name')}: a model by import path needs model.tokenizer, the folder or name of one"
+        )
+    _check_exists(name, request.place("model.name"))
+    return name, request.place("model.name")
+
+
+def _check_exists(name: str, place: str) -> None:
+    if name.startswith((".", "/", "~")) and not Path(name).exists():
+        raise missing_file(place, name)
+    if Path(name).is_file():
+        raise ArgumentsError(f"{place}={name!r} is a file; name the folder of the model")
+
+
+def _loaded(kind: Any, name: str, place: str, **options: Any) -> Any:
+    # Without False, transformers would offer to run code of the model's folder.
+    return _made(lambda: kind.from_pretrained(name, trust_remote_code=False, **options), name, place)
+
+
+def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
+    """A trained model; weights it has no values for are reported in one line."""
+    from transformers.utils import logging
+
+    level, drawn = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, found = _loaded(kind, name, place, output_loading_info=True, **options)
+    finally:
+        logging.set_verbosity(level)
+        if drawn:
+            logging.enable_progress_bar()
+    changed = [each[0] if isinstance(each, tuple) else each for each in found.get("mismatched_keys", ())]
+    new = sorted({*found["missing_keys"], *changed})
+    if new:
+        more = f" and {len(new) - MOST} more" if len(new) > MOST else ""
+        logger.warning(f"{name}: no trained weights for {', '.join(new[:MOST])}{more}; they start at random values")
+    return model
+
+
+def _made(make: Any, name: str, place: str) -> Any:
+    """Call a function of transformers; its errors become one line with the place."""
+    try:
+        return make()
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(f"{place}={name!r} cannot be loaded: {lines[0]}") from error

@@ -1,0 +1,170 @@
+"""Extractive question answering: finding the answer in a context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..args.field import Group, arg, non_negative, positive
+from ..args.problems import short
+from ..errors import ArgumentsError, DataError
+from .declaration import Materials, Task
+from .fields import DataFields
+from .readers import Rows, need_column, need_text, read_splits
+from .request import Request
+
+LONGEST_ANSWER = 30
+"""Tokens of a predicted answer."""
+BEST = 20
+"""Starts and ends that are combined for each window."""
+
+
+@dataclass
+class QuestionColumns(Group):
+    """Columns of questions."""
+
+    title = "data"
+
+    question_column: str = arg("question", "The column with the question.")
+    context_column: str = arg("context", "The column with the context that holds the answer.")
+    answers_column: str = arg(
+        "answers", "The column with the answers: {'text': [...], 'answer_start': [...]}, as in SQuAD; empty for none."
+    )
+    max_length: int = arg(384, "Tokens of a question with a window of its context.", check=positive)
+    stride: int = arg(128, "Tokens that two windows of a long context have in common.", check=non_negative)
+
+
+@dataclass
+class QuestionData(QuestionColumns, DataFields):
+    """The block `data` of question answering."""
+
+
+def build(request: Request) -> Materials:
+    """Model and data of question answering."""
+    from ..pt.data.collators import DataCollatorWithPadding
+    from .models import load_model, load_tokenizer
+
+    if request.data.stride >= request.data.max_length:
+        raise ArgumentsError(
+            f"{request.place('data.stride')}={request.data.stride} must be below max_length={request.data.max_length}"
+        )
+    tokenizer = load_tokenizer(request)
+    train, held = read_splits(request)
+    for rows in (train, held):
+        if rows is not None:
+            _check_rows(rows, request)
+    held_windows = None if held is None else _windows(held, tokenizer, request)
+    return Materials(
+        model=load_model(request, "AutoModelForQuestionAnswering"),
+        train_dataset=[window["inputs"] for window in _windows(train, tokenizer, request)],
+        eval_dataset=None if held_windows is None else [window["inputs"] for window in held_windows],
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=_metrics(held, held_windows, request) if held_windows and request.metrics else None,
+    )
+
+
+def _check_rows(rows: Rows, request: Request) -> None:
+    data: QuestionData = request.data
+    need_text(rows, data.question_column, "data.question_column", request)
+    need_text(rows, data.context_column, "data.context_column", request)
+    need_column(rows, data.answers_column, "data.answers_column", request)
+    for index, row in enumerate(rows):
+        answers = row[data.answers_column]
+        if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
+            raise DataError(
+                f"{rows.name}: row {index + 1}: {data.answers_column}={short(answers)} needs the lists text and "
+                "answer_start"
+            )
+        for text, start in zip(answers["text"], answers["answer_start"], strict=False):
+            if row[data.context_column][start : start + len(text)] != text:
+                raise DataError(
+                    f"{rows.name}: row {index + 1}: the answer {short(text)} is not at character {start} of its context"
+                )
+
+
+def _windows(rows: Rows, tokenizer: Any, request: Request) -> list[dict[str, Any]]:
+    """Each question with every window of its context, and the place of its answer there."""
+    data: QuestionData = request.data
+    found = []
+    for index, row in enumerate(rows):
+        encoding = tokenizer(
+            row[data.question_column],
+            row[data.context_column],
+            truncation="only_second",
+            max_length=data.max_length,
+            stride=data.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+        )
+        for window in range(len(encoding["input_ids"])):
+            parts, offsets = encoding.sequence_ids(window), encoding["offset_mapping"][window]
+            places = [offset if part == 1 else None for part, offset in zip(parts, offsets, strict=True)]
+            start, end = _target(places, row[data.answers_column])
+            keys = [key for key in tokenizer.model_input_names if key in encoding]
+            inputs = {key: encoding[key][window] for key in keys}
+            found.append(
+                {"row": index, "places": places, "inputs": {**inputs, "start_positions": start, "end_positions": end}}
+            )
+    return found
+
+
+def _target(places: list[Any], answers: dict[str, Any]) -> tuple[int, int]:
+    """The first and the last token of the answer; (0, 0) if it is not in this window."""
+    if not answers["text"]:
+        return 0, 0
+    first = answers["answer_start"][0]
+    last = first + len(answers["text"][0])
+    inside = [index for index, place in enumerate(places) if place and place[0] < last and place[1] > first]
+    covered = inside and places[inside[0]][0] <= first and places[inside[-1]][1] >= last
+    return (inside[0], inside[-1]) if covered else (0, 0)
+
+
+def _metrics(rows: Any, windows: list[dict[str, Any]], request: Request) -> Any:
+    data: QuestionData = request.data
+
+    def compute(prediction: Any) -> dict[str, float]:
+        from .metrics import answer_scores, chosen
+
+        starts, ends = prediction.predictions[:2]
+        best: dict[int, tuple[float, str]] = {}
+        for window, start, end in zip(windows, starts, ends, strict=True):
+            score, text = _best_answer(window["places"], start, end, rows[window["row"]][data.context_column])
+            if window["row"] not in best or score > best[window["row"]][0]:
+                best[window["row"]] = (score, text)
+        guessed = [best[index][1] for index in range(len(rows))]
+        wanted = [row[data.answers_column]["text"] for row in rows]
+        return chosen(request.metrics, lambda: answer_scores(guessed, wanted))
+
+    return compute
+
+
+def _best_answer(places: list[Any], starts: Any, ends: Any, context: str) -> tuple[float, str]:
+    """The most likely answer of a window with its score; an empty one if there is none."""
+    import numpy as np
+
+    best = (float(starts[0] + ends[0]), "")
+    for start in np.argsort(starts)[::-1][:BEST]:
+        for end in np.argsort(ends)[::-1][:BEST]:
+            if start > end or end - start >= LONGEST_ANSWER or end >= len(places):
+                continue
+            if places[start] is None or places[end] is None:
+                continue
+            score = float(starts[start] + ends[end])
+            if score > best[0]:
+                best = (score, context[places[start][0] : places[end][1]])
+    return best
+
+
+TASK = Task(
+    name="question-answering",
+    help="find the answer to a question in a context",
+    data=QuestionData,
+    metrics={"exact_match": "fraction of exact answers", "f1": "F1 of the words of answers"},
+    default_metrics=("exact_match", "f1"),
+    build=build,
+    example={
+        "model": "distilbert/distilbert-base-cased",
+        "data": {"train": "train.jsonl", "validation": "validation.jsonl", "max_length": 384, "stride": 128},
+    },
+)

@@ -1,0 +1,252 @@
+"""Rows of data files: JSONL, JSON, CSV, TSV, Parquet and text files, folders of them, and datasets of `datasets`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..args.field import nearest
+from ..args.problems import short
+from ..errors import ArgumentsError, DataError, MissingPackage
+from .fields import DataFields
+from .request import Request
+
+Row = dict[str, Any]
+LARGEST_FIELD = 2**27
+"""Characters of one field of a CSV file; Python's own limit is 131,072."""
+
+
+class Rows(list[Row]):
+    """The rows of a source, with its name for messages."""
+
+    def __init__(self, rows: Sequence[Row], name: str) -> None:
+        super().__init__(rows)
+        self.name = name
+
+    def part(self, indices: Sequence[int]) -> Rows:
+        """Some of the rows, in the given order."""
+        return Rows([self[index] for index in indices], self.name)
+
+
+def read_splits(request: Request, read: Callable[[Request, str], Rows] | None = None) -> tuple[Rows, Rows | None]:
+    """The rows to train on and to validate on, the second None if there are none."""
+    data: DataFields = request.data
+    read = read or read_source
+    train = read(request, "train")
+    held = read(request, "validation") if data.validation is not None else None
+    if data.validation_share:
+        train, held = _held_out(train, data.validation_share, request)
+    if data.max_train_samples is not None:
+        train = train.part(range(min(len(train), data.max_train_samples)))
+    if held is not None and data.max_validation_samples is not None:
+        held = held.part(range(min(len(held), data.max_validation_samples)))
+    return train, held
+
+
+def _held_out(rows: Rows, share: float, request: Request) -> tuple[Rows, Rows]:
+    count = max(1, round(len(rows) * share))
+    if count >= len(rows):
+        raise ArgumentsError(
+            f"{request.place('data.validation_share')}={share}: nothing would be left of {len(rows)} rows to train on"
+        )
+    chosen = set(random.Random(request.seed).sample(range(len(rows)), count))
+    rest = [index for index in range(len(rows)) if index not in chosen]
+    return rows.part(rest), rows.part(sorted(chosen))
+
+
+def read_source(request: Request, split: str) -> Rows:
+    """The rows of `data.train` or `data.validation`."""
+    source = str(getattr(request.data, split))
+    place = request.place(f"data.{split}")
+    path = Path(source)
+    if path.is_file():
+        rows = _read_file(path)
+    elif path.is_dir():
+        rows = _read_folder(path, getattr(request.data, f"{split}_split"), place)
+    elif looks_like_path(source):
+        raise missing_file(place, source)
+    else:
+        rows = _from_datasets(request, source, split)
+    if not rows:
+        raise DataError(f"{place}: {source} has no rows")
+    return Rows(rows, source)
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether a source that does not exist was meant as a path."""
+    return Path(source).suffix.lower() in READERS or source.startswith((".", "/", "~")) or os.sep * 2 in source
+
+
+def missing_file(place: str, source: str) -> ArgumentsError:
+    """The error for a file that does not exist, with a similar name of its folder."""
+    folder = Path(source).parent
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    where = "" if folder.is_dir() else f" (there is no folder {str(folder)!r})"
+    return ArgumentsError(
+        f"{place}: there is no file or folder {source!r}{where}{nearest(Path(source).name, names)}; "
+        "paths in a configuration are relative to its folder"
+    )
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _read_file(path: Path) -> list[Row]:
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ArgumentsError(f"{path}: data files end in {', '.join(READERS)}; convert it to one of these")
+    try:
+        return list(reader(path))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); convert it to UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise DataError(f"{path}:{number}: not JSON ({error}); a line holds one object") from None
+                yield _object(row, f"{path}:{number}")
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: a JSON file of data is a list of objects, not {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        yield _object(row, f"{path}, item {number}")
+
+
+def _object(row: Any, place: str) -> Row:
+    if not isinstance(row, dict):
+        raise DataError(f'{place}: {short(row)} is not an object; write each row as {{"column": value}}')
+    return row
+
+
+def _csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
+    csv.field_size_limit(LARGEST_FIELD)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                if None in row or None in row.values():
+                    names = len(reader.fieldnames or ())
+                    raise DataError(f"{path}:{reader.line_num}: not the {names} columns of the header")
+                yield row
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: not CSV ({error})") from None
+
+
+def _tsv(path: Path) -> Iterator[Row]:
+    return _csv(path, "\t")
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise MissingPackage("pyarrow", needed_for=f"reading {path}") from None
+    try:
+        yield from parquet.read_table(path).to_pylist()
+    except (ValueError, OSError) as error:  # pyarrow's errors of a damaged file
+        raise DataError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
+
+
+def _text(path: Path) -> Iterator[Row]:
+    with open(path, encoding="utf-8-sig") as file:
+        yield from ({"text": line.rstrip("\n")} for line in file if line.strip())
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _tsv,
+    ".parquet": _parquet,
+    ".txt": _text,
+}
+"""Readers by the end of a file's name."""
+
+
+def _read_folder(folder: Path, split: str, place: str) -> list[Row]:
+    """All data files of a folder, in the order of their names; or a dataset that `datasets` saved there."""
+    if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
+        found = _datasets_package(place).load_from_disk(str(folder))
+        return _rows_of_dataset(found, split, place)
+    files = sorted(each for each in folder.iterdir() if each.suffix.lower() in READERS)
+    if not files:
+        raise DataError(f"{place}: the folder {folder} has no data file ({', '.join(READERS)})")
+    return [row for file in files for row in _read_file(file)]
+
+
+# ---- datasets --------------------------------------------------------------------------------------------------------
+
+
+def _datasets_package(place: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise MissingPackage("datasets", needed_for=f"{place}: a dataset by name") from None
+    return datasets
+
+
+def _from_datasets(request: Request, name: str, split: str) -> list[Row]:
+    place = request.place(f"data.{split}")
+    package = _datasets_package(place)
+    wanted = getattr(request.data, f"{split}_split")
+    try:
+        found = package.load_dataset(name, request.data.subset, split=wanted)
+    except Exception as error:  # `datasets` raises errors of many packages; the reason is in the message
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"{place}: {name!r} is neither a file nor a folder here, and `datasets` cannot load its split "
+            f"{wanted!r}: {reason}"
+        ) from None
+    return _rows_of_dataset(found, wanted, place)
+
+
+def _rows_of_dataset(found: Any, split: str, place: str) -> list[Row]:
+    if hasattr(found, "keys"):  # a DatasetDict
+        if split not in found:
+            raise ArgumentsError(f"{place}: the dataset has no split {split!r}; it has {', '.join(found)}")
+        found = found[split]
+    return list(found)
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def need_column(rows: Rows, column: str, key: str, request: Request) -> None:
+    """Raise unless every row has this column, which the configuration names under `key`."""
+    missing = next((index for index, row in enumerate(rows) if column not in row), None)
+    if missing is None:
+        return
+    names = list(dict.fromkeys(name for row in rows[:100] for name in row))
+    if column in names:
+        raise DataError(f"{rows.name}: row {missing + 1} has no column {column!r}; add it, or remove the row")
+    raise ArgumentsError(
+        f"{request.place(key)}={column!r}: {rows.name} has no such column{nearest(column, names)}; "
+        f"it has {', '.join(names)}"
+    )
+
+
+def need_text(rows: Rows, column: str, key: str, request: Request) -> None:
+    """Raise unless every row has text in this column."""
+    need_column(rows, column, key, request)
+    for index, row in enumerate(rows):
+        if not isinstance(row[column], str):
+            raise DataError(f"{rows.name}: row {index + 1}: {column}={short(row[column])} is not text")

@@ -1,0 +1,219 @@
+"""Regression and classification of tables and arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..args.field import Group, arg, list_of_names, nearest
+from ..args.problems import short
+from ..errors import ArgumentsError, DataError
+from .declaration import Materials, Task
+from .fields import DataFields
+from .readers import Rows, missing_file, need_column, read_splits
+from .request import Request
+
+MLP = "mlp"
+"""The name of the model that is made here."""
+
+
+@dataclass
+class TableColumns(Group):
+    """Columns of tables, or names of arrays in an .npz file."""
+
+    title = "data"
+
+    target_column: str = arg("target", "The column with the value to predict; of an .npz file, the name of its array.")
+    feature_columns: list[str] | None = arg(
+        None,
+        "The columns with the inputs; defaults to all others. Of an .npz file, the name of one array.",
+        check=list_of_names,
+    )
+    standardize: bool = arg(True, "Scale inputs by the mean and deviation of the training data; saved with the model.")
+
+
+@dataclass
+class TableData(TableColumns, DataFields):
+    """The block `data` of tables."""
+
+
+def _build(request: Request, *, classes: bool) -> Materials:
+    import numpy as np
+    import torch
+
+    from ..pt.data.collators import DefaultDataCollator
+    from .labels import class_metrics, label_names, with_numbers
+    from .metrics import chosen, number_scores
+    from .table_model import TableModel, multilayer_perceptron
+
+    data: TableData = request.data
+    train, held = read_splits(request, _read)
+    splits = [rows for rows in (train, held) if rows is not None]
+    for rows in splits:
+        need_column(rows, data.target_column, "data.target_column", request)
+    columns = _features(train, request)
+    names = label_names(splits, data.target_column, None, request, order_of_model=False) if classes else []
+
+    def samples(rows: Rows) -> list[dict[str, Any]]:
+        inputs = _matrix(rows, columns, request)
+        if classes:
+            targets: Any = with_numbers(rows, data.target_column, names)
+        else:
+            targets = _matrix(rows, [data.target_column], request)[:, 0]
+        return [{"features": inputs[index], "labels": targets[index]} for index in range(len(rows))]
+
+    train_samples = samples(train)
+    inputs = np.stack([sample["features"] for sample in train_samples])
+    if str(request.model.name) == MLP:
+        torch.manual_seed(request.seed)
+        body = multilayer_perceptron(int(np.prod(inputs.shape[1:])), max(1, len(names)), request)
+    else:
+        body = _body(request)
+    model = TableModel(body, inputs if data.standardize else None, classes=classes)
+    metrics = request.metrics
+
+    def compute(prediction: Any) -> dict[str, float]:
+        return chosen(metrics, lambda: number_scores(prediction.predictions, np.asarray(prediction.label_ids)))
+
+    return Materials(
+        model=model,
+        train_dataset=train_samples,
+        eval_dataset=None if held is None else samples(held),
+        data_collator=DefaultDataCollator(),
+        compute_metrics=class_metrics(metrics) if classes else compute if metrics else None,
+    )
+
+
+def _body(request: Request) -> Any:
+    from .import_path import is_import_path
+    from .models import load_model
+
+    if not is_import_path(str(request.model.name)):
+        raise ArgumentsError(
+            f"{request.place('model.name')}={request.model.name!r} must be {MLP!r}, or an import path: file.py:name"
+        )
+    return load_model(request, "")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def _read(request: Request, split: str) -> Rows:
+    from .readers import read_source
+
+    source = str(getattr(request.data, split))
+    return _arrays(Path(source), request, split) if source.endswith(".npz") else read_source(request, split)
+
+
+def _arrays(path: Path, request: Request, split: str) -> Rows:
+    """The arrays of an .npz file as rows; nothing in it is unpickled."""
+    import numpy as np
+
+    place = request.place(f"data.{split}")
+    if not path.is_file():
+        raise missing_file(place, str(path))
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (ValueError, OSError) as error:
+        raise DataError(f"{place}: {path} is not a file of numpy's savez with plain arrays ({error})") from None
+    lengths = {len(array) for array in arrays.values() if array.ndim}
+    if len(lengths) != 1 or any(not array.ndim for array in arrays.values()):
+        raise DataError(f"{place}: the arrays of {path} must have the same length; they have {sorted(lengths)}")
+    rows = [{name: array[index] for name, array in arrays.items()} for index in range(lengths.pop())]
+    return Rows([{name: _plain(value) for name, value in row.items()} for row in rows], str(path))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if not value.ndim else value
+
+
+def _features(rows: Rows, request: Request) -> list[str]:
+    data: TableData = request.data
+    if data.feature_columns is None:
+        found = [name for name in rows[0] if name != data.target_column]
+        if not found:
+            raise DataError(f"{rows.name} has no column besides {data.target_column!r}")
+        return found
+    for name in data.feature_columns:
+        if name not in rows[0]:
+            raise ArgumentsError(
+                f"{request.place('data.feature_columns')}: {rows.name} has no column {name!r}{nearest(name, rows[0])}; "
+                f"it has {', '.join(rows[0])}"
+            )
+    return data.feature_columns
+
+
+def _matrix(rows: Rows, columns: list[str], request: Request) -> Any:
+    """The columns as numbers, of shape (rows, columns), or the one array."""
+    import numpy as np
+
+    for column in columns:
+        need_column(rows, column, "data.feature_columns", request)
+    if len(columns) == 1 and isinstance(rows[0][columns[0]], np.ndarray):
+        return np.stack([row[columns[0]] for row in rows]).astype(np.float32)
+    try:
+        values = np.array([[float(row[column]) for column in columns] for row in rows], dtype=np.float32)
+    except (TypeError, ValueError):
+        values = None
+    if values is None or not np.isfinite(values).all():
+        raise _not_a_number(rows, columns)
+    return values
+
+
+def _not_a_number(rows: Rows, columns: list[str]) -> DataError:
+    for index, row in enumerate(rows):
+        for column in columns:
+            try:
+                good = abs(float(row[column])) < float("inf")
+            except (TypeError, ValueError):
+                good = False
+            if not good:
+                return DataError(
+                    f"{rows.name}: row {index + 1}: {column}={short(row[column])} is not a finite number; replace it, "
+                    "or list the other columns in data.feature_columns"
+                )
+    return DataError(f"{rows.name}: some values are too large for 32-bit floats")
+
+
+def build_regression(request: Request) -> Materials:
+    """Model and data of a regression."""
+    return _build(request, classes=False)
+
+
+def build_classification(request: Request) -> Materials:
+    """Model and data of a classification of tables."""
+    return _build(request, classes=True)
+
+
+_MODEL = {"name": MLP, "options": {"hidden": [64, 64]}}
+
+REGRESSION = Task(
+    name="table-regression",
+    help="predict a number from the columns of a table, or from arrays",
+    data=TableData,
+    metrics={
+        "mse": "mean squared error",
+        "rmse": "root of the mean squared error",
+        "mae": "mean absolute error",
+        "r2": "explained part of the variance",
+    },
+    default_metrics=("rmse", "r2"),
+    build=build_regression,
+    example={"model": _MODEL, "data": {"train": "train.csv", "validation_share": 0.2, "target_column": "target"}},
+)
+CLASSIFICATION = Task(
+    name="table-classification",
+    help="predict a class from the columns of a table, or from arrays",
+    data=TableData,
+    metrics={
+        "accuracy": "fraction of correct classes",
+        "f1": "mean F1 of the classes",
+        "precision": "mean precision of the classes",
+        "recall": "mean recall of the classes",
+    },
+    default_metrics=("accuracy", "f1"),
+    build=build_classification,
+    example={"model": _MODEL, "data": {"train": "train.csv", "validation_share": 0.2, "target_column": "label"}},
+)

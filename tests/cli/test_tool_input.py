@@ -1,0 +1,177 @@
+"""Wrong input of each kind: one clear line on standard error, exit code 2, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from loopwright.cli.main import COMMANDS, main
+from tests.tasks import tiny
+from tests.tasks.cases import write_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    return str(write_config(tmp_path, "table-regression"))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["lerning_rate=1"], "command line: unknown key 'lerning_rate'; did you mean 'learning_rate'?"),
+        (["learning_rate=fast"], "command line: learning_rate: 'fast' is not a finite number"),
+        (["data.train=numbrs.csv"], "there is no file or folder 'numbrs.csv'; did you mean 'numbers.csv'?"),
+        (["data.target_column=tarjet"], "has no such column; did you mean 'target'?"),
+        (["metrics=[rmsee]"], "'rmsee' is not a metric of table-regression; did you mean 'rmse'?"),
+        (["resume_from_checkpoint=nowhere"], "nowhere"),
+        (["resume_from_checkpoint=damaged"], "damaged"),
+        (["model=reznet"], "must be 'mlp', or an import path"),
+        (["metric_for_best_model=f1", "load_best_model_at_end=true", "save_strategy=epoch"], "f1"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    config: str, words: list[str], problem: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(config).parent
+    monkeypatch.chdir(folder)
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "manifest.json").write_text("{")
+    (folder / "damaged" / "trainer_state.json").write_text("{")
+    assert main(["train", config, *words]) == 2
+    shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("loopwright: ")]
+    assert len(shown) == 1 and problem in shown[0], shown
+
+
+def test_the_place_in_the_file_is_named(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = Path(config)
+    path.write_text(path.read_text().replace('"learning_rate"', '"lerning_rate"'))
+    line = 1 + path.read_text().split("\n").index(' "lerning_rate": 0.01,')
+    assert main(["train", config]) == 2
+    assert f"loopwright: {config}:{line}: unknown key 'lerning_rate'" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_refused(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config]) == 0
+    checkpoint = next(Path(config).parent.glob("runs/*/checkpoint-3"))
+    weights = next(checkpoint.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert main(["train", config, f"resume_from_checkpoint={checkpoint}"]) == 2
+    assert weights.name in capfd.readouterr().err
+    assert main(["export", config, "--to", "out"]) in (1, 2) and not Path("out").exists()
+
+
+def test_results_and_errors_as_json(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config, "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result["status"], result["step"], result["code"]) == ("finished", 3, 0)
+    assert main(["train", config, "lerning_rate=1", "--json"]) == 2
+    error = json.loads(capfd.readouterr().out)
+    assert error["code"] == 2 and error["kind"] == "ArgumentsError" and "learning_rate" in error["error"]
+    assert main(["explain", config, "--json"]) == 0
+    explained = json.loads(capfd.readouterr().out)
+    assert explained["plan"]["steps"] == 3 and explained["values"]["max_steps"]["source"].startswith(config)
+    assert main(["init", "chat", "--json"]) == 0 and json.loads(capfd.readouterr().out)["config"]["task"] == "chat"
+    assert main(["schema", "learning_rate", "--json"]) == 0 and "default" in json.loads(capfd.readouterr().out)
+    assert main(["export", config, "--to", "exported", "--json"]) == 0
+    assert Path(json.loads(capfd.readouterr().out)["folder"], "model.safetensors").is_file()
+
+
+def test_a_failure_after_the_beginning_is_code_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, "table-regression", learning_rate=1e30, max_steps=8, on_nonfinite="raise")
+    assert main(["train", str(config)]) == 1
+    assert "became NaN or infinite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["train"], "loopwright train needs a configuration file"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["init"], "loopwright init needs a task"),
+        (["init", "chta"], "'chta' is not a task; did you mean 'chat'?"),
+        (["init", "chat", "extra"], "'extra' is one word too many"),
+        (["init", "chat", "--jsn"], "has no option '--jsn'; did you mean '--json'?"),
+        (["schema", "lerning_rate"], "there is no key 'lerning_rate'; did you mean 'learning_rate'?"),
+        (["completion", "tcsh"], "'tcsh' is not a supported shell"),
+        (["ctl", "nowhere", "save"], "there is no folder 'nowhere'"),
+        (["ctl", ".", "save"], "no run is training in this folder"),
+        (["ctl", ".", "svae"], "'svae' is not a request; did you mean 'save'?"),
+        (["ctl", "."], "needs a request after the folder"),
+        (["ctl", ".", "set", "lerning_rate=1"], "cannot be changed while a run trains; did you mean 'learning_rate'?"),
+        (["ctl", ".", "set", "learning_rate=fast"], "learning_rate: 'fast' is not a finite number"),
+        (["ctl", ".", "set", "save_steps=0"], "save_steps=0 must be above 0"),
+        (["ctl", ".", "stop", "now"], "takes nothing after it"),
+        (["ctl", ".", "stop", "--wait", "long"], "--wait: 'long' is not a finite number"),
+        (["ctl", ".", "stop", "--wait"], "--wait needs a value"),
+    ],
+)
+def test_wrong_words_of_commands(words: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capfd.readouterr().err.strip()
+    assert problem in shown and "\n" not in shown
+
+
+@pytest.mark.parametrize("command", ["check", "completion", "ctl", "explain", "export", "init", "schema", "train"])
+def test_every_command_documents_its_exit_codes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command in COMMANDS and main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--json" in shown and "75 stopped after saving; the same command resumes" in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_has_commands_and_keys(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(
+        word in script for word in ("train", "learning_rate", "data.max_length", "lora.r", "text-classification")
+    )
+
+
+def test_completion_in_a_real_bash() -> None:
+    import shutil
+    import subprocess
+    import sys
+
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash")
+    script = subprocess.run(
+        [sys.executable, "-m", "loopwright", "completion", "bash"], capture_output=True, text=True, check=True
+    ).stdout
+    code = (
+        script
+        + '\nCOMP_WORDS=(loopwright train run.yaml --learning_r); COMP_CWORD=3; _loopwright; echo "${COMPREPLY[@]}"'
+    )
+    shown = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert shown.strip() == "--learning_rate"
+
+
+def test_the_help_starts_without_a_framework() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from loopwright.cli.main import main; main(['init', 'chat']); main(['train', '--help'])\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'peft'} & {*sys.modules}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.splitlines()[-1] == "[]"
+
+
+def test_a_changed_configuration_is_not_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from loopwright.config import load_config
+    from loopwright.config.continuing import may_continue
+
+    config = write_config(tmp_path, "table-regression")
+    assert main(["train", str(config)]) == 0
+    assert may_continue(load_config(config)) is None
+    assert may_continue(load_config(config, ["learning_rate=3"])) is None  # compared when the run begins
+    tiny.table(tmp_path / "other.csv")
+    changed = load_config(config, [f"data.train={tmp_path / 'other.csv'}"])
+    assert may_continue(changed) is False
+    assert (
+        may_continue(load_config(config, [f"data.train={tmp_path / 'other.csv'}", "resume_from_checkpoint=auto"]))
+        is None
+    )
