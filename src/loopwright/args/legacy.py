@@ -27,7 +27,6 @@ logger = logging.getLogger("loopwright")
 Translation = Callable[[Any, "BaseArguments"], dict[str, Any]]
 """Maps the old value and the arguments to new names and values."""
 
-SEE = "not available yet; leave this argument out"
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ class LegacyArgs(Group):
     use_ipex: bool | None = gone("Intel's optimizations are part of PyTorch now; remove it")
     fp16_backend: str | None = renamed("half_precision_backend", harmless=(None, "auto"))
     torchdynamo: str | None = renamed("torch_compile_backend")
-    tpu_num_cores: int | None = refused(f"TPUs are {SEE}")
+    tpu_num_cores: int | None = refused("the launcher of a TPU job sets its processes; leave this argument out")
     tpu_metrics_debug: bool | None = added(
         "it became debug='tpu_metrics_debug'", _with_name("debug", "tpu_metrics_debug")
     )
@@ -189,7 +188,9 @@ class LegacyArgs(Group):
     xpu_backend: str | None = renamed("ddp_backend")
     sharded_ddp: str | None = refused("FairScale is discontinued; use fsdp", harmless=(None, False, "", []))
     mp_parameters: str | None = refused("SageMaker's model parallelism is not supported", harmless=(None, ""))
-    ray_scope: str | None = refused(f"hyper-parameter search is {SEE}", harmless=(None, "last"))
+    ray_scope: str | None = refused(
+        "a search compares the last values of trials; leave this argument out", harmless=(None, "last")
+    )
 
 
 OLD_VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
