@@ -8,11 +8,10 @@ import pytest
 
 from .server import TOKEN, HubServer
 
-hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-
 
 @pytest.fixture
 def server() -> Iterator[HubServer]:
+    pytest.importorskip("huggingface_hub")
     made = HubServer()
     yield made
     made.stop()

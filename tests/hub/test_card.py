@@ -24,6 +24,7 @@ def measured(**options: Any) -> Any:
 
 
 def test_a_card_states_what_was_measured(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
     from huggingface_hub import ModelCard, parse_eval_result_entries
 
     trainer = measured(learning_rate=0.03125, hub_token="hf_" + "secret" * 4)

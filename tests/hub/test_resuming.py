@@ -148,6 +148,7 @@ class Pushed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pushed]:
+    pytest.importorskip("huggingface_hub")
     folder, server = tmp_path_factory.mktemp("pushed"), HubServer()
     with pytest.MonkeyPatch.context() as patch:
         connect(server.url, patch)

@@ -19,6 +19,7 @@ pytestmark = MARKS
 
 @pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    pytest.importorskip("huggingface_hub")
     made = HubServer()
     connect(made.url, monkeypatch)
     yield made
