@@ -115,7 +115,7 @@ def test_a_wish_of_one_process_is_everybodys(pool: Pool, tmp_path: Path, rank: i
     assert found == [(2, ["checkpoint-2"])] * 2
 
 
-@pytest.mark.parametrize("n", [12, 13])
+@pytest.mark.parametrize("n", [pytest.param(12, marks=pytest.mark.grid), 13])
 def test_rebalanced_micro_batches_give_the_run_of_one_process(pool: Pool, tmp_path: Path, n: int) -> None:
     options = {"n": n, "per_device_train_batch_size": 2, "num_train_epochs": 1}
     one = pool.run(1, "trained", folder=str(tmp_path / "one"), gradient_accumulation_steps=4, **options)[0]
@@ -128,7 +128,7 @@ def test_rebalanced_micro_batches_give_the_run_of_one_process(pool: Pool, tmp_pa
         assert all(float((each["weights"][name] - one["weights"][name]).abs().max()) < 1e-10 for name in one["weights"])
 
 
-@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("more", [{}, pytest.param({"fsdp": True}, marks=pytest.mark.grid)], ids=["ddp", "fsdp"])
 def test_named_values_of_a_loss_are_those_of_one_process(pool: Pool, tmp_path: Path, more: dict[str, Any]) -> None:
     options = {"per_device_train_batch_size": 2, "logging_steps": 2}
     one = pool.run(1, "named_values", folder=str(tmp_path / "one"), gradient_accumulation_steps=2, **options)[0]
@@ -156,7 +156,7 @@ def test_a_mixture_is_the_run_of_one_process_with_the_loss_of_each_source(pool: 
             )
 
 
-@pytest.mark.parametrize("more", [{}, {"fsdp": True}], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.grid), {"fsdp": True}], ids=["ddp", "fsdp"])
 def test_averaged_weights_are_those_of_one_process_also_after_resuming(
     pool: Pool, tmp_path: Path, more: dict[str, Any]
 ) -> None:
