@@ -43,7 +43,7 @@ def one_for_each_group(optimizer: Optimizer, what: str, values: Sequence[float])
     """The saved values; raises unless there is one per group of the optimizer."""
     if len(values) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"The saved scheduler has {len(values)} {what}, but the optimizer has {len(optimizer.param_groups)} "
-            "parameter groups. Build the optimizer with the same groups before resuming."
+            f"scheduler.json: the saved scheduler has {len(values)} {what}, but the optimizer has "
+            f"{len(optimizer.param_groups)} parameter groups. Build the optimizer with the same groups before resuming."
         )
     return values
