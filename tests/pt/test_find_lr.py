@@ -13,6 +13,7 @@ import loopwright
 from loopwright import ArgumentsError, DataError, ModelError
 from tests.models import Tokens, llama, made, pad, samples, trainer_of, weights
 
+HAS_GPU = torch.accelerator.is_available()
 BRIEF: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 1}
 
 
@@ -114,9 +115,10 @@ class Old(Tokens):
     [
         (llama, {"every_n_layers": 0}, "must be an integer of at least 1"),
         (llama, {"offload": "yes"}, "must be True or False"),
-        (lambda: made(Old), {"offload": True}, "of Old has no such option"),
+        (lambda: made(Old), {"offload": False}, "of Old has no such option"),
+        pytest.param(llama, {"offload": True}, "needs an accelerator", marks=pytest.mark.skipif(HAS_GPU, reason="GPU")),
     ],
-    ids=["layers", "offload", "old"],
+    ids=["layers", "offload", "old", "host"],
 )
 def test_wrong_options_of_checkpointing_are_named(tmp_path: Any, model: Any, options: Any, words: str) -> None:
     trainer = trainer_of(model(), samples(), tmp_path, gradient_checkpointing=True,

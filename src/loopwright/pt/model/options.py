@@ -61,6 +61,11 @@ def _check_layers(enable: Callable[..., Any], given: dict[str, Any], model: str)
         if not (is_whole if name == "every_n_layers" else isinstance(value, bool)):
             wanted = "an integer of at least 1" if name == "every_n_layers" else "True or False"
             raise ModelError(f"gradient_checkpointing_kwargs={{{name!r}: {value!r}}}: must be {wanted}")
+        if name == "offload" and value and not torch.accelerator.is_available():
+            raise ModelError(
+                "gradient_checkpointing_kwargs={'offload': True} needs an accelerator: without one, activations are in "
+                "host memory already; remove it"
+            )
         if not accepts(enable, name):
             raise ModelError(
                 f"gradient_checkpointing_kwargs={{{name!r}: {value!r}}}: gradient_checkpointing_enable() of {model} "
