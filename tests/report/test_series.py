@@ -83,3 +83,13 @@ def test_a_resumed_run_drops_its_later_rows(tmp_path: Path) -> None:
     os.replace(tmp_path / "new" / "metrics.jsonl", tmp_path / "metrics.jsonl")
     found = reader.read()
     assert found.step == 30 and found.curves["loss"].xs == [10, 20, 30]
+
+
+def test_a_replaced_file_that_has_grown_is_read_from_its_beginning(tmp_path: Path) -> None:
+    write_rows(tmp_path, rows(100))
+    reader = MetricsReader(tmp_path)
+    reader.read()
+    write_rows(tmp_path / "new", rows(200, shift=5.0))
+    os.replace(tmp_path / "new" / "metrics.jsonl", tmp_path / "metrics.jsonl")
+    found = reader.read()
+    assert found.step == 200 and min(value for value in found.curves["loss"].ys if value is not None) > 5.0
