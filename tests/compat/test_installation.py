@@ -55,6 +55,9 @@ def test_classes_are_replaced_and_put_back(tmp_path: Path) -> None:
                 if hasattr(module, name):
                     assert getattr(module, name) is getattr(loopwright, name), (module, name)
         assert other.Base is loopwright.Trainer
+        assert WandbCallback is loopwright.WandbCallback
+        from transformers.integrations import get_reporting_integration_callbacks
+        assert get_reporting_integration_callbacks("mlflow") == [loopwright.MLflowCallback]
         from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
         assert Seq2SeqTrainer is loopwright.Seq2SeqTrainer
         assert Seq2SeqTrainingArguments is loopwright.Seq2SeqTrainingArguments

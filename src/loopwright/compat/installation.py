@@ -50,6 +50,7 @@ def install() -> None:
         TrainingArguments.shares_state = True
         _undo.append(partial(setattr, TrainingArguments, "shares_state", False))
         _replace_default_callbacks()
+        _replace_callbacks_of_trackers(found)
         _undo.append(forward_messages())
         for old, new in found:
             if old.__name__ in BASES:
@@ -129,6 +130,16 @@ def _replace_default_callbacks() -> None:
     old = trainer.DEFAULT_CALLBACKS
     trainer.DEFAULT_CALLBACKS = [DefaultFlowCallback, MetricsFileCallback, ReportCallback]
     _undo.append(partial(setattr, trainer, "DEFAULT_CALLBACKS", old))
+
+
+def _replace_callbacks_of_trackers(found: list[tuple[type, type]]) -> None:
+    """Let `report_to` of libraries that build their own list of callbacks name those of loopwright."""
+    table = getattr(import_module("transformers.integrations.integration_utils"), "INTEGRATION_TO_CALLBACK", {})
+    new_of = {id(old): new for old, new in found}
+    for name, old in list(table.items()):
+        if id(old) in new_of:
+            table[name] = new_of[id(old)]
+            _undo.append(partial(table.__setitem__, name, old))
 
 
 def _modules() -> list[ModuleType]:
