@@ -95,6 +95,8 @@ class Journal:
             action(self._path)
         except OSError as error:
             self._is_broken = True
+            if not self._path.parent.exists():
+                return  # the folder was removed, and with it everything that could be resumed
             logger.warning(
                 f"{self._path} cannot be written ({error}). If this run is killed and resumed, its tracker may "
                 "receive some steps twice."
