@@ -64,7 +64,7 @@ trackers: $(VENV)/.python
 $(TRACKERS_VENV)/.ready: constraints-trackers.txt
 	@echo "Making $(TRACKERS_VENV): W&B, MLflow and other trackers ..."
 	$(PYTHON) -m venv $(TRACKERS_VENV)
-	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	timeout 900 $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-compile \
 	  -r constraints-trackers.txt
 	@touch $@
 

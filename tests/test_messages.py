@@ -70,7 +70,7 @@ CODE = re.compile(r"```.*?```", re.DOTALL)
 LONGER = {
     ("cli/check.py", "Try a configuration"): "the description of a command",
     ("cli/completion.py", "# bash: eval"): "a shell script",
-    ("cli/docs.py", "# What is accepted"): "a page of the documentation",
+    ("cli/docs.py", "# What is refused"): "a page of the documentation",
     ("cli/doctor.py", "Show devices"): "the description of a command",
     ("cli/dryrun.py", "Compile the whole"): "the description of a command",
     ("cli/launch.py", "Run a script"): "the description of a command",

@@ -127,7 +127,7 @@ IDLE_CASES = [
     ({"logging_dir": "x"}, ["logging_dir"]),
     ({"logging_dir": "x", "report_to": "tensorboard"}, []),
     ({"project": "x", "trackio_space_id": "y", "hub_private_repo": True, "report_to": "trackio"}, []),
-    ({"hub_private_repo": True}, ["hub_private_repo"]),
+    ({"hub_private_repo": True}, []),
     ({"run_name": "x"}, ["run_name"]),
     ({"max_steps": 5, "num_train_epochs": 1}, ["num_train_epochs"]),
     ({"logging_strategy": "epoch", "logging_steps": 5}, ["logging_steps"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..args.base import BaseArguments
 from ..core.events import TrainerCallback
 
 RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -17,7 +18,7 @@ class ChangedValues(TrainerCallback):
         self.changed = {name: pair for name, pair in changed.items() if name in RESTORED}
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any
+        self, args: BaseArguments, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any
     ) -> None:
         for name, (before, now) in self.changed.items():
             if name == "learning_rate":

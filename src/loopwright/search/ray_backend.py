@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..args.base import BaseArguments
 from ..args.field import nearest
 from ..core.events import TrainerCallback
 from ..core.outputs import BestRun
@@ -134,13 +135,13 @@ class RayReports(TrainerCallback):
         is_new, self._sent = newest is not None and newest != self._sent, newest
         tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(newest) if is_new and newest else None)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.send()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.send()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self.send()
 
 

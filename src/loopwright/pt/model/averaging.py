@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...args.base import BaseArguments
 from ...core.events import TrainerCallback
 from ...core.state import ExportableState
 from ...errors import ArgumentsError, ModelError
@@ -33,7 +34,7 @@ class WeightAveraging(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"averaged": self.averaged}}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if state.global_step == 0:
             self.averaged, self._averages = 0, {}
         self.checkpoint_tensors(model)
@@ -122,7 +123,7 @@ class EMACallback(WeightAveraging):
         self.decay, self.warmup = decay, warmup
         self.start_step, self.every_n_steps = start_step, every_n_steps
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         step = state.global_step - self.start_step
         if step < 0 or step % self.every_n_steps or (step == 0 and state.global_step == 0):
             return
@@ -149,11 +150,11 @@ class SWACallback(WeightAveraging):
             raise ArgumentsError(f"SWACallback(every_n_steps={every_n_steps}): must be at least 1")
         self.start, self.every_n_steps = start, every_n_steps
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.every_n_steps is not None and state.global_step % self.every_n_steps == 0:
             self._add(state)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.every_n_steps is None:
             self._add(state)
 
