@@ -18,7 +18,13 @@ class ChangedValues(TrainerCallback):
         self.changed = {name: pair for name, pair in changed.items() if name in RESTORED}
 
     def on_train_begin(
-        self, args: BaseArguments, state: Any, control: Any, optimizer: Any = None, lr_scheduler: Any = None, **kwargs: Any
+        self,
+        args: BaseArguments,
+        state: Any,
+        control: Any,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
     ) -> None:
         for name, (before, now) in self.changed.items():
             if name == "learning_rate":
