@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..pt.trainer import Trainer
     from ..tasks.declaration import Materials
 
-LONGEST = 1
-"""The update, from 0, that gets the longest samples: the optimizer has its state by then."""
+HEAVIEST = 2
+"""The last of the two updates, from 0, that get the samples of the heaviest ones: the optimizer has its state then."""
 SAVED = 2
 """The update, from 0, after which a checkpoint is saved."""
 WARM = 4
@@ -148,7 +148,7 @@ def run_trial(config: Config, materials: Materials, started: float) -> tuple[Tra
     for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
     trainer.add_callback(clock)
-    _put_longest_first(trainer)
+    _put_heaviest_first(trainer)
     whole = trainer.eval_dataset
     if whole is not None:
         clock.evaluates = True
@@ -187,20 +187,28 @@ def _load_again(trainer: Trainer, clock: TrialClock, found: Measured) -> None:
     found.loaded_step = step
 
 
-# ---- the longest samples ---------------------------------------------------------------------------------------------
+# ---- the heaviest updates --------------------------------------------------------------------------------------------
 
 
-def _put_longest_first(trainer: Trainer) -> None:
-    """Let an early update have the longest samples: its memory is the most that any update needs."""
-    lengths = _lengths(trainer.train_dataset)
-    if lengths is None or max(lengths) == min(lengths):
+def _put_heaviest_first(trainer: Trainer) -> None:
+    """Let early updates have the samples of the heaviest updates of the run: no other needs more memory.
+
+    The order of the samples is known before training, so these updates are too. One has the most tokens with padding,
+    one the most without.
+    """
+    lengths, sampler = _lengths(trainer.train_dataset), trainer._get_train_sampler()
+    if lengths is None or sampler is None or max(lengths) == min(lengths):
         return
     count = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-    sampler = trainer._get_train_sampler()
-    order = _first_items(sampler, (LONGEST + 1) * count) if sampler is not None else []
-    places = order[LONGEST * count :]
-    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[: len(places)]
-    trainer.train_dataset = Remapped(trainer.train_dataset, dict(zip(places, longest, strict=True)))
+    steps = trainer.args.max_steps if trainer.args.max_steps > 0 else len(lengths)
+    order = _first_items(sampler, min(len(lengths), steps * count))
+    updates = [order[start : start + count] for start in range(0, len(order) - count + 1, count)]
+    if len(updates) <= HEAVIEST:
+        return
+    padded = max(updates, key=lambda update: max(lengths[index] for index in update))
+    whole = max(updates, key=lambda update: sum(lengths[index] for index in update))
+    places = dict(zip(updates[HEAVIEST - 1] + updates[HEAVIEST], padded + whole, strict=True))
+    trainer.train_dataset = Remapped(trainer.train_dataset, places)
 
 
 def _first_items(sampler: Iterable[Any], count: int) -> list[int]:
