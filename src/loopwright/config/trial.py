@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,13 +105,15 @@ class TrialClock(TrainerCallback):
         self.evaluation_seconds: float | None = None
         self.metrics: dict[str, float] = {}
         self.evaluates = False
+        self.saves_early = True
+        """Whether a save may happen while updates continue, as in a run that saves more than once."""
         self.is_load = False
         """Whether the run only shows that a checkpoint can be loaded."""
         self._began = self._ended = 0.0
 
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
-        if len(self.updates) == SAVED + 1:
+        if len(self.updates) == SAVED + 1 and self.saves_early:
             self.save_seconds = self._began - self._ended
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,11 +122,14 @@ class TrialClock(TrainerCallback):
         if self.is_load:
             control.should_training_stop = True
             return
-        if len(self.updates) == SAVED + 1 or (state.global_step >= state.max_steps and len(self.updates) <= SAVED):
-            control.should_save = True
-        if self._is_enough() or state.global_step >= state.max_steps:
+        is_last = self._is_enough() or state.global_step >= state.max_steps
+        if is_last:
             control.should_evaluate = self.evaluates
             control.should_training_stop = True
+        if self.saves_early and len(self.updates) > SAVED:
+            control.should_save = len(self.updates) == SAVED + 1
+        elif is_last:
+            control.should_save = True
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.evaluation_seconds = time.perf_counter() - self._ended
@@ -141,10 +146,16 @@ class TrialClock(TrainerCallback):
         return is_slow or timed >= MOST or (timed >= FEWEST and seconds >= ENOUGH)
 
 
-def run_trial(config: Config, materials: Materials, started: float) -> tuple[Trainer, Measured]:
-    """Train a little, save, evaluate and load; `started` is the time at which the command began."""
+def run_trial(
+    config: Config, materials: Materials, *, started: float, saves: Callable[[Trainer], int]
+) -> tuple[Trainer, Measured]:
+    """Train a little, save, evaluate and load.
+
+    `started` is the time at which the command began; `saves` returns how often the real run saves.
+    """
     found, clock = Measured(), TrialClock()
     trainer = trainer_of(config, materials)
+    clock.saves_early = saves(trainer) > 1
     for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
     trainer.add_callback(clock)
