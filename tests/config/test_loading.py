@@ -80,7 +80,6 @@ def test_flags_of_each_form(path: Path) -> None:
         (["lora.quantization=int8"], "lora.quantization='int8': must be one of nf4, fp4"),
         (["learning_rate"], "'learning_rate' is neither key=value nor --key value"),
         (["data.validation=v.csv"], "data.validation and data.validation_share are both set"),
-        (["push_to_hub=true"], "push_to_hub"),
         (["data.train=null"], "there is no data.train"),
         (["model.dtype=int8"], "model.dtype='int8': must be one of float32"),
         (["fp16=true", "bf16=true"], "command line: "),

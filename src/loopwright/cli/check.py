@@ -43,11 +43,19 @@ def _check(words: Words) -> Result:
     with tempfile.TemporaryDirectory(prefix="loopwright-check-", ignore_cleanup_errors=True) as folder:
         trial = load_config(path, [*words.overrides, *SETTINGS, f"output_dir={folder}/run"])
         materials = trial.task.build(trial.request())
-        trainer, measured = run_trial(trial, materials, started)
+        trainer, measured = run_trial(trial, materials, started=started, saves=lambda made: saves_of(config, made))
         words.is_input = False
         report = report_of(config, trainer, measured)
         report["sample"] = materials.sample() if materials.sample is not None else None
     return Result(report, text_of(report), DONE if not report["problems"] else FAILED)
+
+
+def saves_of(config: Config, trainer: Trainer) -> int:
+    """How often the run of a configuration saves; `trainer` is that of its trial."""
+    from ..config.trial import occurrences
+
+    plan = trainer._loopwright.data.make_plan(trainer.get_train_dataloader())
+    return occurrences(config.args.save_strategy, config.args.save_steps, plan.max_steps, plan.updates_per_epoch)
 
 
 def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, Any]:
@@ -58,7 +66,7 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
 
     plan, args = plan_of(trainer), config.args
     steps, per_epoch = plan["steps"], plan["steps_per_epoch"]
-    saves = occurrences(args.save_strategy, args.save_steps, steps, per_epoch)
+    saves = saves_of(config, trainer)
     evaluations = occurrences(args.eval_strategy, args.eval_steps or args.logging_steps, steps, per_epoch)
     evaluation = (found.evaluation_seconds or 0.0) * evaluations
     training = found.first_seconds + found.update_seconds * max(0, steps - found.first_updates)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..pt.trainer import Trainer
     from ..tasks.declaration import Materials
 
-LONGEST = 1
-"""The update, from 0, that gets the longest samples: the optimizer has its state by then."""
+HEAVIEST = 2
+"""The last of the two updates, from 0, that get the samples of the heaviest ones: the optimizer has its state then."""
 SAVED = 2
 """The update, from 0, after which a checkpoint is saved."""
 WARM = 4
@@ -105,13 +105,15 @@ class TrialClock(TrainerCallback):
         self.evaluation_seconds: float | None = None
         self.metrics: dict[str, float] = {}
         self.evaluates = False
+        self.saves_early = True
+        """Whether a save may happen while updates continue, as in a run that saves more than once."""
         self.is_load = False
         """Whether the run only shows that a checkpoint can be loaded."""
         self._began = self._ended = 0.0
 
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._began = time.perf_counter()
-        if len(self.updates) == SAVED + 1:
+        if len(self.updates) == SAVED + 1 and self.saves_early:
             self.save_seconds = self._began - self._ended
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,11 +122,14 @@ class TrialClock(TrainerCallback):
         if self.is_load:
             control.should_training_stop = True
             return
-        if len(self.updates) == SAVED + 1 or (state.global_step >= state.max_steps and len(self.updates) <= SAVED):
-            control.should_save = True
-        if self._is_enough() or state.global_step >= state.max_steps:
+        is_last = self._is_enough() or state.global_step >= state.max_steps
+        if is_last:
             control.should_evaluate = self.evaluates
             control.should_training_stop = True
+        if self.saves_early and len(self.updates) > SAVED:
+            control.should_save = len(self.updates) == SAVED + 1
+        elif is_last:
+            control.should_save = True
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         self.evaluation_seconds = time.perf_counter() - self._ended
@@ -141,14 +146,20 @@ class TrialClock(TrainerCallback):
         return is_slow or timed >= MOST or (timed >= FEWEST and seconds >= ENOUGH)
 
 
-def run_trial(config: Config, materials: Materials, started: float) -> tuple[Trainer, Measured]:
-    """Train a little, save, evaluate and load; `started` is the time at which the command began."""
+def run_trial(
+    config: Config, materials: Materials, *, started: float, saves: Callable[[Trainer], int]
+) -> tuple[Trainer, Measured]:
+    """Train a little, save, evaluate and load.
+
+    `started` is the time at which the command began; `saves` returns how often the real run saves.
+    """
     found, clock = Measured(), TrialClock()
     trainer = trainer_of(config, materials)
+    clock.saves_early = saves(trainer) > 1
     for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
     trainer.add_callback(clock)
-    _put_longest_first(trainer)
+    _put_heaviest_first(trainer)
     whole = trainer.eval_dataset
     if whole is not None:
         clock.evaluates = True
@@ -187,20 +198,28 @@ def _load_again(trainer: Trainer, clock: TrialClock, found: Measured) -> None:
     found.loaded_step = step
 
 
-# ---- the longest samples ---------------------------------------------------------------------------------------------
+# ---- the heaviest updates --------------------------------------------------------------------------------------------
 
 
-def _put_longest_first(trainer: Trainer) -> None:
-    """Let an early update have the longest samples: its memory is the most that any update needs."""
-    lengths = _lengths(trainer.train_dataset)
-    if lengths is None or max(lengths) == min(lengths):
+def _put_heaviest_first(trainer: Trainer) -> None:
+    """Let early updates have the samples of the heaviest updates of the run: no other needs more memory.
+
+    The order of the samples is known before training, so these updates are too. One has the most tokens with padding,
+    one the most without.
+    """
+    lengths, sampler = _lengths(trainer.train_dataset), trainer._get_train_sampler()
+    if lengths is None or sampler is None or max(lengths) == min(lengths):
         return
     count = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
-    sampler = trainer._get_train_sampler()
-    order = _first_items(sampler, (LONGEST + 1) * count) if sampler is not None else []
-    places = order[LONGEST * count :]
-    longest = sorted(range(len(lengths)), key=lambda index: -lengths[index])[: len(places)]
-    trainer.train_dataset = Remapped(trainer.train_dataset, dict(zip(places, longest, strict=True)))
+    steps = trainer.args.max_steps if trainer.args.max_steps > 0 else len(lengths)
+    order = _first_items(sampler, min(len(lengths), steps * count))
+    updates = [order[start : start + count] for start in range(0, len(order) - count + 1, count)]
+    if len(updates) <= HEAVIEST:
+        return
+    padded = max(updates, key=lambda update: max(lengths[index] for index in update))
+    whole = max(updates, key=lambda update: sum(lengths[index] for index in update))
+    places = dict(zip(updates[HEAVIEST - 1] + updates[HEAVIEST], padded + whole, strict=True))
+    trainer.train_dataset = Remapped(trainer.train_dataset, places)
 
 
 def _first_items(sampler: Iterable[Any], count: int) -> list[int]:
