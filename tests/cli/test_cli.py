@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -120,3 +121,22 @@ def test_the_readme_lists_every_command():
 
     table = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     assert not [name for name in cli.COMMANDS if f"`loopwright {name}`" not in table]
+
+
+PASSED_ON = {"launch", "run", "completion"}
+"""They run a script of the user, or print one."""
+
+
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - PASSED_ON))
+def test_every_command_can_answer_a_program(name, capsys):
+    try:
+        assert cli.main([name, "--help"]) == 0
+    except SystemExit as end:
+        assert end.code in (0, None)
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["version"], ["env"], ["args"], ["args", "warmup"], ["docs", "docs", "--check"]])
+def test_json_is_one_object(words, capsys):
+    cli.main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)

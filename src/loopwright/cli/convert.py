@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from .json_output import add_json, show
+
 DESCRIPTION = """Write a checkpoint in the format of transformers' Trainer to a new folder.
 
 CHECKPOINT is a folder of loopwright (checkpoint-500) or a .ckpt file of Lightning. loopwright resumes from the result
@@ -20,6 +22,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("out", type=Path, help="a folder that does not exist yet; end it in checkpoint-N")
     parser.add_argument("--to", required=True, choices=("transformers", "native"))
     parser.add_argument("--prefix", default="", help="what the names of a Lightning module begin with, as in 'model.'")
+    add_json(parser)
     options = parser.parse_args(words)
     from ..errors import ArgumentsError
     from ..pt.checkpoint.exchange import to_transformers
@@ -30,5 +33,6 @@ def run(words: list[str]) -> int:
             "resume_from_checkpoint, and the next save is native"
         )
     missing = to_transformers(options.checkpoint, options.out, prefix=options.prefix)
-    print(f"wrote {options.out}" + (f", without: {', '.join(missing)}" if missing else ""))
+    text = f"wrote {options.out}" + (f", without: {', '.join(missing)}" if missing else "")
+    show(options, {"folder": str(options.out), "without": list(missing)}, text)
     return 0

@@ -7,6 +7,7 @@ finishes, and compares the weights with those of a run without faults.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from typing import Any
 from ..errors import ArgumentsError, CheckpointError
 from ..notices import Notices
 from .drill_child import OUTPUT
+from .json_output import add_json, show
 from .processes import Anew, Launcher, Warm
 from .script import Script, script_in, split_at_dashes
 from .verdicts import CASES, Attempt, VerdictRow, is_hopeless, judge, table
@@ -164,8 +166,7 @@ def run(words: list[str]) -> int:
     except BaseException:  # also Ctrl-C: remove the folder and raise again
         shutil.rmtree(home, ignore_errors=True)
         raise
-    print(table(rows))
-    return _end(drill, rows)
+    return _end(drill, rows, options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -183,6 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed that decides when faults are injected (0)")
     parser.add_argument("--warm", action="store_true", help="fork runs from a process that has imported torch (faster)")
     parser.add_argument("--keep", action="store_true", help="keep the journals, logs and checkpoints of every case")
+    add_json(parser)
     return parser
 
 
@@ -224,15 +226,17 @@ def _all_rows(drill: Drill, names: list[str]) -> list[VerdictRow]:
     return list(rows.values())
 
 
-def _end(drill: Drill, rows: list[VerdictRow]) -> int:
+def _end(drill: Drill, rows: list[VerdictRow], options: argparse.Namespace) -> int:
     failed = [row.name for row in rows if row.survived == "no"]
     asked = [row.name for row in rows if row.survived == "as asked"]
-    if failed or drill.keep:
-        print(f"journals and logs are in {drill.home}")
-    else:
+    keeps = bool(failed) or drill.keep
+    if not keeps:
         shutil.rmtree(drill.home, ignore_errors=True)
     verdict = f"not survived: {', '.join(failed)}" if failed else "everything survived"
-    print(verdict + (f"; only as requested: {', '.join(asked)}" if asked else ""))
+    verdict += f"; only as requested: {', '.join(asked)}" if asked else ""
+    where = f"journals and logs are in {drill.home}\n" if keeps else ""
+    cases = [dataclasses.asdict(row) for row in rows]
+    show(options, {"cases": cases, "folder": drill.home if keeps else None}, f"{table(rows)}\n{where}{verdict}")
     return 1 if failed else 0
 
 

@@ -32,14 +32,14 @@ def run(words: list[str]) -> int:
         help=f"chips to compile for, such as {', '.join(EXAMPLES.values())}; several are possible "
         f"(default: {EXAMPLES['v5e']})",
     )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="print JSON, or write it to a file")
     options = parser.parse_args(words)
     topologies = [read_topology(name) for name in options.topology or [EXAMPLES["v5e"]]]
     make = find_maker(options.target)
     check_packages()
     report = {"loopwright": __version__, "target": options.target, **_look_at(make(), topologies)}
-    print(text_of(report))
-    if options.json:
+    print(json.dumps(report) if options.json == "-" else text_of(report))
+    if options.json not in (None, "-"):
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if all(each["fits"] for each in report["topologies"]) else 1
 

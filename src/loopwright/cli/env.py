@@ -8,6 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from .. import __version__
+from .json_output import add_json, show
 
 REQUIRED = ("torch", "numpy", "safetensors", "pyyaml", "rich")
 OPTIONAL = ("transformers", "datasets", "peft", "accelerate", "tensorboard", "lightning")
@@ -16,10 +17,12 @@ OPTIONAL = ("transformers", "datasets", "peft", "accelerate", "tensorboard", "li
 def run(words: list[str]) -> int:
     """Print versions and devices."""
     description = "Show versions and devices for a bug report. No names, paths or settings are shown."
-    argparse.ArgumentParser("loopwright env", description=description).parse_args(words)
+    parser = argparse.ArgumentParser("loopwright env", description=description)
+    add_json(parser)
+    options = parser.parse_args(words)
     rows = [*machine(), *packages(), *devices()]
     width = max(len(name) for name, _ in rows)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    show(options, dict(rows), "\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     return 0
 
 

@@ -22,6 +22,7 @@ from ..core.events import TrainerCallback
 from ..core.run_record import read_record
 from ..errors import ArgumentsError, CheckpointError
 from ..notices import Notices
+from .json_output import add_json, show
 from .script import Script, adjusted_trainers, script_in, script_of_record, split_at_dashes, without_reporters
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def run(words: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the output folder of the run")
     parser.add_argument("--step", type=int, required=True, help="a step that was logged")
     parser.add_argument("--trust", action="store_true", help="run the script that the folder itself names")
+    add_json(parser)
     options = parser.parse_args(own)
     rows = _rows_with(options.run, options.step)
     here = contextlib.chdir(os.getcwd())  # the script may run in another folder
@@ -186,7 +188,8 @@ def run(words: list[str]) -> int:
         replay = Replay(options.run.resolve(), options.step, rows, Path(scratch).resolve())
         _run_script(replay, _script(options.run, command, trust=options.trust))
     differences = compare(rows[options.step], replay.row)
-    print(report(replay, differences))
+    found = {"step": options.step, "logged": rows[options.step], "replayed": replay.row, "equal": not differences}
+    show(options, found, report(replay, differences))
     return 1 if differences else 0
 
 

@@ -22,11 +22,13 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from ..args.field import nearest
 from ..args.problems import short
+from ..core.outputs import BestRun
 from ..errors import ArgumentsError
 from ..search.command_search import CommandSearch, MakeWords, script_words, text_of
 from ..search.entry import BACKENDS, chosen_backend
@@ -34,6 +36,7 @@ from ..search.own_backend import PLANS
 from ..search.session import Request
 from ..search.space import Space, read_space
 from ..search.trials import RandomTrial
+from .json_output import add_json, show
 from .main import COMMANDS
 
 KEYS = ("space", "trials", "backend", "direction", "metric", "jobs", "options")
@@ -52,20 +55,42 @@ def run(words: list[str]) -> int:
     parser.add_argument("config", help="a YAML file with a `search:` block")
     parser.add_argument("--dry-run", action="store_true", help="print the space and its size, and start nothing")
     parser.add_argument("--no-measure", action="store_true", help="do not measure the first trial to predict the time")
+    add_json(parser)
     given = parser.parse_args(words)
-    search = read_config(Path(given.config))
-    print(summary(search))
-    if given.dry_run:
-        return 0
+    with redirect_stdout(sys.stderr) if given.json else nullcontext():
+        search = read_config(Path(given.config))
+        print(summary(search))
+        if given.dry_run:
+            found: list[BestRun] = []
+        else:
+            found = _best(search, measures=not given.no_measure)
+    show(given, {"best": [_described(each) for each in found]}, "\n".join(_text(each, search) for each in found))
+    return 0
+
+
+def _best(search: CommandSearch, *, measures: bool) -> list[BestRun]:
     with search.owned():
-        if not given.no_measure and not _has_begun(search):
+        if measures and not _has_begun(search):
             print(prediction(search), flush=True)
         best = BACKENDS[search.request.backend](search)
-    for each in best if isinstance(best, list) else [best]:
-        values = ", ".join(f"{name}={value}" for name, value in each.hyperparameters.items())
-        print(f"best trial: run-{each.run_id}, {search.metric} {each.objective}, {values}")
-        print(f"checkpoint: {each.checkpoint or 'none was saved'}")
-    return 0
+    return best if isinstance(best, list) else [best]
+
+
+def _text(best: BestRun, search: CommandSearch) -> str:
+    values = ", ".join(f"{name}={value}" for name, value in best.hyperparameters.items())
+    return (
+        f"best trial: run-{best.run_id}, {search.metric} {best.objective}, {values}\n"
+        f"checkpoint: {best.checkpoint or 'none was saved'}"
+    )
+
+
+def _described(best: BestRun) -> dict[str, Any]:
+    return {
+        "run_id": best.run_id,
+        "objective": best.objective,
+        "hyperparameters": best.hyperparameters,
+        "checkpoint": best.checkpoint,
+    }
 
 
 def read_config(path: Path) -> CommandSearch:

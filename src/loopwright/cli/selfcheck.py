@@ -21,13 +21,13 @@ TOLERANCE = 1e-3
 def run(words: list[str]) -> int:
     """Train on both and print the report; returns 0 if they agree."""
     parser = argparse.ArgumentParser(prog="loopwright selfcheck", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
+    parser.add_argument("--json", metavar="FILE", nargs="?", const="-", help="print JSON, or write it to a file")
     parser.add_argument("--compile", action="store_true", help="compile the model with the device's own backend")
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         report = check(folder, compile_model=options.compile)
-    print(text_of(report))
-    if options.json:
+    print(json.dumps(report) if options.json == "-" else text_of(report))
+    if options.json not in (None, "-"):
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if report["passed"] else 1
 
