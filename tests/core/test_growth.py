@@ -17,7 +17,7 @@ from core.numpy_trainer import NumpyTrainer
 from hypothesis import given, strategies as st
 
 from loopwright import TrainerCallback
-from loopwright.core import actions
+from loopwright.core import actions, saved_state
 from loopwright.core.checkpoint.json_files import documents_writer, write_json
 from loopwright.core.log_history import RECENT, LogHistory
 from loopwright.core.meter import READ_AT, Meter
@@ -126,7 +126,7 @@ class Edits(TrainerCallback):
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows that each save has encoded."""
     saves: list[int] = []
-    convert, encode = actions.json_or_left_out, actions.LoopActions.encoded_history
+    convert, encode = saved_state.json_or_left_out, actions.LoopActions.encoded_history
 
     def counting(row: Any, name: str, tell: Any) -> Any:
         if name.startswith("a row"):
@@ -138,7 +138,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return encode(self)
 
     monkeypatch.setattr(actions.LoopActions, "encoded_history", counted)
-    monkeypatch.setattr(actions, "json_or_left_out", counting)
+    monkeypatch.setattr(saved_state, "json_or_left_out", counting)
     return saves
 
 

@@ -42,8 +42,8 @@ def train(model: Any = None, data: Any = DATA, *, options: Any = None, **given: 
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Whatever a failed run wrote that could be mistaken for a result; two files only describe it."""
-    known = ("run.json", "current_run.json")
+    """Whatever a failed run wrote that could be mistaken for a result; some files only describe it."""
+    known = ("run.json", "current_run.json", "report.html", "report.data.js", "time_ledger.json")
     files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size and path.name not in known]
     return sorted(path.relative_to(folder).as_posix() for path in files)
 

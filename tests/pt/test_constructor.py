@@ -98,8 +98,8 @@ def test_transformers_own_arguments_are_converted_or_refused_clearly(tmp_path: P
     assert {name: getattr(trainer.args, name) for name in given} == {**given, "report_to": []}
     trainer.train()
     assert trainer.state.global_step == 2
-    with pytest.raises(loopwright.NotAvailable, match="use_liger_kernel"):
-        Trainer(Regression(), transformers.TrainingArguments(str(tmp_path), use_liger_kernel=True), train_dataset=DATA)
+    with pytest.raises(loopwright.NotAvailable, match="lomo"):
+        Trainer(Regression(), transformers.TrainingArguments(str(tmp_path), optim="lomo"), train_dataset=DATA)
 
 
 # ---- collators and processors ---------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ pytest.importorskip("ray.tune", reason="ray.tune is not installed")
 
 
 @pytest.fixture
-def two_workers() -> Iterator[None]:
-    """A Ray with two CPUs; the paths of its sockets must be short."""
+def two_workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray with two CPUs, whose workers import the tests; the paths of its sockets must be short."""
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False, logging_level="ERROR")
     yield

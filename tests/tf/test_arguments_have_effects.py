@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loopwright import ArgumentsError, NotAvailable, TrainerCallback
+from loopwright import ArgumentsError, TrainerCallback
 from loopwright.args.field import specs
 from loopwright.keras.refusals import IDLE, REFUSED
 from loopwright.tf.arguments import TFTrainingArguments
@@ -57,6 +57,8 @@ ELSEWHERE = {
     "fp16": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "xla": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
     "async_save": "tests/tf/test_checkpoints.py::test_resume_is_exact_in_every_number_format_and_with_xla",
+    "chart": "tests/report/test_terminal.py::test_the_chart_argument_draws_above_the_progress_bar",
+    "html_report": CONTRACT + "test_flow.py::test_the_time_ledger_adds_up_and_the_report_is_written",
     "save_on_interrupt": "tests/core/test_going_on.py::test_a_script_goes_on_and_ctrl_c_shows_no_traceback",
     "take_over": "tests/core/test_owner.py::test_taking_over_stops_the_first_run_which_writes_nothing_more",
     "save_only_model": "tests/tf/test_checkpoints.py::test_a_checkpoint_that_does_not_fit_or_was_cut_says_so",
@@ -159,8 +161,6 @@ def test_what_has_no_effect_here_is_said(name: str) -> None:
 def test_poly_power_only_goes_with_a_polynomial_descent() -> None:
     with pytest.raises(ArgumentsError, match="poly_power"):
         TFTrainingArguments("run", poly_power=2.0, lr_scheduler_type="cosine")
-    with pytest.raises(NotAvailable):
-        TFTrainingArguments("run", report_to="wandb")
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------------

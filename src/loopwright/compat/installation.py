@@ -145,7 +145,8 @@ def _replace_callbacks_of_trackers(found: list[tuple[type, type]]) -> None:
 def _modules() -> list[ModuleType]:
     """All modules but loopwright's own; transformers may exist twice, because it replaces its entry in sys.modules."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), ModuleType)]
-    return [each for each in modules if each.__name__.partition(".")[0] != "loopwright"]
+    # A lazy module may raise for any name that is not in its dict.
+    return [each for each in modules if str(vars(each).get("__name__", "")).partition(".")[0] != "loopwright"]
 
 
 def _adopt_subclasses(old: type, new: type) -> None:

@@ -52,6 +52,8 @@ class Internals(Updating):
     pushing_class: type[PushPart] = PushPart
     is_training: bool = False
     """Whether `train()` is running."""
+    overrides_actions: bool = False
+    """Whether a user's override logs, evaluates and saves."""
     agree: Callable[[CallbackHandler, str], None] | None = None
     """With several ranks: lets them adopt each other's flags after an event."""
 

@@ -58,7 +58,7 @@ def end_epoch(trainer: Internals) -> None:
 
 def act(trainer: Internals) -> None:
     """Log, evaluate and save, in this order, if control requests it; a user's override may do it instead."""
-    if not trainer.act_by_override():
+    if not (trainer.overrides_actions and trainer.act_by_override()):
         follow_control(trainer)
 
 

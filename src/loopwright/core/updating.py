@@ -155,6 +155,7 @@ class Updating(LoopActions):
                 raise
         # A step skipped by loss scaling has an overflowed norm.
         self.run.meter.add(loss, norm if moved else None, self.run.named)
+        self.run.named = None
         strategy.zero_grad()
 
     def _follow_optimizer(self, *, is_clipped: bool = False) -> None:

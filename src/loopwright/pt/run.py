@@ -46,6 +46,8 @@ class TorchRun(Run):
     loader: Any = None
     order_sampler: OrderedSampler | None = None
     """The sampler of the training data, if loopwright determines the order."""
+    splits_by_source: bool = False
+    """Whether micro-batches are divided by the sources of their samples, to log the loss of each."""
     batches_overridden: bool = False
     """Whether `get_batch_samples` is overridden."""
     counted_loader: tuple[Any, int] | None = None

@@ -284,6 +284,7 @@ class TorchData(Sampling):
         if self.args.ignore_data_skip:
             progress.batches_in_epoch = progress.samples_in_epoch = done = 0
         self.run.order_sampler = sampler = ordered_sampler(loader)
+        self.run.splits_by_source = self.splits_by_source
         if sampler is not None:
             sampler.go_to(epoch, progress.samples_in_epoch)
             batches = iter(loader)

@@ -84,12 +84,13 @@ class LossCalls(LossLearning):
 
     def bind_overrides(self) -> None:
         """Inspect the user's methods once, so that calls have no overhead per step."""
-        self.named = NamedLosses()
+        self.named = NamedLosses(is_shared=not self.is_alone)
         self.run.step = adapt(self.trainer.training_step, "num_items_in_batch")
         self.called_compute_loss = self._bound_compute_loss()
         self._input_overridden = is_overridden(self.trainer, "_prepare_input")
         self._autocast_overridden = is_overridden(self.trainer, "autocast_smart_context_manager")
         self._items_overridden = is_overridden(self.trainer, "_get_num_items_in_batch")
+        self.internals.overrides_actions = is_overridden(self.trainer, "_maybe_log_save_evaluate")
 
     def follow_loss(self) -> None:
         """Switch to newly assigned methods or losses, and infer the properties of the loss again."""

@@ -60,16 +60,21 @@ class Given(NamedTuple):
 class NamedLosses:
     """Collects the named values of an update, and weights those of each micro-batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        """Whether other ranks may have values in an update in which this one has none."""
         self._given: list[Given] = []
         self._weighted: list[tuple[str, Any, MicroBatch]] = []
         """Losses of datasets, with the weight of their micro-batch."""
+        self.has_any = False
+        """Whether the update has any; a plain attribute, because it is read in every update."""
         self._divides: dict[str, bool] = {}
         """Whether a value is divided by num_items_in_batch, by name; absent while it is not known."""
 
     def add(self, values: Values, micro: MicroBatch, items: Any) -> None:
         """Add the values of a micro-batch."""
         if not micro.is_dummy:
+            self.has_any = True
             self._given.append(Given({name: _detached(value) for name, value in values.items()}, micro, items))
 
     def add_source(self, name: str, given: Any, weighted: Any, micro: MicroBatch) -> None:
@@ -79,11 +84,12 @@ class NamedLosses:
         if isinstance(given, (tuple, list)):
             self.add({name: tuple(given)}, micro, None)
         else:
+            self.has_any = True
             self._weighted.append((name, weighted.detach(), micro))
 
     def clear(self) -> None:
         """Drop the values of an update that starts, or starts again."""
-        self._given, self._weighted = [], []
+        self._given, self._weighted, self.has_any = [], [], False
 
     def of_update(
         self, update: Update, compute: Callable[[Any, Any], Values], kind: LossKind | None
@@ -98,7 +104,7 @@ class NamedLosses:
         for name, loss, micro in self._weighted:
             total, weight = found.get(name, (0.0, 0.0))
             found[name] = (total + loss, weight + _share(update, micro.index, kind))
-        self._weighted = []
+        self._weighted, self.has_any = [], False
         for each in given:
             share = _share(update, each.micro.index, kind)
             is_whole = len(given) == 1 and not update.shared

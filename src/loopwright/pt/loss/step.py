@@ -49,9 +49,8 @@ class TorchLoss(LossCalls):
         """Weight the loss of a micro-batch by its share of the update's targets, and compute its gradients."""
         run = self.run
         given, loss = loss, run.accounting.weigh(loss, run.micro_batch)
-        source = run.micro_batch.update.sources.get(id(run.micro_batch.update.batches[run.micro_batch.index]))
-        if source is not None:
-            self.named.add_source(f"loss_{source}", given, loss, run.micro_batch)
+        if run.micro_batch.update.sources:
+            self._add_source(given, loss)
         try:
             self.strategy.backward(loss if self.is_alone else self.strategy.without_dummy(loss, run.micro_batch))
         except RuntimeError:
@@ -96,9 +95,15 @@ class TorchLoss(LossCalls):
         self.run.speed.finish()
         self.run.speed = None
 
+    def _add_source(self, given: Any, loss: Tensor) -> None:
+        micro = self.run.micro_batch
+        source = micro.update.sources.get(id(micro.update.batches[micro.index]))
+        if source is not None:
+            self.named.add_source(f"loss_{source}", given, loss, micro)
+
     def _divide(self, update: Update, *, is_laid: bool) -> None:
         """Divide micro-batches by datasets and, after running out of memory, into smaller ones."""
-        if self.internals.data.splits_by_source:
+        if self.run.splits_by_source:
             self._split_by_source(update)
         if self.run.micro_split > 1 and not is_laid:  # rearranged rows are not split
             update.batches = self._cut(update.batches, self.run.micro_split, update.sources)
@@ -210,23 +215,30 @@ class TorchLoss(LossCalls):
             speed.follow_changes(update, changes)
 
     def begin_update(self, update: Update) -> None:
-        if self.run.known is not None and self.is_alone and self.internals.changes.has_new_overrides(self.run.known):
+        run = self.run
+        if run.known is not None and self.is_alone and self.internals.changes.has_new_overrides(run.known):
             self._make_again(update)
         self._follow_model(update)
-        self.named.clear()
-        self.run.micro_batches = len(update.batches)
-        self.run.before_update = self.strategy.snapshot() if self.args.auto_find_batch_size else None
+        if self.named.has_any:
+            self.named.clear()
+        run.micro_batches = len(update.batches)
+        run.before_update = self.strategy.snapshot() if self.args.auto_find_batch_size else None
 
     def around_update(self) -> AbstractContextManager[Any]:
         return self.run.speed.active() if self.run.speed is not None and self.run.speed.is_active else nullcontext()
 
     def end_update(self, update: Update, loss: Any) -> Any:
-        if self.run.stamp is not None:
-            self.run.stamp.settle()
-        self.run.micro_batch = whole_batch()
-        named = self.named.of_update(update, self._named_again, self.run.accounting.kind)
-        self.run.named = named if named or not self.is_alone else None
+        run = self.run
+        if run.stamp is not None:
+            run.stamp.settle()
+        run.micro_batch = whole_batch()
+        if self.named.has_any or self.named.is_shared:
+            self._collect_named(update)
         return loss if update.summed is None else settle(update, loss, self.strategy)
+
+    def _collect_named(self, update: Update) -> None:
+        named = self.named.of_update(update, self._named_again, self.run.accounting.kind)
+        self.run.named = named if named or self.named.is_shared else None
 
     def recover(self, error: Exception, update: Update) -> bool:
         """Out of memory: restore random states and buffers, and halve the micro-batches."""
