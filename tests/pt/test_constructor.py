@@ -98,7 +98,7 @@ def test_transformers_own_arguments_are_converted_or_refused_clearly(tmp_path: P
     assert {name: getattr(trainer.args, name) for name in given} == {**given, "report_to": []}
     trainer.train()
     assert trainer.state.global_step == 2
-    with pytest.raises(loopwright.NotAvailable, match="lomo"):
+    with pytest.raises(loopwright.ArgumentsError, match="lomo"):
         Trainer(Regression(), transformers.TrainingArguments(str(tmp_path), optim="lomo"), train_dataset=DATA)
 
 
