@@ -60,8 +60,12 @@ def train(folder: str, trackers: list[str], die_after: int | None) -> None:
     from loopwright.args.base import BaseArguments
     from loopwright.core.events import TrainerCallback
     from loopwright.core.numpy_strategy import LinearModel
+    from loopwright.reporters.callback import ReporterCallback
     from loopwright.reporters.registry import reporter_callbacks
     from tests.core.numpy_trainer import NumpyTrainer
+
+    # A busy machine may need longer than a user should wait; the limits have tests of their own.
+    ReporterCallback.start_seconds = ReporterCallback.finish_seconds = 500.0
 
     class Killer(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
