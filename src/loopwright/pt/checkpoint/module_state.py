@@ -251,7 +251,9 @@ def _copy(value: Any, made: dict[int, Tensor], saved: frozenset[int]) -> Any:
     if isinstance(value, Tensor):
         if _size(value) > LARGEST or not is_plain(value) or _memory([value]) & saved:
             return value
-        return made.setdefault(id(value), value.detach().clone())
+        # A clone on a lazy device would become part of the next graph.
+        copied = value.detach().cpu().to(value.device) if is_lazy(value.device) else value.detach().clone()
+        return made.setdefault(id(value), copied)
     if isinstance(value, dict):
         return {key: _copy(each, made, saved) for key, each in value.items()}
     return type(value)(_copy(each, made, saved) for each in value) if isinstance(value, (list, tuple)) else value
