@@ -67,3 +67,16 @@ def test_an_override_is_called_after_each_update_and_epoch(tmp_path: Path) -> No
 
     regression_run(tmp_path, cls=Counts, n=8, num_train_epochs=2, save_strategy="no")
     assert steps == [1, 2, 2, 3, 4, 4]
+
+
+def test_an_override_that_is_assigned_during_a_run_is_called_from_then_on(tmp_path: Path) -> None:
+    called: list[int] = []
+
+    class Assigns(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+            if self.state.global_step == 1:
+                self._maybe_log_save_evaluate = lambda *given, **named: called.append(self.state.global_step)
+            return super().compute_loss(model, inputs, **named)
+
+    trainer = regression_run(tmp_path, cls=Assigns, save_strategy="no", max_steps=4)
+    assert called[:3] == [2, 3, 4] and len(losses(trainer)) == 1

@@ -14,5 +14,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def show(options: argparse.Namespace, data: Mapping[str, Any], text: str) -> None:
-    """Print the result of a command."""
-    print(json.dumps(data, default=str) if options.json else text)
+    """Print the result of a command; an empty text is not printed."""
+    if options.json or text:
+        print(json.dumps(data, default=str) if options.json else text)

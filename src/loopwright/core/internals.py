@@ -53,7 +53,7 @@ class Internals(Updating):
     is_training: bool = False
     """Whether `train()` is running."""
     overrides_actions: bool = False
-    """Whether a user's override logs, evaluates and saves."""
+    """Whether a subclass of the user logs, evaluates and saves itself."""
     agree: Callable[[CallbackHandler, str], None] | None = None
     """With several ranks: lets them adopt each other's flags after an event."""
 

@@ -58,7 +58,9 @@ def end_epoch(trainer: Internals) -> None:
 
 def act(trainer: Internals) -> None:
     """Log, evaluate and save, in this order, if control requests it; a user's override may do it instead."""
-    if not (trainer.overrides_actions and trainer.act_by_override()):
+    # The second form was assigned to the instance, perhaps just now by a callback.
+    is_overridden = trainer.overrides_actions or "_maybe_log_save_evaluate" in trainer.trainer.__dict__
+    if not (is_overridden and trainer.act_by_override()):
         follow_control(trainer)
 
 
