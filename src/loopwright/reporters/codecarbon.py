@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from ..args.paths import working_folder
-from .base import Reporter, RunInfo, require
+from .base import Reporter, Row, RunInfo, require
 from .callback import ReporterCallback
 
 COUNTRY = "CODECARBON_COUNTRY_ISO_CODE"
@@ -44,6 +45,10 @@ class CodeCarbonReporter(Reporter):
         if time.monotonic() - self._written > INTERVAL:
             self.tracker.flush()
             self._written = time.monotonic()
+
+    def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
+        """No row is stored, so none can be missing."""
+        return []
 
     def finish(self, status: str) -> None:
         self.tracker.stop()
