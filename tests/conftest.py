@@ -22,6 +22,7 @@ os.environ.update(
     }
 )
 
+import logging
 import random
 import uuid
 from collections.abc import Iterator
@@ -47,6 +48,14 @@ hypothesis.settings.load_profile("house")
 def _seeded() -> None:
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _default_log_levels() -> Iterator[None]:
+    """The levels of a fresh process: trainers and other packages set them for the whole process."""
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("loopwright").setLevel(logging.NOTSET)
+    yield
 
 
 @pytest.fixture(autouse=True)

@@ -468,6 +468,36 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_taken_for_damaged(
     assert len(home.names()) == 1
 
 
+def test_a_checkpoint_may_be_removed_at_any_moment_of_a_search(tmp_path: Path) -> None:
+    """Before each call of the reader that looks at the disk."""
+    number, happened = 0, True
+    while happened:
+        home = Local(str(tmp_path / str(number)), fsspec.filesystem("file"), str(tmp_path / str(number)))
+        save(home.manager(), 1)
+        calls = []
+
+        def looked(call: Callable[..., Any], home: Any = home, number: int = number, calls: list[int] = calls) -> Any:
+            def at_this_moment(*args: Any, **options: Any) -> Any:
+                calls.append(1)
+                if len(calls) == number + 1:
+                    save(home.manager(), 2, keep=1)
+                return call(*args, **options)
+
+            return at_this_moment
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("stat", "lstat", "scandir", "listdir", "rename", "open"):
+                patch.setattr(os, name, looked(getattr(os, name)))
+            patch.setattr("builtins.open", looked(open))
+            found = home.manager().find(True)
+        happened = len(calls) > number
+        # Found before it was removed, or its successor: never an error, never renamed as damaged.
+        assert found is not None and found.endswith(("checkpoint-1", "checkpoint-2")), number
+        assert home.names() == (["checkpoint-2"] if happened else ["checkpoint-1"]), number
+        number += 1
+    assert number > 20
+
+
 def test_two_managers_share_a_place(home: Any) -> None:
     first, second = home.manager(), home.manager()
     save(first, 1, word="first")

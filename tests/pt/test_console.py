@@ -10,7 +10,6 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +54,6 @@ def run(folder: Any, *, metrics: list[float] | None = None, callbacks: Any = (),
     trainer = Trainer(Regression(), args, train_dataset=DATA, callbacks=[*callbacks], **extra)
     trainer.train()
     return trainer
-
-
-@pytest.fixture(autouse=True)
-def level_of_the_logger() -> Iterator[None]:
-    logger = logging.getLogger("loopwright")
-    before = logger.level
-    yield
-    logger.setLevel(before)
 
 
 def test_the_beginning_shows_the_sizes_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -203,8 +204,7 @@ class CheckpointManager:
         for name in names:
             damaged = self.storage.manifest(name) is None and self.storage.holds(name, MANIFEST)
             if damaged and step_in_name(Path(name)) is not None:
-                where = self.storage.set_aside(name, f"{MANIFEST} is damaged")
-                logger.warning(f"{name}: {MANIFEST} was damaged after saving, trying an older checkpoint. {where}.")
+                self._set_aside(name, f"{MANIFEST} was damaged after saving")
         for name, manifest in reversed(self._complete(readable_only=False).values()):
             folder, reason = fetched(self.storage, name, manifest)
             if reason is None:
@@ -214,11 +214,16 @@ class CheckpointManager:
             if isinstance(reason, Unreadable):
                 logger.warning(f"{name}: {reason}, trying an older checkpoint.")
                 continue
-            where = self.storage.set_aside(name, reason)
-            logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")
+            self._set_aside(name, reason)
         if not set(names) <= set(self.storage.names()):  # removed during the search because a newer one exists
             return self._newest_intact(required=required)
         return self._foreign_or_none(required=required)
+
+    def _set_aside(self, name: str, reason: str) -> None:
+        """Rename a damaged checkpoint, unless another run has removed it in the meantime."""
+        with contextlib.suppress(FileNotFoundError):
+            where = self.storage.set_aside(name, reason)
+            logger.warning(f"{name}: {reason}, trying an older checkpoint. {where}.")
 
     def _foreign_or_none(self, *, required: bool) -> str | None:
         """The newest folder of another trainer (a state file, no manifest), if there is one."""

@@ -180,7 +180,10 @@ def damage(folder: Path, manifest: Manifest, *, hashes: bool = True) -> str | No
             return Unreadable(f"{name} cannot be read (the disk reports an error)")
         if found is not None and found != expected["sha256"]:
             return f"{name} does not match its checksum; it was damaged after saving"
-    refuse_unlisted(folder, manifest)
+    try:
+        refuse_unlisted(folder, manifest)
+    except FileNotFoundError as error:  # another process has removed the checkpoint in the meantime
+        return f"{error.filename} is missing"
     return None
 
 
