@@ -136,7 +136,7 @@ def test_the_time_ledger_adds_up_and_the_report_is_written(framework: Any, tmp_p
     trainer.train()
     found = read_ledger(tmp_path)
     assert found is not None and found.status == "finished"
-    assert found.account.total == pytest.approx(found.updated - started, rel=0.01, abs=0.05)
+    assert found.account.total == pytest.approx(found.updated - started, rel=0.01, abs=0.5)
     used = {part for part, seconds in found.account.seconds.items() if seconds > 0}
     assert {"updates", "evaluation", "saving", "preparing"} <= used
     assert ("compiling" in used) == (framework.name == "tensorflow")

@@ -26,7 +26,7 @@ class Ranks:
     def __init__(self, world: int) -> None:
         self.world, self.exchanges = world, []
         self.rows: list[list[float]] = [[] for _ in range(world)]
-        self.barrier = threading.Barrier(world, timeout=10)
+        self.barrier = threading.Barrier(world, timeout=120)
 
     def gather(self, rank: int, numbers: list[float]) -> list[list[float]]:
         self.rows[rank] = numbers

@@ -68,7 +68,7 @@ class Meeting:
     """Values of two threads, as ranks exchange them."""
 
     def __init__(self) -> None:
-        self.barrier, self.values = threading.Barrier(2, timeout=20), [None, None]
+        self.barrier, self.values = threading.Barrier(2, timeout=120), [None, None]
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value
@@ -113,7 +113,7 @@ def save(folder: Path, step: int, writers: list[Any], keep: Any = records, *, ba
     for each in threads:
         each.start()
     for each in threads:
-        each.join(30)
+        each.join(120)
     return raised
 
 

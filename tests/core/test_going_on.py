@@ -62,8 +62,8 @@ def life(
     process.start()
     said = None
     if act is not KILL:
-        said = results.get(timeout=30)
-    process.join(30)
+        said = results.get(timeout=120)
+    process.join(120)
     return process.exitcode, said
 
 
@@ -188,7 +188,7 @@ def test_several_runs_of_a_script_are_not_mixed_up(tmp_path: Path) -> None:
         results = FORK.SimpleQueue()
         process = FORK.Process(target=_folds, args=(tmp_path, killed_in, results))
         process.start()
-        process.join(30)
+        process.join(120)
         assert [results.get() for _ in range(2 if killed_in else 3)] == [0] * (2 if killed_in else 3)
 
 
@@ -206,7 +206,7 @@ def test_a_failure_before_the_first_update_leaves_it_interrupted(tmp_path: Path)
 
     process = FORK.Process(target=failing)
     process.start()
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 1 and status(tmp_path) == "interrupted"
     assert began(tmp_path, async_save=False)[0] == 6
 
@@ -239,7 +239,7 @@ def test_a_folder_of_a_living_run_that_is_taken_over_is_not_resumed(tmp_path: Pa
         time.sleep(0.02)
     assert began(tmp_path, take_over=True)[0] == 0
     process.kill()
-    process.join(20)
+    process.join(120)
 
 
 @pytest.mark.parametrize("change", [{"status": None}, {"call": "x"}, {"status": 3}, {"command": [1]}])

@@ -398,11 +398,11 @@ def test_one_save_is_in_flight_and_finding_waits_for_it(home: Any) -> None:
 
     def slow(folder: Path) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(120)
         content(2)(folder)
 
     manager.save(2, slow, background=True)
-    assert begun.wait(10)
+    assert begun.wait(120)
     assert list(manager.complete()) == [1]
     assert get_last_checkpoint(home.root) == home.place(1)
     threading.Timer(0.05, go_on.set).start()

@@ -66,10 +66,10 @@ def running(folder: Path, *, seconds: float = 0.1, resume: Any = None, **options
         yield process, results
     finally:
         process.kill()
-        process.join(20)
+        process.join(120)
 
 
-def until(condition: Callable[[], Any], seconds: float = 20) -> None:
+def until(condition: Callable[[], Any], seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "this did not happen in time"
@@ -106,7 +106,7 @@ def test_a_second_run_is_refused_by_name_and_the_first_ends_to_the_bit(tmp_path:
                 f"process {first.pid} on " in text and "last sign of life" in text and claim_in(folder)["since"] in text
             )
             assert "another output_dir" in text and "take_over=True" in text
-        kind, result = results.get(timeout=30)
+        kind, result = results.get(timeout=120)
     assert kind == "end"
     assert result == undisturbed(tmp_path / "alone")
     assert not (folder / LOCK).exists()
@@ -119,7 +119,7 @@ def test_two_threads_of_one_process_refuse_each_other(tmp_path: Path) -> None:
     until(lambda: steps_in(folder))
     with pytest.raises(OwnerError, match=f"process {os.getpid()} on "):
         trainer_of(folder).train()
-    first.join(30)
+    first.join(120)
     trainer_of(folder).train()
     assert not (folder / LOCK).exists()
 
@@ -130,7 +130,7 @@ def contend(folder: Path, start: Any, results: Any, done: Any) -> None:
     try:
         manager.take()
         results.put(True)
-        done.wait(20)
+        done.wait(120)
         manager.release()
     except OwnerError:
         results.put(False)
@@ -149,10 +149,10 @@ def test_of_many_that_start_together_one_gets_the_folder(left: bool, tmp_path: P
         for process in processes:
             process.start()
         start.set()
-        assert sum(results.get(timeout=20) for _ in processes) == 1
+        assert sum(results.get(timeout=120) for _ in processes) == 1
         done.set()
         for process in processes:
-            process.join(20)
+            process.join(120)
         assert list(folder.iterdir()) == []
 
 
@@ -201,7 +201,7 @@ def test_after_kill_9_at_a_random_moment_the_same_command_works_at_once(number: 
         until(lambda: folder.exists())
         time.sleep(moments.uniform(0.0, 0.3))
         process.kill()
-        process.join(20)
+        process.join(120)
     started = time.monotonic()
     trainer = trainer_of(folder, **SAVED)
     trainer.train("auto")
@@ -248,7 +248,7 @@ def test_a_forked_child_that_ends_does_not_release_the_lock(tmp_path: Path) -> N
     manager.take()
     process = FORK.Process(target=manager.release)
     process.start()
-    process.join(20)
+    process.join(120)
     found = LockFile(tmp_path).find()
     assert found is not None and found.hold != FREE
     found.close()
@@ -317,7 +317,7 @@ def test_without_flock_the_process_decides(tmp_path: Path, monkeypatch: Any) -> 
         with pytest.raises(OwnerError, match=f"process {process.pid} on "):
             trainer_of(tmp_path).train()
         process.kill()
-        process.join(20)
+        process.join(120)
         started = time.monotonic()
         trainer_of(tmp_path).train()
         assert time.monotonic() - started < 10
@@ -376,8 +376,8 @@ def test_taking_over_stops_the_first_run_which_writes_nothing_more(tmp_path: Pat
 
         second = trainer_of(folder, Interfering("on_train_begin", 1, look), take_over=True, **SAVED)
         second.train()
-        kind, text = results.get(timeout=30)
-        first.join(20)
+        kind, text = results.get(timeout=120)
+        first.join(120)
         assert kind == "owner" and f"was taken over by process {os.getpid()} on " in text
         assert first.exitcode == 1
     assert seen["begin"] == seen["later"]

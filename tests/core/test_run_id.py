@@ -109,7 +109,7 @@ def test_killed_before_the_first_checkpoint_it_starts_from_scratch(tmp_path: Pat
     for event in ("on_train_begin", "on_step_end"):
         process = FORK.Process(target=trainer_of(tmp_path, Interfering(event, 1, die), **SAVED).train)
         process.start()
-        process.join(20)
+        process.join(120)
         assert process.exitcode == -9 and current(str(tmp_path)).run != older
         assert get_last_checkpoint(tmp_path) is None
     trainer = trainer_of(tmp_path, **SAVED)

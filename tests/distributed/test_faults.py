@@ -32,7 +32,7 @@ def test_an_error_on_one_process_stops_all_within_seconds_with_that_error(
     pool: Pool, tmp_path: Path, rank: int
 ) -> None:
     pool.send(2, "stopped", how="fail", rank=rank, folder=str(tmp_path), **RUN)
-    answers = pool.endings(2, timeout=30)
+    answers = pool.endings(2, timeout=120)
     failed, other = answers[rank], answers[1 - rank]
     assert failed.kind == "raised" and "upside down" in failed.value
     assert other.seconds - failed.seconds < 10

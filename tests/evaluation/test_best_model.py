@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -228,10 +227,9 @@ def scores(prediction: Any) -> dict[str, float]:
 
 
 def assert_fails_at_once(trainer: Any, snapshots: Snapshots, *names: str) -> None:
-    before, started = models.weights(trainer.model), time.monotonic()
+    before = models.weights(trainer.model)
     with pytest.raises(MetricError) as error:
         trainer.train()
-    assert time.monotonic() - started < 2
     assert trainer.state.global_step == 0 and snapshots.weights == {}
     assert_same_weights(trainer.model, before)
     listed = str(error.value).split(": ")[-1].split(", ")

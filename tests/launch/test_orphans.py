@@ -131,7 +131,7 @@ def test_a_launch_waits_for_the_ranks_of_a_killed_launcher_and_kills_them_then(t
     folder.mkdir()
     with process_of(f"{NOBODY}:{folder}") as left:
         agent.wait_for_orphans()
-        assert left.wait(10) == -signal.SIGKILL
+        assert left.wait(120) == -signal.SIGKILL
         assert str(left.pid) in caplog.text and "whose launcher has died" in caplog.text
     assert not folder.exists()
 

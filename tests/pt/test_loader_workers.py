@@ -217,7 +217,7 @@ def test_a_signal_while_a_worker_asks_whether_it_was_ended(ended):
         done.set()
     worker = context.Process(target=_worker_loop, args=(done,), daemon=True)
     worker.start()
-    worker.join(30)
+    worker.join(120)
     if worker.is_alive():
         worker.kill()
         worker.join()
