@@ -95,18 +95,18 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts += 1 if Agent.elastic else -self._remaining_restarts
         return result
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *more: Any, **options: Any) -> None:
         workers = getattr(self._pcontext, "subprocess_handlers", {})
-        self._shut_down(death_sig, timeout)
+        self._shut_down(death_sig, *more, **options)  # a version of torch may pass a timeout
         if workers:
             self.codes = [worker.proc.poll() for worker in workers.values()]
 
-    def _shut_down(self, death_sig: signal.Signals, timeout: int) -> None:
+    def _shut_down(self, death_sig: signal.Signals, *more: Any, **options: Any) -> None:
         """Stop the workers; a second signal to the launcher kills them, unless it only repeats the first."""
         begun = time.monotonic()
         while True:
             try:
-                super()._shutdown(death_sig, timeout)
+                super()._shutdown(death_sig, *more, **options)
                 return
             except SignalException as again:
                 if again.sigval == signal.SIGINT or time.monotonic() - begun > ECHO:
