@@ -115,6 +115,19 @@ def test_prefetched_batches_are_equal_and_nobody_waits() -> None:
         say(f"prefetch: limit {limit}: 12 updates x 4 batches equal, {len(ahead._staging)} staging buffers")
 
 
+def test_large_batches_have_arrived_when_computing_begins() -> None:
+    """Read at once on an idle compute stream: without waiting, it would read memory before the copy."""
+    for pinned in (True, False):
+        ahead, found, expected = Prefetch(GPU), [], []
+        for update in range(10):
+            images = torch.randn(64, 3, 224, 224, generator=torch.Generator().manual_seed(update))
+            images = images.pin_memory() if pinned else images
+            expected.append(images.double().sum())
+            ahead.begin([{"images": images}])
+            found.append(ahead.take(images).double().sum())
+        assert torch.allclose(torch.stack(found).cpu(), torch.stack(expected), rtol=1e-9), pinned
+
+
 def test_a_tensor_changed_after_it_was_announced_is_sent_anew() -> None:
     ahead, tensor = Prefetch(GPU), torch.ones(1000)
     ahead.begin([{"x": tensor}])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
-from loopwright.speed.device.prefetch import NoPrefetch, Staging, leaves, prefetch_for
+from loopwright.speed.device.prefetch import NoPrefetch, Prefetch, Staging, leaves, prefetch_for
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "a b")
@@ -74,6 +76,59 @@ def test_placement_on_the_host_copies_nothing_and_announces_nothing() -> None:
     placed = strategy.put(batch)
     assert placed is not batch and placed["x"] is batch["x"] and placed["deep"][1][0] is batch["deep"][1][0]
     assert not strategy._ahead.runs
+
+
+class Line(torch.Stream):
+    """A stream of torch, with its comparisons, that notes which events it waits for."""
+
+    def __new__(cls, *given: Any) -> Line:
+        made: Line = super().__new__(cls, device="cpu")
+        made.waits = []
+        return made
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        self.waits.append(event)
+
+
+class Streams:
+    """The module of a device with streams, on the host."""
+
+    def __init__(self) -> None:
+        self.main, self.side, self.copied = Line(), Line(), []
+
+    def Stream(self, device: Any) -> Line:
+        return self.side
+
+    def current_stream(self, device: Any) -> Line:
+        return self.main
+
+    def stream(self, stream: Line) -> Any:
+        return nullcontext()
+
+    def Event(self) -> Any:
+        return SimpleNamespace(record=self.copied.append, query=lambda: True)
+
+
+def test_computing_waits_for_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is used only after the event of its copy: torch's streams are neither equal nor unequal to None."""
+    monkeypatch.setattr(torch, "cpu", streams := Streams())
+    monkeypatch.setattr(Staging.__init__, "__kwdefaults__", {"pin": False})
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    ahead = Prefetch(CPU)
+    for _ in range(3):  # updates
+        batches = [{"x": torch.randn(3), "labels": torch.ones(1)} for _ in range(2)]
+        ahead.begin(batches)
+        for batch in batches:
+            for tensor in batch.values():
+                arrival = ahead._copies[id(tensor)].arrival
+                moved = ahead.take(tensor)
+                assert streams.main.waits and streams.main.waits[-1] is arrival
+                assert moved is not tensor and torch.equal(moved, tensor)
+    assert len(streams.main.waits) == 12 and not streams.side.waits
+    assert all(stream is streams.side for stream in streams.copied)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -53,9 +53,9 @@ class Prefetch:
         if copy is None or copy.version != tensor._version:
             return tensor.to(self._device, non_blocking=self._non_blocking)
         stream = self._backend.current_stream(self._device)
-        if copy.arrival.waiting != stream:
-            stream.wait_event(copy.arrival.event)
-            copy.arrival.waiting = stream
+        # For every tensor: a comparison of streams cannot say that this stream waits already (a stream of torch is
+        # neither equal nor unequal to None), and waiting again costs the device nothing.
+        stream.wait_event(copy.arrival)
         # The memory belongs to the side stream: it must not be reused before the compute stream is done with it.
         copy.moved.record_stream(stream)
         self._bytes -= copy.moved.nbytes
@@ -69,13 +69,13 @@ class Prefetch:
             tensors = [t for t in leaves(self._waiting.popleft()) if id(t) not in self._copies and _can_go(t)]
             if not tensors:
                 continue
-            arrival = Arrival(self._backend.Event())
+            arrival = self._backend.Event()
             with self._backend.stream(self._stream):
                 for tensor in tensors:
                     moved = self._send(tensor)
                     self._copies[id(tensor)] = Copy(tensor, tensor._version, moved, arrival)
                     self._bytes += moved.nbytes
-                arrival.event.record(self._stream)
+                arrival.record(self._stream)
 
     def _send(self, tensor: Tensor) -> Tensor:
         """The tensor's copy on the device, in progress on the side stream."""
@@ -116,20 +116,15 @@ def prefetch_for(device: torch.device, *, non_blocking: bool = True) -> Prefetch
     return kind(device, non_blocking=non_blocking)
 
 
-class Arrival:
-    """The event that marks the end of a batch's copies, and the stream that already waits for it."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-        self.waiting: Any = None
-
-
 class Copy:
-    """A host tensor and its copy in progress; the tensor is referenced, so that its id is not reused."""
+    """A host tensor and its copy in progress, which ends with the event `arrival`.
+
+    The tensor is referenced, so that its id is not reused.
+    """
 
     __slots__ = ("arrival", "moved", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int, moved: Tensor, arrival: Arrival) -> None:
+    def __init__(self, tensor: Tensor, version: int, moved: Tensor, arrival: Any) -> None:
         self.tensor, self.version, self.moved, self.arrival = tensor, version, moved, arrival
 
 
