@@ -19,7 +19,7 @@ from processes import HERE, Result, child, plain, run_arm
 
 ARMS = ("ours", "transformers", "transformers-best", "lightning", "loop")
 CHOICES = ("ours", "ours-off", "ours-max", "transformers-wide", *ARMS[1:])
-REFERENCES = ("transformers", "loop", "ours-off")
+REFERENCES = ("transformers", "hand", "loop", "ours-off")
 """Whose losses the others are held against: the first of these that ran."""
 
 Results = dict[str, Result]

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lengths import Texts, consumed, pad, shuffled
+from lengths import consumed, pad, shuffled
 from torch import nn
 from torch.utils.data import DataLoader
 from watch import Watch, matmul_rate, peak_gib
@@ -38,7 +38,8 @@ class Task:
     """What every arm of a benchmark trains."""
 
     build: Callable[[], nn.Module]
-    data: Texts
+    data: Any
+    """Samples that say how long they are: `Texts`, `Arrays`."""
     operations: Callable[[np.ndarray, np.ndarray], np.ndarray]
     """The necessary operations of samples of these lengths with these many targets, forward and backward."""
     watch: Watch
@@ -54,6 +55,11 @@ class Task:
     liger_micro: int | None = None
     """The micro-batch the Liger kernels leave room for."""
     workers: int = 2
+    collate: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]] = pad
+    fixed_shapes: bool = False
+    """Whether every micro-batch has the same shapes."""
+    channels_last: bool = False
+    """Whether convolutions on images are most of it."""
 
     @property
     def device(self) -> str:
@@ -121,7 +127,7 @@ def with_loopwright(task: Task, **more: Any) -> dict[str, Any]:
     trainer = loopwright.Trainer(
         task.model(),
         arguments(loopwright, task, **more),
-        data_collator=pad,
+        data_collator=task.collate,
         train_dataset=task.data,
         callbacks=[watching(loopwright, watch, lambda: None)],
     )
@@ -158,7 +164,7 @@ def _with_transformers(task: Task, model: nn.Module, data: Any, **more: Any) -> 
     trainer = transformers.Trainer(
         model,
         arguments(transformers, task, **more),
-        data_collator=pad,
+        data_collator=task.collate,
         train_dataset=data,
         # Its running loss stays on the device; copying it there makes nobody wait.
         callbacks=[watching(transformers, watch, lambda: totals.append(trainer._tr_loss.clone()))],
@@ -231,8 +237,9 @@ class Order:
 def loader(task: Task) -> DataLoader:
     on_gpu = task.device == "cuda"
     return DataLoader(
-        task.data, batch_sampler=Order(task), collate_fn=pad, pin_memory=on_gpu, num_workers=task.workers * on_gpu
-    )
+        task.data, batch_sampler=Order(task), collate_fn=task.collate, pin_memory=on_gpu,
+        num_workers=task.workers * on_gpu,
+    )  # fmt: skip
 
 
 def updates_of(task: Task) -> Iterator[tuple[list[dict[str, torch.Tensor]], int]]:
