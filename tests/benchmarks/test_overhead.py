@@ -1,4 +1,4 @@
-"""The trainer may add a tenth to the calls of a hand-written loop, no more."""
+"""The trainer makes no more calls than a hand-written loop, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def results(tmp_path_factory: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_calls_per_update_stay_within_a_tenth_of_the_hand_written_loop(results: dict[str, Any], model: str) -> None:
+def test_an_update_makes_no_more_calls_than_that_of_a_hand_written_loop(results: dict[str, Any], model: str) -> None:
     loop, ours = (results[model][arm]["calls"] for arm in ("loop", "loopwright"))
-    assert ours <= 1.10 * loop, f"{model}: {ours:.0f} calls per update, the loop makes {loop:.0f}"
+    assert ours <= loop, f"{model}: {ours:.0f} calls per update, the loop makes {loop:.0f}"

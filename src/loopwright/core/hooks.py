@@ -6,6 +6,7 @@ and never copies them.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .events import CallbackHandler
@@ -56,17 +57,11 @@ class HookUser:
     trainer: Hooks
     """The user's trainer: overrides and attributes are always taken from it."""
 
-    @property
-    def args(self) -> BaseArguments:
-        return self.trainer.args
-
-    @property
-    def state(self) -> TrainerState:
-        return self.trainer.state
-
-    @property
-    def control(self) -> TrainerControl:
-        return self.trainer.control
+    # Getters in C: these attributes are read dozens of times in an update, and a Python function is a call each time.
+    args: BaseArguments = property(attrgetter("trainer.args"))  # type: ignore[assignment]
+    state: TrainerState = property(attrgetter("trainer.state"))  # type: ignore[assignment]
+    control: TrainerControl = property(attrgetter("trainer.control"))  # type: ignore[assignment]
+    model: Any = property(attrgetter("trainer.model"))
 
     @property
     def callback_handler(self) -> CallbackHandler:
@@ -74,7 +69,3 @@ class HookUser:
         if handler.state is not state:  # a new one; a user may assign it at any time
             handler.bind(self.trainer.args, state, self.trainer.control, self.trainer._loopwright.agree)
         return handler
-
-    @property
-    def model(self) -> Any:
-        return self.trainer.model

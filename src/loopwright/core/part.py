@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..notices import Notices
@@ -28,19 +29,13 @@ class Part(HookUser):
     internals: Internals
     strategy: Strategy
     notices: Notices
+    run: Run = property(attrgetter("internals.run"))  # type: ignore[assignment]
+    is_alone: bool = property(attrgetter("internals.is_alone"))  # type: ignore[assignment]
+    """Whether this process holds all the data of an update."""
 
     def __init__(self, internals: Any) -> None:
         self.internals = internals
         self.trainer, self.strategy, self.notices = internals.trainer, internals.strategy, internals.notices
-
-    @property
-    def run(self) -> Run:
-        return self.internals.run
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this process holds all the data of an update."""
-        return self.internals.is_alone
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -65,10 +65,7 @@ class KerasInternals(Internals):
     optim: KerasOptim
 
     arguments_class: type[KerasTrainingArguments]
-
-    @property
-    def args(self) -> KerasTrainingArguments:
-        return self.trainer.args
+    args: KerasTrainingArguments
 
     def construct(
         self,

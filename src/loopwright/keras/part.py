@@ -20,11 +20,5 @@ class KerasPart(Part):
     internals: KerasInternals
     trainer: KerasHooks
     strategy: KerasStrategy
-
-    @property
-    def run(self) -> KerasRun:
-        return self.internals.run
-
-    @property
-    def args(self) -> KerasTrainingArguments:
-        return self.trainer.args
+    run: KerasRun
+    args: KerasTrainingArguments

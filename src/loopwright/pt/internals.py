@@ -90,6 +90,7 @@ class TorchInternals(Internals):
     acceleration: Acceleration
     kernels: Kernels
 
+    args: TrainingArguments
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     """The class to which arguments of transformers are converted."""
 
@@ -100,10 +101,6 @@ class TorchInternals(Internals):
     """The layers converted to fp8, if requested."""
     compiled: Any = None
     """The compiled blocks, if torch_compile is set."""
-
-    @property
-    def args(self) -> TrainingArguments:
-        return self.trainer.args
 
     @property
     def processes(self) -> ManyProcesses:

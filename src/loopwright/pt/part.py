@@ -23,18 +23,12 @@ class TorchPart(Part):
     internals: TorchInternals  # type: ignore[assignment]
     trainer: TorchHooks
     strategy: SingleDevice  # type: ignore[assignment]
+    run: TorchRun
+    args: TrainingArguments
 
     def __init__(self, internals: Any) -> None:
         super().__init__(internals)
         self.device: torch.device = internals.device
-
-    @property
-    def run(self) -> TorchRun:
-        return self.internals.run
-
-    @property
-    def args(self) -> TrainingArguments:
-        return self.trainer.args
 
     @property
     def processes(self) -> ManyProcesses:
