@@ -40,6 +40,7 @@ NEW = {
     "save_on_interrupt": False,
     "max_runtime": None,
     "max_recompiles": None,
+    "measure_matmul": False,
     "torch_compile_scope": "blocks",
     "fp8": False,
     "eval_loss_reduction": "item_mean",

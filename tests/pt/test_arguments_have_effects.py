@@ -54,6 +54,7 @@ ELSEWHERE = {
     "hub_revision": "tests/hub/test_pushes.py::test_a_push_after_training_without_push_to_hub",
     "chart": "tests/report/test_terminal.py::test_the_chart_argument_draws_above_the_progress_bar",
     "html_report": "tests/report/test_writer.py::test_html_report_false_writes_no_page",
+    "measure_matmul": "tests/speed/test_sustained.py::test_a_run_reports_both_measures",
     "speed": "tests/speed/test_layouts_in_training.py::test_the_level_says_what_is_tried",
     "per_device_train_batch_tokens": "tests/speed/test_layouts_in_training.py::test_a_token_budget_is_kept",
     "static_lengths": "tests/pt/test_static_shapes.py::test_one_length_makes_all_batches_alike",

@@ -125,7 +125,7 @@ ASKS: dict[str, Any] = {
     "checkpoint_format": "transformers", "average_tokens_across_devices": False, "fsdp": "full_shard",
     "fsdp_config": {"a": 1}, "deepspeed": {"a": 1}, "parallelism_config": {"tp": 2}, "use_liger_kernel": True,
     "liger_kernel_config": {"rope": True}, "max_recompiles": 1, "batch_packing": "across_updates",
-    "static_lengths": [8],
+    "static_lengths": [8], "measure_matmul": True,
     "per_device_train_batch_tokens": 8, "train_sampling_strategy": "batch_rebalance", "eval_use_gather_object": True,
     "ddp_find_unused_parameters": True, "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": True,
     "ddp_static_graph": True, "ddp_backend": "gloo", "accelerator_config": {"even_batches": False},

@@ -18,3 +18,6 @@ class SpeedArgs(Group):
         "Accelerations, each verified to give the same result: off, auto (those that pay off in this run), max (all).",
         choices=("off", "auto", "max"),
     )
+    measure_matmul: bool = arg(
+        False, "Measure matrix products for a second before training, and report MFU relative to them as well."
+    )

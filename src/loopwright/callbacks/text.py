@@ -59,6 +59,8 @@ def work_line(pace: Mapping[str, float]) -> str:
         found.append(f"{_thousands(pace['tokens_per_second'])} tokens/s")
     if "mfu" in pace:
         found.append(f"MFU {pace['mfu']:.1%}")
+    if "mfu_of_matmul" in pace:
+        found.append(f"{pace['mfu_of_matmul']:.1%} of the measured matmul")
     return "".join(f"{each}, " for each in found)
 
 

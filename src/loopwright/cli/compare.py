@@ -14,7 +14,7 @@ from ..report.folder import RunView, open_run
 DESCRIPTION = """Compare runs by their output folders: numbers, time ledger, arguments and versions that differ.
 
 `loopwright report RUN RUN` draws the same runs in one page."""
-NUMBERS = ("tokens_per_second", "samples_per_second", "steps_per_second", "mfu", "peak_memory_gib")
+NUMBERS = ("tokens_per_second", "samples_per_second", "steps_per_second", "mfu", "mfu_of_matmul", "peak_memory_gib")
 MISSING = "-"
 
 

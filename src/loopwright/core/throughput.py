@@ -45,12 +45,14 @@ class ThroughputMeter:
         *,
         clock: Clock = time.perf_counter,
         peak_operations: float | None = None,
+        sustained_operations: float | None = None,
         operations: Callable[[Interval], float | None] | None = None,
         peak_memory: Callable[[], float | None] | None = None,
         recompiles: Callable[[], int | None] | None = None,
     ) -> None:
         self._clock = clock
-        self._peak_operations, self._operations = peak_operations, operations
+        self._peak_operations, self._sustained_operations = peak_operations, sustained_operations
+        self._operations = operations
         self._peak_memory, self._recompiles = peak_memory, recompiles
         self._recompiled = _or_nan(recompiles)
         self.last_wait = 0.0
@@ -111,18 +113,19 @@ class ThroughputMeter:
             "steps_per_second": interval.updates / seconds,
             "data_wait_share": min(interval.waited / seconds, 1.0),
             "useful_token_share": _ratio(interval.real_tokens, interval.computed_tokens),
-            "mfu": self._utilization(interval),
+            "mfu": self._utilization(interval, self._peak_operations),
+            "mfu_of_matmul": self._utilization(interval, self._sustained_operations),
             "peak_memory_gib": _or_nan(self._peak_memory),
             "recompiles": interval.recompiles,
         }
         return {name: _rounded(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
-    def _utilization(self, interval: Interval) -> float | None:
-        """Model FLOPs for the real tokens, as a fraction of the device's peak."""
-        if self._peak_operations is None or self._operations is None:
+    def _utilization(self, interval: Interval, peak: float | None) -> float | None:
+        """Model FLOPs for the real tokens, as a fraction of this many per second."""
+        if peak is None or self._operations is None:
             return None
         operations = self._operations(interval)
-        return None if operations is None else operations / interval.seconds / self._peak_operations
+        return None if operations is None else operations / interval.seconds / peak
 
     def _close(self) -> Interval | None:
         """The interval up to now; None if no update ended in it."""

@@ -62,6 +62,7 @@ REFUSED: dict[str, Refusal] = {
     "liger_kernel_config": Refusal("Liger kernels work with PyTorch only"),
     "debug": Refusal("it inspects modules of PyTorch; use tf.debugging.enable_check_numerics() or jax_debug_nans"),
     "param_groups": Refusal("it configures optimizers of PyTorch; set layer.trainable, or pass optimizers=", _is_set),
+    "measure_matmul": Refusal("it measures matrix products of PyTorch"),
     "max_recompiles": Refusal("it counts recompilations of torch.compile", _is_set),
     "static_lengths": Refusal("use padded_batch(padded_shapes=...) in the tf.data pipeline", _is_set),
     "batch_packing": Refusal("packing works with PyTorch only; pack in the tf.data pipeline"),

@@ -17,6 +17,7 @@ from ..speed.compile.compile_time import CompileTime
 from ..speed.measure.flops import Operations, count_operations
 from ..speed.measure.peaks import device_name, device_peak
 from ..speed.measure.step_timing import Split, TimeSplit, next_sample
+from ..speed.measure.sustained import sustained_operations
 from ..speed.report import SpeedReport, report_of
 from .devices import memory_figures
 from .loss.targets import predicts_next_token
@@ -49,8 +50,8 @@ class TorchPacing(TorchPart, Pacing):
         )
 
     def make_meter(self) -> ThroughputMeter:
-        peak = device_peak(self.device, self.number_format())
-        self.run.work.squares = self.run.work.keeps_sample = peak is not None
+        peak, sustained = device_peak(self.device, self.number_format()), self._sustained()
+        self.run.work.squares = self.run.work.keeps_sample = peak is not None or sustained is not None
         if self._counted is not self.model:  # not the model whose FLOPs were counted
             self.operations = None if self._counted is not None else self.operations
             self._counted = None
@@ -59,10 +60,23 @@ class TorchPacing(TorchPart, Pacing):
         self.run.split, self.run.split_at = None, next_sample(self.state.global_step)
         return ThroughputMeter(
             peak_operations=peak,
+            sustained_operations=sustained,
             operations=self._operations_of,
             peak_memory=self._peak_memory_gib,
             recompiles=recompiles if self.strategy.guard is None else self.strategy.guard.count,
         )
+
+    def _sustained(self) -> float | None:
+        """FLOPs per second of matrix products measured now, if asked for."""
+        if not self.args.measure_matmul:
+            return None
+        found = sustained_operations(self.device, self.number_format())
+        if found is None:
+            self.notices.warn_once(
+                f"measure_matmul: matrix products cannot be timed on {self.device}; MFU is relative to the data sheet "
+                "only"
+            )
+        return found
 
     def live_numbers(self) -> dict[str, float]:
         if self.run.time_split is not None:

@@ -43,7 +43,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("tokens", "Tokens per second", ("tokens_per_second", "computed_tokens_per_second"), "tokens/s"),
     ("samples", "Samples per second", ("samples_per_second",), "samples/s"),
     ("steps", "Steps per second", ("steps_per_second",), "steps/s"),
-    ("mfu", "Model FLOPs utilization (MFU)", ("mfu",), "share"),
+    ("mfu", "Model FLOPs utilization (MFU)", ("mfu", "mfu_of_matmul"), "share"),
     ("memory", "Peak memory", ("peak_memory_gib",), "GiB"),
     ("data_wait", "Share of the time that waited for data", ("data_wait_share",), "share"),
     ("useful", "Share of tokens that are not padding", ("useful_token_share",), "share"),

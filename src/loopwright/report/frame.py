@@ -25,6 +25,7 @@ NUMBERS = (
     ("samples_per_second", "samples/s"),
     ("steps_per_second", "steps/s"),
     ("mfu", "MFU"),
+    ("mfu_of_matmul", "MFU of matmul"),
     ("peak_memory_gib", "GiB"),
 )
 LATEST_MARKS = 3

@@ -109,6 +109,7 @@ _TEXTS = {
     "steps_per_second": ("steps/s", "{:.4g}"),
     "useful_token_share": ("useful tokens", "{:.1%}"),
     "mfu": ("MFU", "{:.1%}"),
+    "mfu_of_matmul": ("MFU of the measured matmul", "{:.1%}"),
     "data_wait_share": ("waiting for data", "{:.1%}"),
     "peak_memory_gib": ("peak memory", "{:.2f} GiB"),
     "recompiles": ("recompiles", "{:.0f}"),
