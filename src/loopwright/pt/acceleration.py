@@ -25,6 +25,7 @@ from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
 from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
+from ..speed.memory.host_heap import keep_heap
 from ..speed.model_stamp import fingerprint, is_foreign
 from ..speed.planner.decision import SpeedPlan
 from .data.columns import innermost, without_wrappers
@@ -64,6 +65,8 @@ class Acceleration(TorchPart):
     def start(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
         self.run.has_planned = False
+        if self.device.type == "cpu" and self.args.speed != "off" and self.run.heap is None:
+            self.run.heap = keep_heap()
         reason = "speed='off'" if self.args.speed == "off" else self._why_not()
         if reason is not None:
             plan = SpeedPlan()

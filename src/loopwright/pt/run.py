@@ -9,6 +9,7 @@ from typing import Any
 from ..core.run import Run
 from ..speed.engine import SpeedEngine
 from ..speed.measure.step_timing import TimeSplit
+from ..speed.memory.host_heap import HostHeap
 from ..speed.model_stamp import ModelStamp
 from .data.loaders import OrderedSampler
 from .loss.accounting import LossAccounting
@@ -39,6 +40,8 @@ class TorchRun(Run):
     """Whether all ranks have made their speed plan."""
     stamp: ModelStamp | None = None
     """The model at the last update, if loss weights or the speed plan depend on it."""
+    heap: HostHeap | None = None
+    """The heap of the process, if it keeps freed memory for the run."""
     time_split: TimeSplit | None = None
     work: TorchWorkCounter = field(init=False)
 
@@ -73,3 +76,6 @@ class TorchRun(Run):
     def close(self) -> None:
         super().close()
         self.known = self.micro_batches = self.stamp = self.before_update = None
+        if self.heap is not None:
+            self.heap.release()
+            self.heap = None

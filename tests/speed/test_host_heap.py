@@ -1,0 +1,77 @@
+"""Memory that a micro-batch frees on a CPU is kept for the next one, and returned after training."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loopwright.speed.memory.host_heap import SETTINGS, _glibc, keep_heap
+
+pytestmark = pytest.mark.skipif(_glibc() is None, reason="the C library is not glibc")
+
+SCRIPT = """
+import json, resource, sys, tempfile
+import torch
+from torch import nn
+from loopwright import Trainer, TrainerCallback, TrainingArguments
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)))
+
+    def forward(self, x, labels):
+        return {"loss": (self.layers(x) - labels).square().mean()}
+
+class Faults(TrainerCallback):
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+def faults(speed):
+    torch.manual_seed(0)
+    data = [{"x": torch.ones(2048, 64), "labels": torch.zeros(2048, 64)}] * 16
+    args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=12, speed=speed, use_cpu=True,
+                             save_strategy="no", report_to="none", disable_tqdm=True, html_report=False)
+    watch = Faults()
+    trainer = Trainer(Wide(), args, train_dataset=data, callbacks=[watch])
+    trainer.train()
+    weights = sum(float(each.double().sum()) for each in trainer.model.parameters())
+    return {"per_update": (watch.seen[-1] - watch.seen[3]) / (len(watch.seen) - 4), "weights": weights}
+
+print(json.dumps({speed: faults(speed) for speed in ("off", "auto")}))
+"""
+
+
+def test_a_run_on_a_cpu_touches_few_new_pages_and_trains_the_same() -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in (*SETTINGS, "GLIBC_TUNABLES")}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=clean, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["auto"]["per_update"] < 0.2 * found["off"]["per_update"], found
+    assert found["auto"]["weights"] == found["off"]["weights"]
+
+
+@pytest.mark.parametrize("setting", [*((name, "131072") for name in SETTINGS), ("GLIBC_TUNABLES", "glibc.malloc.x=1")])
+def test_a_heap_that_the_user_configured_is_left_alone(setting: tuple[str, str]) -> None:
+    assert keep_heap(dict([setting])) is None
+
+
+def test_free_memory_is_returned_after_training() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    heap = keep_heap({})
+    assert heap is not None
+    blocks = [bytearray(8 << 20) for _ in range(16)]
+    full = resident()
+    del blocks
+    heap.release()
+    assert resident() < full - (100 << 20)
