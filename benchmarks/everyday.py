@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace) -> Result:
             break
         print(f"{task} {arm} ...", end=" ", flush=True)
         limit = min(options.timeout or PLANS[task].timeout, left)
-        result = run_arm(__file__, arm, words_for(task, options), limit)
+        result = run_arm(__file__, arm, words_for(task, options), limit, options.cache)
         print(f"{line(result)}, {result['process_s']:.0f} s in all", flush=True)
         if options.profile:
             known.setdefault("profiles", {})[arm] = result
@@ -244,6 +244,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no other arm begins")
     parser.add_argument("--by-task", action="store_true", help="all arms of a task before the next task")
     parser.add_argument("--again", action="store_true", help="measure again what the file already has")
+    parser.add_argument("--cache", type=Path, help="a folder for compiled code, kept between runs; cold if not set")
     parser.add_argument("--device", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, in seconds")
     parser.add_argument("--profile", action="store_true", help="kernels and idle time of a few updates, no timing")

@@ -22,19 +22,24 @@ HERE = Path(__file__).resolve().parent
 Result = dict[str, Any]
 
 
-def environment(folder: str) -> dict[str, str]:
-    """Ours from the sources beside this file, nobody asks the network, and nothing was compiled before."""
+def environment(folder: str, cache: Path | None = None) -> dict[str, str]:
+    """Ours from the sources beside this file, nobody asks the network; without a cache nothing was compiled before."""
     paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}
-    cold = {
+    compiled = folder if cache is None else str(cache.resolve())
+    caches = {
         "TMPDIR": folder,
-        "TORCHINDUCTOR_CACHE_DIR": os.path.join(folder, "inductor"),
-        "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(compiled, "inductor"),
+        "TRITON_CACHE_DIR": os.path.join(compiled, "triton"),
+        "XDG_CACHE_HOME": os.path.join(compiled, "user"),
     }
-    return {**os.environ, **quiet, **cold, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    python = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **quiet, **caches, **python}
 
 
-def run_arm(script: str | Path, arm: str, words: Iterable[str], timeout: float) -> Result:
+def run_arm(
+    script: str | Path, arm: str, words: Iterable[str], timeout: float, cache: Path | None = None
+) -> Result:
     """Run one arm in a process of its own and return the lines it wrote, merged."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         into, log = Path(folder, "lines.jsonl"), Path(folder, "log")
@@ -42,7 +47,7 @@ def run_arm(script: str | Path, arm: str, words: Iterable[str], timeout: float) 
         started = time.perf_counter()
         with open(log, "w") as out:
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder),
+                command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(folder, cache),
                 cwd=folder, start_new_session=True,
             )  # fmt: skip
             try:

@@ -24,7 +24,8 @@ from trainers import NotInstalled, Task
 from watch import Watch
 
 TRANSCRIPT = Lengths(math.log(90), 0.4, 20, 220)
-UPDATES_IN_DATA = 64
+UPDATES_IN_DATA = 256
+"""More than any arm makes: no epoch ends while an arm is timed."""
 LLAMA_8B = sft.Shape(4096, 14336, 32, 32, 8, 128, 128_256, 500_000.0)
 
 
@@ -125,6 +126,7 @@ def gpt2(watch: Watch, tiny: bool) -> Task:
         micro=samples,
         accumulation=1,
         learning_rate=1e-4,
+        counts_items=False,  # transformers would count first tokens too, since the class is not named ForCausalLM
         collate=generated.stack,
         fixed_shapes=True,
     )
@@ -135,7 +137,7 @@ def bert_base(watch: Watch, tiny: bool) -> Task:
     lengths = replace(CLASSIFICATION, mean=3.0, high=64) if tiny else CLASSIFICATION
     return Task(
         build=shape.build,
-        data=Texts("class", samples * 4 * UPDATES_IN_DATA, lengths, shape.vocabulary, pool=1 << (14 if tiny else 21)),
+        data=Texts("class", samples * UPDATES_IN_DATA, lengths, shape.vocabulary, pool=1 << (14 if tiny else 21)),
         operations=shape.operations,
         watch=watch,
         micro=samples,
@@ -325,7 +327,7 @@ def mlp(watch: Watch, tiny: bool) -> Task:
     width = 16
     return Task(
         build=lambda: MLP(2, width),
-        data=generated.vectors(4 * 512, width),
+        data=generated.vectors(4 * 8 * UPDATES_IN_DATA, width),
         operations=each(6.0 * 2 * width**2),
         watch=watch,
         micro=4,
