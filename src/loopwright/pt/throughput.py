@@ -67,7 +67,7 @@ class TorchPacing(TorchPart, Pacing):
         )
 
     def _sustained(self) -> float | None:
-        """FLOPs per second of matrix products measured now, if asked for."""
+        """FLOPs per second of matrix products measured now, if requested."""
         if not self.args.measure_matmul:
             return None
         found = sustained_operations(self.device, self.number_format())
