@@ -11,11 +11,13 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..args.base import BaseArguments
 from ..args.secrets import masked_text
-from ..errors import RanksDisagree
+from ..errors import CheckpointError, RanksDisagree
+from .checkpoint.schema import label
 from .description import described, described_arguments, described_code, digest, methods_of, name_of, versions
 from .part import Part
 
@@ -118,6 +120,17 @@ class Agreement(Part):
         own.usual["callbacks"] = described(self._callbacks())
         self.compare(own)
 
+    def after_resuming(self, file: Path) -> None:
+        """Compare what the ranks have restored, each from its own file, before they act on it."""
+        if self.strategy.world_size == 1:
+            return
+        must, _ = differences(Description(self.restored()), self.strategy.numbers_of_ranks)
+        if must:
+            raise CheckpointError(
+                f"{label(file)}: the ranks have read different states of the run: {'; '.join(must)}. A file of the "
+                "checkpoint was damaged or changed; resume from another checkpoint"
+            )
+
     def before_updates(self) -> None:
         """Compare what the updates depend on; called in the first update of a run, before its forward pass."""
         self.run.has_agreed = True
@@ -163,6 +176,13 @@ class Agreement(Part):
         same, usual = described_arguments(self.args)
         same["strategy"] = type(self.strategy).__name__
         return Description(same, usual)
+
+    def restored(self) -> dict[str, str]:
+        """The state of the run that decides what the ranks do together."""
+        progress = self.run.progress
+        found = {"global_step": described(self.state.global_step), "spikes": described(self.run.spikes.state_dict())}
+        names = ("epoch", "samples_in_epoch", "samples_seen")
+        return {**found, **{name: described(getattr(progress, name)) for name in names}}
 
     def plan(self) -> dict[str, str]:
         """The arithmetic of the run."""

@@ -286,6 +286,7 @@ class Resuming(Part):
             self.notices.warn_once(f"{folder.name}/{PROGRESS} has no state of: {', '.join(missing)}")
         with restoring(self._place_of_parts(folder), "the state of the run"):
             self.internals.load_part_states(parts)
+        self.internals.agreement.after_resuming(self._place_of_parts(folder))
 
     def _place_of_parts(self, folder: Path) -> Path:
         """The file with the states of this process."""

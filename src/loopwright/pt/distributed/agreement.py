@@ -19,6 +19,7 @@ from ...errors import ModelError
 from ..checkpoint.tensors import plain_module
 from ..data.columns import without_wrappers
 from ..data.loaders import has_length
+from ..loss.saved_parts import found_together
 from ..part import TorchPart
 from ..tensor_hashes import hashes, is_plain
 from .replicas import copied_tensors, has_values, take_from_first
@@ -104,6 +105,10 @@ class TorchAgreement(TorchPart, Agreement):
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         copied = {name: each for name, each in copied_tensors(module).items() if name in parameters}
         return {f"the weight {name}": f"of hash {value}" for name, value in hashes(copied).items()}
+
+    def restored(self) -> dict[str, str]:
+        findings = found_together(self.run.accounting)
+        return {**super().restored(), **{f"loss.{name}": described(each) for name, each in findings.items()}}
 
     # ---- updates ----------------------------------------------------------------------------------------------------
 
