@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,23 @@ WORDS = [f"word{index}" for index in range(900)]
 STEPS = {"mlp": 300, "causal-lm": 80, "text-classification": 80}
 
 
-def measured(words: list[str], folder: Path) -> tuple[float, int, str]:
+def measured(
+    words: list[str], folder: Path, program: Sequence[str] = ("-m", "loopwright")
+) -> tuple[float, int, str]:
     """Seconds, peak bytes and output of a command."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     started = time.time()
-    with open(folder / "output", "w+") as output:
+    with open(folder / "output", "w+") as output, open(folder / "errors", "w+") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "loopwright", *words], cwd=folder, stdout=output, stderr=subprocess.DEVNULL,
-            env=environment,
-        )  # fmt: skip
+            [sys.executable, *program, *words], cwd=folder, stdout=output, stderr=errors, env=environment
+        )
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.time() - started
         output.seek(0)
-        text = output.read()
+        errors.seek(0)
+        text, problem = output.read(), errors.read()[-2000:]
     if status:
-        raise SystemExit(f"loopwright {' '.join(words)} failed: {text}")
+        raise SystemExit(f"loopwright {' '.join(words)} failed: {text}{problem}")
     return seconds, usage.ru_maxrss * 1024, text
 
 

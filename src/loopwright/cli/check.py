@@ -75,6 +75,7 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
         "updates": training,
         "evaluations": evaluation,
         "saves": found.save_seconds * saves,
+        "end": found.end_seconds,
     }
     kept = min(saves, args.save_total_limit or saves) + 1 if saves else 0
     disk = shutil.disk_usage(_existing(Path(str(args.output_dir))))
@@ -143,7 +144,7 @@ def text_of(report: dict[str, Any]) -> str:
         (
             f"time: {duration(seconds['total'])} ({seconds['per_step'] * 1000:,.1f} ms a step; start "
             f"{duration(seconds['start'])}, updates {duration(seconds['updates'])}, evaluations "
-            f"{duration(seconds['evaluations'])}, saves {duration(seconds['saves'])})"
+            f"{duration(seconds['evaluations'])}, saves {duration(seconds['saves'])}, end {duration(seconds['end'])})"
         ),
     ]
     if report["metrics"]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,9 @@ HEAVIEST = 2
 SAVED = 2
 """The update, from 0, after which a checkpoint is saved."""
 WARM = 4
-"""Updates that are not timed: accelerations are proved in them."""
+"""Updates that are never timed: accelerations are proved in them."""
+OUTLIER = 4.0
+"""Multiple of the usual time of an update above which it is not a usual one, such as one that compiles."""
 FEWEST, MOST = 6, 60
 """Timed updates."""
 ENOUGH, LIMIT = 12.0, 30.0
@@ -55,7 +59,7 @@ class Measured:
 
     build_seconds: float = 0.0
     first_seconds: float = 0.0
-    """Of the updates that are not timed."""
+    """Of getting ready and of the updates that are not timed."""
     first_updates: int = 0
     update_seconds: float = 0.0
     timed_updates: int = 0
@@ -63,6 +67,8 @@ class Measured:
     """Of the whole validation data, estimated from some batches."""
     save_seconds: float = 0.0
     """For which a save stops training."""
+    end_seconds: float = 0.0
+    """After the last update and evaluation."""
     memory: dict[str, int] = field(default_factory=dict)
     checkpoint_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -99,8 +105,12 @@ class Part:
 class TrialClock(TrainerCallback):
     """Times the updates, requests a save and an evaluation, and stops the trial."""
 
-    def __init__(self) -> None:
-        self.updates: list[float] = []
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+        """Waits until the device has computed everything."""
+        self.began = time.perf_counter()
+        self.ends: list[float] = []
+        """When each update ended."""
         self.save_seconds = 0.0
         self.evaluation_seconds: float | None = None
         self.metrics: dict[str, float] = {}
@@ -109,40 +119,62 @@ class TrialClock(TrainerCallback):
         """Whether a save may happen while updates continue, as in a run that saves more than once."""
         self.is_load = False
         """Whether the run only shows that a checkpoint can be loaded."""
-        self._began = self._ended = 0.0
 
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self._began = time.perf_counter()
-        if len(self.updates) == SAVED + 1 and self.saves_early:
-            self.save_seconds = self._began - self._ended
+        if len(self.ends) == SAVED + 1 and self.saves_early:
+            self.save_seconds = time.perf_counter() - self.ends[-1]
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        self._ended = time.perf_counter()
-        self.updates.append(self._ended - self._began)
         if self.is_load:
             control.should_training_stop = True
             return
+        self._tick()
         is_last = self._is_enough() or state.global_step >= state.max_steps
         if is_last:
+            self._wait()
+            self.ends[-1] = time.perf_counter()
             control.should_evaluate = self.evaluates
             control.should_training_stop = True
-        if self.saves_early and len(self.updates) > SAVED:
-            control.should_save = len(self.updates) == SAVED + 1
+        if self.saves_early and len(self.ends) > SAVED:
+            control.should_save = len(self.ends) == SAVED + 1
         elif is_last:
             control.should_save = True
 
+    def _tick(self) -> None:
+        if len(self.ends) < WARM:  # a device computes later updates while the next ones are being prepared
+            self._wait()
+        self.ends.append(time.perf_counter())
+
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.evaluation_seconds = time.perf_counter() - self._ended
+        self.evaluation_seconds = time.perf_counter() - self.ends[-1]
         self.metrics = dict(metrics or {})
 
     @property
-    def timed(self) -> list[float]:
-        """The updates that count for the speed; all but the first if there are few."""
-        return self.updates[WARM:] or self.updates[1:] or self.updates
+    def first(self) -> int:
+        """Updates that do not count for the speed: accelerations are proved in them, or something is compiled."""
+        count = len(self.ends)
+        if count <= WARM:
+            return min(1, count - 1)
+        seconds = [after - before for before, after in pairwise(self.ends[WARM - 1 :])]
+        usual = OUTLIER * statistics.median(seconds)
+        slow = [number for number, each in enumerate(seconds[: len(seconds) // 2]) if each > usual]
+        return WARM + slow[-1] + 1 if slow else WARM
+
+    def times(self) -> tuple[float, float]:
+        """Seconds until the updates that count, and of one of these."""
+        first = self.first
+        start = self.ends[first - 1] if first else self.began
+        before, timed = start - self.began, self.ends[-1] - start
+        if first > SAVED + 1:
+            before -= self.save_seconds
+        else:
+            timed -= self.save_seconds
+        return before, timed / (len(self.ends) - first)
 
     def _is_enough(self) -> bool:
-        timed, seconds = len(self.updates) - WARM, sum(self.updates[WARM:])
-        is_slow = sum(self.updates) > LIMIT and len(self.updates) > SAVED + 1
+        timed = len(self.ends) - WARM
+        seconds = self.ends[-1] - self.ends[WARM - 1] if timed > 0 else 0.0
+        is_slow = self.ends[-1] - self.began > LIMIT and len(self.ends) > SAVED + 1
         return is_slow or timed >= MOST or (timed >= FEWEST and seconds >= ENOUGH)
 
 
@@ -153,8 +185,9 @@ def run_trial(
 
     `started` is the time at which the command began; `saves` returns how often the real run saves.
     """
-    found, clock = Measured(), TrialClock()
+    found = Measured()
     trainer = trainer_of(config, materials)
+    clock = TrialClock(lambda: _synchronize(trainer))
     clock.saves_early = saves(trainer) > 1
     for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
@@ -167,22 +200,31 @@ def run_trial(
     gc.collect()
     before = host_memory()
     found.build_seconds = time.time() - started
+    clock.began = time.perf_counter()
     trainer.train()
+    ended = time.perf_counter()
     found.memory = memory_of(trainer, before)
     _take_times(found, clock, trainer, whole)
+    found.end_seconds = max(0.0, ended - clock.ends[-1] - (clock.evaluation_seconds or 0.0))
     found.speed = trainer.speed_report()
     _load_again(trainer, clock, found)
     return trainer, found
 
 
 def _take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any) -> None:
-    found.timed_updates = len(clock.timed)
-    found.update_seconds = sum(clock.timed) / len(clock.timed)
-    found.first_updates = len(clock.updates) - found.timed_updates
-    found.first_seconds = sum(clock.updates[: found.first_updates])
+    found.first_updates = clock.first
+    found.timed_updates = len(clock.ends) - clock.first
+    found.first_seconds, found.update_seconds = clock.times()
     found.save_seconds, found.metrics = clock.save_seconds, clock.metrics
     if clock.evaluation_seconds is not None:
         found.evaluation_seconds = clock.evaluation_seconds * len(whole) / max(1, len(trainer.eval_dataset))
+
+
+def _synchronize(trainer: Trainer) -> None:
+    import torch
+
+    if trainer.args.device.type == "cuda":
+        torch.cuda.synchronize(trainer.args.device)
 
 
 def _load_again(trainer: Trainer, clock: TrialClock, found: Measured) -> None:
