@@ -862,3 +862,46 @@ def searched(folder: str, *, in_process: bool) -> dict[str, Any]:
         return {"best": None}
     states = [[each.state.name, max(each.intermediate_values)] for each in best.run_summary.trials]
     return {"best": best.run_id, "states": states, "checkpoint": best.checkpoint}
+
+
+class Controlled(loopwright.TrainerCallback):
+    """Rank 0 uses `loopwright ctl` while an update is computed; every rank notes its learning rate and its saves."""
+
+    def __init__(self, requests: dict[int, list[list[str]]], fails_at: int = 0) -> None:
+        self.requests, self.fails_at = requests, fails_at
+        self.rates: list[float] = []
+        self.saved: list[int] = []
+        self.evaluated: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        if state.global_step + 1 == self.fails_at:
+            raise RuntimeError("the machine fails")
+        for words in self.requests.get(state.global_step + 1, []) if state.is_world_process_zero else []:
+            from loopwright.cli.ctl import run
+
+            assert run([str(args.output_dir), *words]) == 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(state.global_step)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.evaluated.append(state.global_step)
+
+
+def controlled(config: str, *, requests: dict[int, list[list[str]]], fails_at: int = 0, words: Any = ()) -> Any:
+    """A run of a configuration that `loopwright ctl` directs; returns what this rank did."""
+    from loopwright.config import build_trainer, load_config
+
+    trainer = build_trainer(load_config(Path(config), list(words)))
+    seen = Controlled(requests, fails_at)
+    trainer.add_callback(seen)
+    code = 0
+    try:
+        trainer.train()
+    except SystemExit as leaving:
+        code = int(leaving.code or 0)
+    except RuntimeError:
+        if not fails_at:
+            raise
+    return {"code": code, "step": trainer.state.global_step, "weights": full_weights(trainer.model), **vars(seen)}
