@@ -56,8 +56,8 @@ def test_planted_secrets_are_in_no_file_and_no_log(
     monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", f"--data=https://u:{SECRET}@host/d"])
     caplog.set_level(logging.DEBUG)
     args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=2, save_steps=1, use_cpu=True, disable_tqdm=True, report_to="none",
-        hub_token=SECRET, checkpoint_format=layout, logging_steps=1,
+        str(tmp_path / "run"), max_steps=2, save_steps=1, use_cpu=True, disable_tqdm=True, report_to="tensorboard",
+        project=f"hf_{SECRET}", hub_token=SECRET, checkpoint_format=layout, logging_steps=1,
         lr_scheduler_kwargs={}, run_name=f"https://me:{SECRET}@host/run",
     )  # fmt: skip
     data = [{"x": torch.ones(1), "labels": torch.tensor(1.0)}] * 4

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..args.field import nearest
+from ..args.secrets import masked_text
 from ..errors import ArgumentsError, LoopwrightError
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
@@ -94,10 +95,19 @@ def run_command(usage: Usage, words: Sequence[str], work: Callable[[Words], Resu
     except LoopwrightError as error:
         return _report(error, as_json, BAD_INPUT if found.is_input else FAILED)
     if as_json:
-        print(json.dumps({**result.data, "code": result.code}, default=str))
+        print(json.dumps(_masked({**result.data, "code": result.code}), default=str))
     elif result.text:
-        print(result.text)
+        print(masked_text(result.text))
     return result.code
+
+
+def _masked(value: Any) -> Any:
+    """JSON values without the credentials and tokens in their texts."""
+    if isinstance(value, str):
+        return masked_text(value)
+    if isinstance(value, dict):
+        return {key: _masked(each) for key, each in value.items()}
+    return [_masked(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _worked(usage: Usage, words: Sequence[str], found: Words, work: Callable[[Words], Result]) -> Result:
@@ -106,9 +116,10 @@ def _worked(usage: Usage, words: Sequence[str], found: Words, work: Callable[[Wo
 
 
 def _report(error: LoopwrightError, as_json: bool, code: int) -> int:
-    print(f"loopwright: {error}", file=sys.stderr)
+    text = masked_text(str(error))
+    print(f"loopwright: {text}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": str(error), "kind": type(error).__name__, "code": code}))
+        print(json.dumps({"error": text, "kind": type(error).__name__, "code": code}))
     return code
 
 

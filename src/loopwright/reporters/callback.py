@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..args.base import without_secrets
 from ..args.paths import working_folder
 from ..callbacks.metrics_file import kind_of
 from ..core.checkpoint.folder import folder_name
@@ -209,11 +210,11 @@ def run_info(
     output_dir, logging_dir = getattr(args, "output_dir", None), getattr(args, "logging_dir", None)
     return RunInfo(
         run_id=run_id,
-        run_name=trial_name or getattr(args, "run_name", None),
+        run_name=trial_name or without_secrets(getattr(args, "run_name", None)),
         output_dir=None if output_dir is None else os.fspath(output_dir),
         logging_dir=None if logging_dir is None else str(logging_dir),
-        config=_config_of(args),
-        model_config=_model_config_of(model),
+        config=without_secrets(_config_of(args)),
+        model_config=without_secrets(_model_config_of(model)),
         resumed_from=resumed_from,
         is_continued=is_continued,
         num_parameters=_size_of(model),
