@@ -258,4 +258,9 @@ def _free_name(path: Path) -> Path:
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:
+    if not path.parent.is_dir():
+        return OutputError(
+            f"{path} cannot be written: the folder {path.parent} was removed, or its disk disconnected, while the run "
+            "trained. Start the run again, from a checkpoint elsewhere if there is one, with an output_dir that stays"
+        )
     return OutputError(f"{path} cannot be written ({error}). Choose an output_dir that this process can write to.")

@@ -167,10 +167,10 @@ class LoopActions(SavedState):
         first = step - (updates - (reading.first_nonfinite or 0)) + 1
         policy = self.args.on_nonfinite
         if policy == "raise":
-            folder = self.loss.write_incident(first)
+            report = self._incident(first)
             raise NonFiniteError(
                 f"loss or gradients became NaN or infinite at step {first}; the weights are those after step "
-                f"{first - 1}, and a report on that step is in {folder}. Inspect that batch, lower the learning "
+                f"{first - 1}, and a report on that step {report}. Inspect that batch, lower the learning "
                 'rate, or set on_nonfinite="skip" to skip such steps'
             )
         if self.run.meter.nonfinite > reading.nonfinite:
@@ -180,6 +180,13 @@ class LoopActions(SavedState):
             f"loss or gradients were NaN or infinite, first at step {first}; with on_nonfinite={policy!r}, such "
             f"steps are {done}. The number of them is logged as nonfinite_steps"
         )
+
+    def _incident(self, step: int) -> str:
+        """Where the report on a step is, for a message; a full disk must not hide the error."""
+        try:
+            return f"is in {self.loss.write_incident(step)}"
+        except OSError as error:
+            return f"could not be written ({error})"
 
     def log_numbers(self, logs: dict[str, float], start_time: float | None = None) -> None:
         adapt(self.trainer.log, "start_time")(logs, start_time=start_time)

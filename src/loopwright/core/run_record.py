@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
     path = Path(output_dir) / FILE
     # Rank 0 of several machines may share the folder, so each writes a temporary file first.
     temporary = path.with_name(f".{FILE}.{secrets.token_hex(4)}")
-    temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        logger.warning(f"{path} cannot be written ({error}); the run continues, but `loopwright replay` needs this file")
 
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

@@ -282,8 +282,11 @@ class Acceleration(TorchPart):
             say("\n".join(["speed:", *(f"  {line}" for line in plan.lines())]))
         path = Path(working_folder(self.args.output_dir)) / FILE_NAME
         if self.args.should_save and (plan.changes_anything or path.exists()):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(plan.as_dict(), indent=2) + "\n", encoding="utf-8")
+            except OSError as error:  # only a record: speed_report() and checkpoints have the plan too
+                logger.warning(f"{path} cannot be written ({error}); training continues without it")
 
 
 def hooked_module(model: nn.Module) -> str | None:
