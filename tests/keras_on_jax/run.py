@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import Any
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -38,5 +39,28 @@ def main(folder: str, result: str, resume: str, dropout: str) -> None:
         json.dump(numbers, file)
 
 
+def named_values_are_refused(folder: str) -> None:
+    """A loss with named values stops the run before its first update."""
+    from loopwright import ModelError
+    from loopwright.jax.arguments import JAXTrainingArguments
+    from loopwright.jax.trainer import JAXTrainer
+    from tests.contract.frameworks import QUIET, TensorFlow, rows
+
+    class Named(JAXTrainer):
+        def compute_loss(self, features: Any, labels: Any) -> Any:
+            loss = super().compute_loss(features, labels)
+            return loss, {"rest": loss}
+
+    args = JAXTrainingArguments(f"{folder}/named", **{**QUIET, "max_steps": 1, "save_strategy": "no"})
+    try:
+        Named(TensorFlow().net(), args, rows(4)).train()
+    except ModelError as error:
+        assert "returned named values, which only PyTorch trainers log" in str(error)
+    else:
+        raise AssertionError("the loss was accepted")
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:5])
+    if not sys.argv[3]:  # not a resumed run
+        named_values_are_refused(sys.argv[1])

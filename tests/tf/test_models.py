@@ -259,6 +259,19 @@ def test_losses_given_as_functions_pairs_and_per_example(tmp_path: Any) -> None:
         assert evaluated == pytest.approx(losses[0][1], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "form", [lambda loss: {"loss": loss, "rest": loss}, lambda loss: (loss, {"rest": loss})], ids=["dict", "pair"]
+)
+def test_named_values_of_a_loss_are_refused(form: Any, tmp_path: Any) -> None:
+    class Named(TF.trainer_class()):
+        def compute_loss(self, features: Any, labels: Any) -> Any:
+            return form(super().compute_loss(features, labels))
+
+    made = TF.trainer(tmp_path, TF.net(), rows(4), cls=Named, max_steps=1, save_strategy="no")
+    with pytest.raises(ModelError, match="returned named values, which only PyTorch trainers log"):
+        made.train()
+
+
 def test_a_model_without_a_loss_says_what_to_do(tmp_path: Any) -> None:
     with pytest.raises(ModelError, match="there is no loss: compile the model"):
         trainer(tmp_path, TF.net(compiled=False), max_steps=1).train()
