@@ -21,9 +21,9 @@ def config(folder: Path) -> Path:
 
 
 def test_no_file_and_no_output_of_a_run_holds_a_secret(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = config(tmp_path)
-    for words in (["train", str(path), f"hub_token={SECRET}"], ["explain", str(path), "--json"], ["explain", str(path)],
-                  ["report", str(tmp_path / "run")], ["compare", str(tmp_path / "run"), str(tmp_path / "run")]):  # fmt: skip
+    path, run = str(config(tmp_path)), str(tmp_path / "run")
+    assert main(["train", path, f"hub_token={SECRET}"]) == 0
+    for words in (["explain", path, "--json"], ["explain", path], ["report", run], ["compare", run, run]):
         assert main(words) == 0, words
     files = [each for each in (tmp_path / "run").rglob("*") if each.is_file()]
     names = {each.name for each in files}

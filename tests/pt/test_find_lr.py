@@ -114,11 +114,12 @@ class Old(Tokens):
     ("model", "options", "words"),
     [
         (llama, {"every_n_layers": 0}, "must be an integer of at least 1"),
+        (llama, {"evry_n_layers": 2}, "has no option 'evry_n_layers'; did you mean 'every_n_layers'"),
         (llama, {"offload": "yes"}, "must be True or False"),
         (lambda: made(Old), {"offload": False}, "of Old has no such option"),
         pytest.param(llama, {"offload": True}, "needs an accelerator", marks=pytest.mark.skipif(HAS_GPU, reason="GPU")),
     ],
-    ids=["layers", "offload", "old", "host"],
+    ids=["layers", "misspelt", "offload", "old", "host"],
 )
 def test_wrong_options_of_checkpointing_are_named(tmp_path: Any, model: Any, options: Any, words: str) -> None:
     trainer = trainer_of(model(), samples(), tmp_path, gradient_checkpointing=True,

@@ -8,7 +8,10 @@ MASK = "<masked>"
 NAMES = re.compile(r"(^|[-_.])(token|key|password|passwd|pwd|secret|auth|credentials?)$", re.IGNORECASE)
 """Names of options and parameters whose value is a secret."""
 CREDENTIALS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]{1,30}:/{1,2})[^/\s@]+@")
-"""The user and password of a URL, also of one that was read as a path, which has one slash. Lengths are bounded, so that the time of a search grows with the text only."""
+"""The user and password of a URL, also of one that was read as a path, which has one slash.
+
+Lengths are bounded, so that the time of a search grows with the text only.
+"""
 PARAMETERS = re.compile(r"([?&;]([^?=&;#\s]+)=)([^&;#\s]+)")
 """The parameters of a URL."""
 TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{16,}|AKIA[0-9A-Z]{16})\b")

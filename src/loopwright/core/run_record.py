@@ -42,7 +42,7 @@ def write_record(output_dir: str | os.PathLike[str]) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        logger.warning(f"{path} cannot be written ({error}); the run continues, but `loopwright replay` needs this file")
+        logger.warning(f"{path} cannot be written ({error}); training continues, `loopwright replay` needs it")
 
 
 def read_record(output_dir: str | os.PathLike[str]) -> dict[str, Any] | None:

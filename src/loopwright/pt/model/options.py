@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.checkpoint import checkpoint
 
+from ...args.field import nearest
 from ...core.overrides import accepts, adapt
 from ...errors import ModelError
 from ...notices import Notices
@@ -48,10 +51,24 @@ def checkpoint_activations(model: nn.Module, options: dict[str, Any] | None) -> 
         )
     extra: dict[str, Any] = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
     _check_layers(enable, extra, type(model).__name__)
+    if getattr(enable, "__module__", "").startswith("transformers."):  # a model's own method may have other options
+        _check_known(options)
     options.setdefault("use_reentrant", False)
     adapt(enable, "gradient_checkpointing_kwargs", *extra)(gradient_checkpointing_kwargs=options, **extra)
     disable: Callable[[], Any] = getattr(model, "gradient_checkpointing_disable", lambda: None)
     return disable
+
+
+def _check_known(options: dict[str, Any]) -> None:
+    """Raise for options that torch does not have: it would pass them to the layers, which ignore them."""
+    named = [each.name for each in inspect.signature(checkpoint).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    known = [*named, "preserve_rng_state", "policy", "every_n_layers", "offload"]
+    for name in options:
+        if name not in known:
+            raise ModelError(
+                f"gradient_checkpointing_kwargs has no option {name!r}{nearest(name, known)}; there are "
+                f"{', '.join(known)}"
+            )
 
 
 def _check_layers(enable: Callable[..., Any], given: dict[str, Any], model: str) -> None:
