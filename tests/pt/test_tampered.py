@@ -87,6 +87,21 @@ def test_every_change_of_documents_is_named_or_does_no_harm(
     assert saved.wrong(tmp_path / "run", caplog) == {}
 
 
+OPTIONS = ("groups.0 missing", "groups.1.options.amsgrad true", "groups.0.options.maximize null",
+           "groups.0.options.betas.tuple.1 missing", "groups.0.options.differentiable true")  # fmt: skip
+
+
+def test_options_of_an_optimizer_are_those_it_can_have(
+    saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = [each for each in saved.cases() if each[1].removeprefix("optimizer.json: ") in OPTIONS]
+    if not chosen:
+        pytest.skip("not a file of this format")
+    assert len(chosen) == len(OPTIONS)
+    for name, case, content in chosen:
+        assert saved._problem(tmp_path / "run", caplog, name, content) is None, case
+
+
 # ---- files that name others ------------------------------------------------------------------------------------------
 
 

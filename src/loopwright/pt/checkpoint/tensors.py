@@ -21,11 +21,8 @@ from ...core.checkpoint.folder import OPTIMIZER
 from ...core.checkpoint.json_files import read_json, write_json
 from ...core.checkpoint.schema import (
     LARGEST,
-    check as check_shape,
     label,
-    like,
     list_of,
-    maybe,
     named,
     record,
     restoring,
@@ -34,6 +31,7 @@ from ...core.checkpoint.schema import (
 )
 from ...errors import CheckpointError
 from ..devices import address_of
+from .optimizer_options import check_groups
 
 DESCRIPTION = record(
     {
@@ -257,16 +255,7 @@ def decode_optimizer(
     options = [
         {key: decode_value(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
     ]
-    if len(options) != len(current["param_groups"]):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(options)} parameter groups, but this one has "
-            f"{len(current['param_groups'])}"
-        )
-    for number, (group, saved) in enumerate(zip(current["param_groups"], options, strict=True)):
-        # Flags such as `foreach` are null where torch chooses by the kind of the tensors.
-        shapes = {name: like(value, complete=False) for name, value in group.items() if name != "params"}
-        own = {name: maybe(shape) if isinstance(group[name], bool) else shape for name, shape in shapes.items()}
-        check_shape({f"group {number}": saved}, record({f"group {number}": record({}, own)}), Path(f"{OPTIMIZER}.json"))
+    check_groups(current["param_groups"], options, described)
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
     state = {
         index: {slot: decode_value(value, tensors) for slot, value in described["state"][name].items()}
