@@ -35,7 +35,7 @@ def check_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]], desc
 def _shape(name: str, value: Any) -> Shape:
     if isinstance(value, tuple):
         return list_of(like(value[0], complete=False) if value else anything, length=len(value))
-    if name == "differentiable":  # decides how an update is computed, and is no setting of a run
+    if name == "differentiable":  # how updates are computed, which no argument of a run changes
         return one_of(value)
     shape = like(value, complete=False)
     return maybe(shape) if name in CHOSEN_BY_TORCH and isinstance(value, bool) else shape
