@@ -129,12 +129,8 @@ _THEIR_MODULES: dict[str, tuple[str, ...]] = {
         "DataCollatorForPermutationLanguageModeling",
         "HfArgumentParser",
     ),
-    "transformers.modelcard": (
-        "TrainingSummary",
-    ),
-    "transformers.optimization": (
-        "AdafactorSchedule",
-    ),
+    "transformers.modelcard": ("TrainingSummary",),
+    "transformers.optimization": ("AdafactorSchedule",),
     "transformers.trainer_pt_utils": (
         "BatchRebalanceSampler",
         "DistributedLengthGroupedSampler",

@@ -153,6 +153,24 @@ def test_the_table_goes_through_ipython(fake_ipython):
     assert "<td>4</td>" in fake_ipython.shown[-1]
 
 
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_outside_a_notebook_nothing_is_shown(is_imported, monkeypatch, caplog):
+    package = types.ModuleType("IPython")
+    package.get_ipython = lambda: None
+    monkeypatch.setitem(sys.modules, "IPython", package) if is_imported else monkeypatch.delitem(
+        sys.modules, "IPython", raising=False
+    )
+    callback, state = NotebookProgressCallback(), TrainerState(max_steps=3)
+    args = SimpleNamespace(eval_strategy="no")
+    with caplog.at_level("INFO", logger="loopwright"):
+        callback.on_train_begin(args, state, TrainerControl())
+    callback.on_log(args, state, TrainerControl(), logs={"loss": 4.0})
+    callback.on_prediction_step(args, state, TrainerControl(), eval_dataloader=[1, 2])
+    callback.on_evaluate(args, state, TrainerControl(), metrics={"eval_loss": 2.0})
+    callback.on_train_end(args, state, TrainerControl())
+    assert "NotebookProgressCallback shows nothing here" in caplog.text
+
+
 def test_without_ipython_this_is_no_notebook(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()

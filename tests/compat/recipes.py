@@ -54,7 +54,7 @@ def llama(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**llama_config(), **changes))
+    return LlamaForCausalLM(LlamaConfig(**{**llama_config(), **changes}))
 
 
 def saved_llama(folder: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import patterns, scripts
+from . import habits, patterns, scripts
 from .running import Results, compare, results_of, selected
 
 pytest.importorskip("datasets")
@@ -17,12 +17,18 @@ pytestmark = pytest.mark.xdist_group("scripts")
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    names = {"patterns": selected(request, patterns.RECIPES), "scripts": selected(request, scripts.RECIPES)}
+    modules = {"patterns": patterns, "habits": habits, "scripts": scripts}
+    names = {name: selected(request, module.RECIPES) for name, module in modules.items()}
     return results_of(names, tmp_path_factory.mktemp("scripts"))
 
 
 @pytest.mark.parametrize("name", patterns.RECIPES)
 def test_a_script_gives_the_same_numbers(name: str, results: Results) -> None:
+    compare(name, results)
+
+
+@pytest.mark.parametrize("name", habits.RECIPES)
+def test_an_unusual_script_gives_the_same_numbers(name: str, results: Results) -> None:
     compare(name, results)
 
 

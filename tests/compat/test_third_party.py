@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from . import preferences
 from .recipes import RECIPES
 from .running import Results, compare, results_of, selected
 
@@ -15,13 +16,17 @@ NEEDS = {
     "adapters": "adapters",
 }
 """The package of every recipe."""
+ALWAYS = ("online_dpo", "cpo", "a2po", "dpo_with_a_moving_reference")
+"""Of TRL's other trainers, those with overrides that no trainer above has."""
+OTHERS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid, id=name) for name in preferences.RECIPES]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each recipe logged, by owner of the Trainer and name."""
-    names = [name for name in selected(request, RECIPES) if _is_installed(NEEDS[name])]
-    return results_of({"recipes": names}, tmp_path_factory.mktemp("third-party"))
+    names = [name for name in selected(request, RECIPES) if name in NEEDS and _is_installed(NEEDS[name])]
+    others = selected(request, preferences.RECIPES) if _is_installed("trl") else []
+    return results_of({"recipes": names, "preferences": others}, tmp_path_factory.mktemp("third-party"))
 
 
 def _is_installed(package: str) -> bool:
@@ -34,5 +39,13 @@ def _is_installed(package: str) -> bool:
 def test_a_third_party_trainer_logs_the_same_rows(name: str, results: Results) -> None:
     if name not in results["theirs"]:
         pytest.skip(f"{NEEDS[name]} is not installed")
+    compare(name, results)
+    assert len(results["ours"][name]["rows"]) > 3
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_trainer_of_trl_logs_the_same_rows(name: str, results: Results) -> None:
+    if name not in results["theirs"]:
+        pytest.skip("trl is not installed")
     compare(name, results)
     assert len(results["ours"][name]["rows"]) > 3

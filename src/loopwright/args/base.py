@@ -88,6 +88,8 @@ class BaseArguments(
     ]
     """Fields that accept a dict as JSON; subclasses of third parties add their own."""
     deepspeed_plugin = hf_deepspeed_config = None
+    logger_name: ClassVar[str] = "loopwright"
+    """The logger whose level is the one of `passive`; set by `loopwright.compat`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse names that do not exist, with the nearest one that does.
@@ -175,9 +177,9 @@ class BaseArguments(
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "no"
 
     def get_process_log_level(self) -> int:
-        """The log level of this process; for `passive`, the current level of loopwright's logger."""
+        """The log level of this process; for `passive`, the current level of `logger_name`."""
         level = LEVELS[self.log_level if self.should_log else self.log_level_replica]
-        return level or logging.getLogger("loopwright").getEffectiveLevel()
+        return level or logging.getLogger(self.logger_name).getEffectiveLevel()
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Number of warmup updates in a run of `num_training_steps` updates."""

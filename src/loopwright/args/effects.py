@@ -91,8 +91,9 @@ IDLE = (
     Idle(("fp16_opt_level",), lambda args: args.half_precision_backend != "apex"),
     Idle(
         ("length_column_name",),
-        lambda args: not args.batch_packing
-        and args.train_sampling_strategy not in ("group_by_length", "batch_rebalance"),
+        lambda args: (
+            not args.batch_packing and args.train_sampling_strategy not in ("group_by_length", "batch_rebalance")
+        ),
     ),
     Idle(
         ("per_device_train_batch_size",),

@@ -28,7 +28,6 @@ Translation = Callable[[Any, "BaseArguments"], dict[str, Any]]
 """Maps the old value and the arguments to new names and values."""
 
 
-
 @dataclass(frozen=True)
 class LegacyRow:
     """How an old name is handled."""

@@ -27,9 +27,7 @@ class LoggingArgs(Group):
     title = "Logging"
 
     logging_strategy: IntervalStrategy | str = arg("steps", "When to log: no, steps or epoch.")
-    logging_steps: float = arg(
-        500, ("Steps between two logs; below 1, a fraction of all steps."), check=steps_or_share
-    )
+    logging_steps: float = arg(500, ("Steps between two logs; below 1, a fraction of all steps."), check=steps_or_share)
     logging_first_step: bool = arg(False, "Log the first step too.")
     log_on_each_node: bool = arg(True, "Log on the first rank of each node instead of rank 0 only.")
     logging_nan_inf_filter: bool = arg(

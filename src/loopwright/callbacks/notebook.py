@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..core.events import TrainerCallback
+from ..notices import logger
 from ..report.series import Series
 from ..report.svg import svg_chart
 from .pace import Pace, evaluation_pace
@@ -30,8 +31,7 @@ _NOT_A_COLUMN = ("_runtime", "_per_second", "_model_preparation_time")
 
 def in_notebook() -> bool:
     """Whether this code runs in a notebook that can show HTML."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = _shell()
     return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
 
 
@@ -231,8 +231,17 @@ def _title(name: str) -> str:
 
 
 def _display() -> Callable[[str], None]:
-    """A function that shows HTML in this cell and, called again, replaces it."""
+    """A function that shows HTML in this cell and, called again, replaces it; outside a notebook it shows nothing."""
+    if _shell() is None:
+        logger.info("NotebookProgressCallback shows nothing here: this process is not the kernel of a notebook")
+        return lambda text: None
     from IPython.display import HTML, display
 
     handle = display(HTML(""), display_id=True)
     return lambda text: handle.update(HTML(text))
+
+
+def _shell() -> Any:
+    """The interactive shell of this process, if there is one."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()

@@ -47,8 +47,9 @@ def install() -> None:
     _refuse_subclasses(found)
     try:
         _replace(found)
-        TrainingArguments.shares_state = True
-        _undo.append(partial(setattr, TrainingArguments, "shares_state", False))
+        for name, value in {"shares_state": True, "logger_name": "transformers"}.items():
+            _undo.append(partial(setattr, TrainingArguments, name, getattr(TrainingArguments, name)))
+            setattr(TrainingArguments, name, value)
         _replace_default_callbacks()
         _replace_callbacks_of_trackers(found)
         _undo.append(forward_messages())

@@ -120,9 +120,7 @@ def _choose(
         request = internals.pushing.local_checkpoint(request)
     found = manager.find(request) if found is None else found
     current = CurrentRun(new_id()) if found is None else manager.resumed_run(found, is_chosen=is_chosen)
-    return found, replace(
-        current, job=job_id(), launch=launch_id(), status=RUNNING, command=own_command(), call=call
-    )
+    return found, replace(current, job=job_id(), launch=launch_id(), status=RUNNING, command=own_command(), call=call)
 
 
 def _recorded(manager: CheckpointManager) -> CurrentRun | None:

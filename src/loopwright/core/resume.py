@@ -322,8 +322,19 @@ class Resuming(Part):
 
     def _adopt_state(self, saved: TrainerState) -> None:
         """Load a saved state, except this run's length and intervals."""
-        own = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "eval_steps", "save_steps",
-               "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params")
+        own = (
+            "max_steps",
+            "num_train_epochs",
+            "train_batch_size",
+            "logging_steps",
+            "eval_steps",
+            "save_steps",
+            "is_local_process_zero",
+            "is_world_process_zero",
+            "is_hyper_param_search",
+            "trial_name",
+            "trial_params",
+        )
         for each in dataclasses.fields(TrainerState):
             if each.name not in own:
                 setattr(self.state, each.name, getattr(saved, each.name))
@@ -370,4 +381,3 @@ class Resuming(Part):
             return
         self._load_weights_of(self.run.checkpoints.local(best))
         report_best(self.internals, best)
-

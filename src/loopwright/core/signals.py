@@ -25,7 +25,9 @@ STOPPED_AFTER_SAVING = 75
 
 SAVING = ("SIGTERM", "SIGUSR1", "SIGHUP")
 WATCHED = tuple(
-    getattr(signal, name) for name in (*SAVING, "SIGINT") if hasattr(signal, name)  # Windows has two of them
+    getattr(signal, name)
+    for name in (*SAVING, "SIGINT")
+    if hasattr(signal, name)  # Windows has two of them
 )
 
 
@@ -132,9 +134,7 @@ class SignalWatch:
         if self.noted == "SIGINT":
             logger.warning("interrupted: finishing this step first; interrupt again to stop now")
             return
-        logger.warning(
-            f"{self.noted} received: saving the last finished step and stopping; send it again to stop now"
-        )
+        logger.warning(f"{self.noted} received: saving the last finished step and stopping; send it again to stop now")
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving, because it may exit
 

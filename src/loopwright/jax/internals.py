@@ -30,9 +30,7 @@ class JaxData(KerasData):
 class JaxLossStep(LossStep):
     """Gradients as JAX differentiates them."""
 
-    def micro_gradients(
-        self, trained: Any, states: Any, features: Any, labels: Any, weights: Any, items: Any
-    ) -> Any:
+    def micro_gradients(self, trained: Any, states: Any, features: Any, labels: Any, weights: Any, items: Any) -> Any:
         """(loss, items, gradients) of a micro-batch, and the non-trainable variables after it."""
 
         def loss_of(values: Any) -> Any:

@@ -60,8 +60,7 @@ def load_values(variables: list[Any], values: Mapping[str, Any], *, source: str)
         pairs = [(variable, values[name], name) for name, variable in named.items()]
     elif len(named) == len(values):
         pairs = [
-            (variable, value, name)
-            for (name, variable), value in zip(named.items(), values.values(), strict=True)
+            (variable, value, name) for (name, variable), value in zip(named.items(), values.values(), strict=True)
         ]
     else:
         missing = [name for name in named if name not in values][:5]

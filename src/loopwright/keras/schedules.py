@@ -124,9 +124,7 @@ def build_rate(args: KerasTrainingArguments, strategy: KerasStrategy, base: floa
         return PlateauRate(strategy, base, **{**mode, **options})
     if args.poly_power != 1.0:
         name, options = "polynomial", {"lr_end": 0.0, "power": args.poly_power, **options}
-    schedule = build_schedule(
-        name, args.get_warmup_steps(total_updates), total_updates, base_lr=base, options=options
-    )
+    schedule = build_schedule(name, args.get_warmup_steps(total_updates), total_updates, base_lr=base, options=options)
     return ScheduledRate(strategy, base, schedule)
 
 

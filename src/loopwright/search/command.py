@@ -1,7 +1,7 @@
 """The process of a trial that is a command: runs a script or a module, and ends with the search that started it.
 
-    python -m loopwright.search.command train.py --learning_rate 0.1
-    python -m loopwright.search.command -m package.module train run.yaml learning_rate=0.1
+python -m loopwright.search.command train.py --learning_rate 0.1
+python -m loopwright.search.command -m package.module train run.yaml learning_rate=0.1
 """
 
 from __future__ import annotations

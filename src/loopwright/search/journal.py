@@ -107,9 +107,7 @@ class Journal:
 
     def begin(self, task: Task, job: Job, origin: str | None) -> None:
         """Record that a trial begins, or continues from a checkpoint."""
-        self._write(
-            {"begin": vars(task), "params": job.params, "values": job.values, "name": job.name, "from": origin}
-        )
+        self._write({"begin": vars(task), "params": job.params, "values": job.values, "name": job.name, "from": origin})
 
     def end(self, number: int, outcome: Outcome | None) -> None:
         """Record what a trial has reached; None if it failed."""

@@ -144,9 +144,7 @@ class OptunaSearch:
     def _resume(self, number: int) -> None:
         """Continue a trial whose search was interrupted, from its newest checkpoint."""
         study = self.storage.get_study_id_from_name(self.study.study_name)
-        trial = self.optuna.trial.Trial(
-            self.study, self.storage.get_trial_id_from_study_id_trial_number(study, number)
-        )
+        trial = self.optuna.trial.Trial(self.study, self.storage.get_trial_id_from_study_id_trial_number(study, number))
         job = self.search.job(number, trial, name=trial.user_attrs.get(NAME))
         states, catch = self.optuna.trial.TrialState, self.how.get("catch", ())
         try:

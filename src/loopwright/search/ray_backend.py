@@ -52,9 +52,7 @@ class RaySearch:
         known = {*inspect.signature(tune.run).parameters} - {"run_or_experiment", "config", "num_samples"}
         unknown = [name for name in self.options if name not in known]
         if unknown:
-            raise ArgumentsError(
-                [f"{name} is not an option of ray.tune.run{nearest(name, known)}" for name in unknown]
-            )
+            raise ArgumentsError([f"{name} is not an option of ray.tune.run{nearest(name, known)}" for name in unknown])
 
     def run(self) -> BestRun:
         """Run the trials and return the best one."""

@@ -144,4 +144,3 @@ def free_port() -> int:
                 continue
             return port
     raise SearchError(f"no port between {PORTS[0]} and {PORTS[-1]} is free for the ranks of a trial; free one")
-

@@ -170,9 +170,7 @@ class Search(BaseSearch):
     def runner(self) -> Runner:
         """Runs trials; made by all ranks at their first use of it."""
         strategy = self.trainer._loopwright.strategy
-        return Runner(
-            self.recipe, strategy, self.notices, self.running, in_process=self._in_process, frame=self._frame
-        )
+        return Runner(self.recipe, strategy, self.notices, self.running, in_process=self._in_process, frame=self._frame)
 
     @property
     def may_run_several(self) -> bool:

@@ -1,9 +1,9 @@
 """Search spaces: which values an argument may have, written as a dict or as a `search:` block of a file.
 
-    learning_rate: {log_uniform: [1e-6, 1e-3]}
-    weight_decay: {uniform: [0, 0.1]}
-    warmup_steps: {int_uniform: [0, 500]}
-    per_device_train_batch_size: [8, 16, 32]          the same as {choice: [8, 16, 32]} and {grid: [8, 16, 32]}
+learning_rate: {log_uniform: [1e-6, 1e-3]}
+weight_decay: {uniform: [0, 0.1]}
+warmup_steps: {int_uniform: [0, 500]}
+per_device_train_batch_size: [8, 16, 32]          the same as {choice: [8, 16, 32]} and {grid: [8, 16, 32]}
 """
 
 from __future__ import annotations

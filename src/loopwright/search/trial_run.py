@@ -86,4 +86,3 @@ def _train(trainer: Any, job: Job, trial: Any) -> None:
             if job.resume != "auto" or time.monotonic() > deadline or trainer.state.global_step:
                 raise
             time.sleep(PAUSE_BETWEEN)
-

@@ -73,7 +73,6 @@ def check_mapping(datasets: Mapping[str, Any]) -> None:
     if not datasets or not all(isinstance(name, str) and name for name in datasets):
         raise DataError(f"train_dataset is a dict with the keys {list(datasets)!r}; name each dataset by a text")
 
-
     columns = [name for name, each in datasets.items() if name in LABEL_COLUMNS or _is_column(each)]
     if columns:
         raise DataError(

@@ -65,8 +65,7 @@ class Sampling(Shapes):
         starts = [progress.samples_in_epoch + (k * world + rank) * size for k in range(batches)]
         names = self._mixed.names
         return [
-            [(names[number], rows) for number, rows in runs(self._sources[2][start : start + size])]
-            for start in starts
+            [(names[number], rows) for number, rows in runs(self._sources[2][start : start + size])] for start in starts
         ]
 
     def _call_train_sampler(self, dataset: Any) -> Any:
@@ -80,9 +79,7 @@ class Sampling(Shapes):
         if sampler is not None and isinstance(dataset, MixedDataset):
             sampler = mixed_sampler(sampler, dataset)
         if sampler is not None and sampling_strategy(self.args) == "batch_rebalance":
-            return balanced_sampler(
-                sampler, dataset, self.args, group_size=group_size, input_name=self.input_name()
-            )
+            return balanced_sampler(sampler, dataset, self.args, group_size=group_size, input_name=self.input_name())
         if sampler is None or not self.args.batch_packing:
             return sampler
         is_pair = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -114,6 +114,11 @@ class LossLearning(TorchPart, LossPart):
             return None
         return f"the trainer's {drawn!r} is an iterator, and testing would consume it"
 
+    def _inputs_are_made_from(self, batches: Any) -> bool:
+        """Whether `_prepare_inputs` turns lists of samples into inputs: it may generate them."""
+        is_list = type(batches) is list and not any(isinstance(batch, Mapping) for batch in batches)
+        return is_list and is_overridden(self.trainer, "_prepare_inputs")
+
     def _look_at_empty(self, batches: list[Any]) -> bool:
         """Whether a micro-batch without items has a loss, so that items are not its denominator."""
         empty = self.run.accounting.empty_in(batches)
@@ -136,6 +141,9 @@ class LossLearning(TorchPart, LossPart):
         reason = self._why_not_tried()
         if reason is not None:
             accounting.give_up(reason)
+        elif self._inputs_are_made_from(batches):
+            accounting.sees_loss_without_items()
+            accounting.give_up("_prepare_inputs makes the model's inputs from samples, and a test would do it again")
         elif accounting.is_open or len(accounting.rivals) > 1 or accounting.is_additive is None:
             accounting.learn(batches, self.probe(), self.splitter)
             if self.args.gradient_accumulation_steps > 1 and self.has_custom_loss():
@@ -286,11 +294,7 @@ class LossLearning(TorchPart, LossPart):
 
     def shift_probe(self, step: Callable[[Any], Any] | None = None) -> LossProbe:
         """A probe for the shift; with label smoothing, which shifts like the model's own loss, of the model's loss."""
-        if (
-            self.trainer.label_smoother is None
-            or self.has_custom_loss()
-            or "labels" not in (self.forward_takes or ())
-        ):
+        if self.trainer.label_smoother is None or self.has_custom_loss() or "labels" not in (self.forward_takes or ()):
             return self.probe(step)
 
         def compute(inputs: dict[str, Any], items: Any) -> Any:

@@ -134,6 +134,4 @@ class Numbers(torch.autograd.Function):
 
 
 def _wrapper(kind: type[Tensor], recipe: Recipe) -> Any:
-    return Tensor._make_wrapper_subclass(
-        kind, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
-    )
+    return Tensor._make_wrapper_subclass(kind, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device)

@@ -26,7 +26,6 @@ HALF = Tolerance(5e-3, 5e-2, 2.5e-1, 5e-3, 2e-2)
 """For comparisons in the precision of training on GPUs; a few samples are also compared in single precision."""
 
 
-
 def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
     """Relative L2 distance of two gradients, over all parameters together."""
     pairs = _norms(expected, found)
