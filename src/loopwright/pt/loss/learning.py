@@ -238,7 +238,7 @@ class LossLearning(TorchPart, LossPart):
         accounting = self.accounting_of_evaluation()
         if not accounting.may_compare or not accounting.wants_look(batches):
             return
-        if self._why_not_tried() is not None:
+        if self._why_not_tried() is not None or self._inputs_are_made_from(batches):
             return
         accounting.learn(batches, self.probe(with_gradients=False), self.splitter)
         accounting.trouble = None
