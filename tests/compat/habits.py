@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from .patterns import arguments, classifier, logged, options, rows, samples, weights
 from .recipes import llama, sentences, tokenizer
@@ -179,6 +179,34 @@ def batches_of_an_own_loader(folder: str) -> Rows:
     args = arguments(folder, max_steps=-1, num_train_epochs=2, eval_strategy="epoch")
     data = samples()
     return logged(Loaded(classifier(), args, train_dataset=data, eval_dataset=data[:10], compute_metrics=accuracy))
+
+
+@habit
+def shuffled_loaders_prepared_by_the_accelerator(folder: str) -> Rows:
+    from transformers import Trainer
+
+    class Prepared(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(
+                DataLoader(self.train_dataset, batch_size=4, shuffle=True, collate_fn=self.data_collator)
+            )
+
+    class Batched(Trainer):
+        def get_train_dataloader(self) -> Any:
+            order = RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(self.args.seed))
+            batches = BatchSampler(order, 4, drop_last=True)
+            loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)
+            return self.accelerator.prepare_data_loader(loader)
+
+    found: Rows = []
+    for kind in (Prepared, Batched):
+        args = arguments(os.path.join(folder, kind.__name__), max_steps=-1, num_train_epochs=3, save_strategy="steps",
+                         save_steps=4)  # fmt: skip
+        found += logged(kind(classifier(), args, train_dataset=samples(12)))
+        again = kind(classifier(), args, train_dataset=samples(12))
+        again.train(resume_from_checkpoint=os.path.join(args.output_dir, "checkpoint-4"))
+        found += [{"loss": row["loss"]} for row in rows(again)[4:-1]]
+    return found
 
 
 @habit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from . import preferences
+from . import preferences, variants
 from .recipes import RECIPES
 from .running import Results, compare, results_of, selected
 
@@ -16,8 +16,9 @@ NEEDS = {
     "adapters": "adapters",
 }
 """The package of every recipe."""
-ALWAYS = ("online_dpo", "cpo", "a2po", "dpo_with_a_moving_reference")
-"""Of TRL's other trainers, those with overrides that no trainer above has."""
+MORE = {"preferences": preferences.RECIPES, "variants": variants.RECIPES}
+ALWAYS = ("online_dpo", "cpo", "a2po", "dpo_with_a_moving_reference", "sentences_cached_with_adapters")
+"""Of the other trainers and options, those with overrides that no trainer above has."""
 OTHERS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid, id=name) for name in preferences.RECIPES]
 
 
@@ -25,8 +26,9 @@ OTHERS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid, i
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What each recipe logged, by owner of the Trainer and name."""
     names = [name for name in selected(request, RECIPES) if name in NEEDS and _is_installed(NEEDS[name])]
-    others = selected(request, preferences.RECIPES) if _is_installed("trl") else []
-    return results_of({"recipes": names, "preferences": others}, tmp_path_factory.mktemp("third-party"))
+    has_all = all(map(_is_installed, ("trl", "sentence_transformers", "peft")))
+    others = {module: selected(request, recipes) for module, recipes in MORE.items() if has_all}
+    return results_of({"recipes": names, **others}, tmp_path_factory.mktemp("third-party"))
 
 
 def _is_installed(package: str) -> bool:
@@ -44,8 +46,8 @@ def test_a_third_party_trainer_logs_the_same_rows(name: str, results: Results) -
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_trainer_of_trl_logs_the_same_rows(name: str, results: Results) -> None:
+def test_another_trainer_or_option_logs_the_same_rows(name: str, results: Results) -> None:
     if name not in results["theirs"]:
-        pytest.skip("trl is not installed")
+        pytest.skip("trl, sentence-transformers or peft is not installed")
     compare(name, results)
     assert len(results["ours"][name]["rows"]) > 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..args.distributed import read_accelerator_config
 from ..core.update import MicroBatch
@@ -16,6 +17,8 @@ from ..errors import NotAvailable
 from .accelerator_saving import AcceleratorSaving
 from .arguments import TrainingArguments
 from .checkpoint.tensors import plain_module
+from .data.loaders import data_seed
+from .data.prepared import order_by_epoch
 from .hooks import TorchHooks
 from .strategies.base import ManyProcesses
 from .strategies.single import SingleDevice
@@ -292,7 +295,8 @@ class Accelerator(AcceleratorSaving):
         return model.eval() if evaluation_mode else model
 
     def prepare_data_loader(self, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loader itself: the trainer shares its batches between ranks when it reads them."""
+        """The loader itself, with an order by seed and epoch: the trainer shares its batches between ranks."""
+        order_by_epoch(loader, data_seed(self._args))
         return loader
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -301,9 +305,14 @@ class Accelerator(AcceleratorSaving):
     prepare_scheduler = prepare_optimizer
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Models are moved to the device; loaders, optimizers and schedules are returned unchanged."""
-        prepared = tuple(self.prepare_model(each) if isinstance(each, nn.Module) else each for each in objects)
+        """Models are moved to the device; optimizers and schedules are returned unchanged."""
+        prepared = tuple(map(self._prepared, objects))
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepared(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.prepare_model(value)
+        return self.prepare_data_loader(value) if isinstance(value, DataLoader) else value
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         return plain_module(model).state_dict()
