@@ -35,6 +35,6 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 
 def pages() -> list[Path]:
-    """The pages whose blocks run: all written for readers who begin, or who have one task."""
-    folders = ("start", "guides", "move")
+    """The pages whose blocks run: all written for readers who begin, have one task, or look something up."""
+    folders = ("start", "guides", "move", "reference")
     return sorted(page for folder in folders for page in (ROOT / "docs" / folder).glob("*.md"))
