@@ -6,13 +6,17 @@
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
 #   make trackers   install W&B, MLflow and the other trackers in an environment of their own (.venv-trackers, 0.9 GB)
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
+#   make test-versions   chosen tests with other versions of Python, torch and transformers (.venv-versions, 8 GB)
 #   make docs    build the documentation as a site, in an environment of its own (.venv-docs)
+#   make dist    wheel, source archive and bill of materials of a release, in dist (.venv-release)
+#   make interface   how completely the package is typed; public names compared with the last release
 #   make lint    ruff and mypy only
 #   make bench   print ours, the peers' and a hand-written loop
 #   make clean   remove everything these commands made
 #
 # PYTHON=python3.12 chooses the interpreter, PIP_ARGS="..." is handed to every pip install,
-# TORCH="torch==2.13.0" the build of torch, TESTS="tests/pt -k seed" what `make test` runs, JOBS=4 on how many processes.
+# TORCH="torch==2.13.0" the build of torch, TESTS="tests/pt -k seed" what `make test` runs, JOBS=4 on how many processes,
+# VERSIONS="python-3.12" the environments of `make test-versions`.
 
 PYTHON   ?= python3
 PIP_ARGS ?=
@@ -35,7 +39,7 @@ PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning tor
 ALONE := tf-keras==2.21.0 axe-playwright-python==0.1.8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-grid test-xla xla-env trackers docs lint bench clean
+.PHONY: help demo check test test-grid test-xla xla-env test-versions trackers docs dist interface lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -96,6 +100,9 @@ $(XLA_VENV)/.ready: constraints.txt tests/xla/cuda_stubs.py
 	  $(XLA_VENV)/bin/python -c 'import torch_xla; print("computing on", torch_xla.device())'
 	@touch $@
 
+test-versions: $(VENV)/.core
+	$(BIN)/python tests/versions/matrix.py $(VERSIONS)
+
 docs: .venv-docs/.ready
 	.venv-docs/bin/python docs/build.py
 
@@ -105,15 +112,32 @@ docs: .venv-docs/.ready
 	  zensical mkdocstrings-python
 	@touch $@
 
+RELEASE := .venv-release/bin/python
+EPOCH    = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct)
+
+dist: .venv-release/.ready
+	rm -rf dist build/lib
+	$(EPOCH) $(RELEASE) -m build --outdir dist
+	$(EPOCH) $(RELEASE) release/sbom.py dist/sbom.json
+
+interface: .venv-release/.ready
+	$(RELEASE) release/interface.py
+
+.venv-release/.ready: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt \
+	  '$(TORCH)' numpy safetensors pyyaml rich packaging build pyright griffe
+	@touch $@
+
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests examples docs $(wildcard benchmarks)
+	$(BIN)/ruff check src tests examples docs release $(wildcard benchmarks)
 	$(BIN)/mypy
 
 bench: $(VENV)/.dev
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(TRACKERS_VENV) .venv-docs build dist runs .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(XLA_VENV) $(TRACKERS_VENV) .venv-docs .venv-versions .venv-release build dist runs .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 

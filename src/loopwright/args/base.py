@@ -76,7 +76,7 @@ class BaseArguments(
 ):
     """All arguments of a run. Derived and checked on construction; only the set_* methods change them later."""
 
-    __signature__ = InitSignature()
+    __signature__: ClassVar[InitSignature] = InitSignature()
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         "accelerator_config",
         "fsdp_config",

@@ -51,8 +51,15 @@ class ExportableState:
         return instance
 
 
+class KeptDuringRun:
+    """Values for callbacks outside the fields of the state, whose JSON stays compatible with other tools."""
+
+    samples_seen: int = 0
+    last_save_seconds: float = 0.0
+
+
 @dataclass
-class TrainerState:
+class TrainerState(KeptDuringRun):
     """The public progress of a run, saved in every checkpoint as trainer_state.json."""
 
     epoch: float | None = 0
@@ -75,10 +82,6 @@ class TrainerState:
     trial_name: str | None = None
     trial_params: dict[str, Any] | None = None
     stateful_callbacks: dict[str, Any] = field(default_factory=dict)
-
-    # Not fields, so that the JSON stays compatible with other tools; kept for callbacks during the run.
-    samples_seen = 0
-    last_save_seconds = 0.0
 
     def save_to_json(self, json_path: str | os.PathLike[str]) -> None:
         with open(json_path, "w", encoding="utf-8") as file:
