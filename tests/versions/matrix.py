@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = ROOT / "docs" / "reference" / "versions.md"
 FOLDER = ROOT / ".venv-versions"
-MINUTES = 15
+MINUTES = 30
 """The longest time that the installation, or the tests, of one environment may take."""
 WITHOUT_TRANSFORMERS = (
     "tests/args/test_base.py", "tests/args/test_torch_arguments.py", "tests/core/test_order.py",
@@ -241,15 +241,13 @@ def main(words: list[str]) -> int:
     if words == ["--without-cuda"]:
         leave_out_cuda()
         return 0
-    rows = stored()
-    for environment in ENVIRONMENTS:
-        if words == ["--page"] or (words and environment.name not in words):
-            continue
-        rows[environment.name] = row = run(environment)
+    chosen = [] if words == ["--page"] else [each for each in ENVIRONMENTS if not words or each.name in words]
+    for environment in chosen:
+        row = run(environment)
         print(f"{row['name']}: {row['result']}", flush=True)
-        write(rows)
-    write(rows)
-    return int(any(row["result"].startswith("failed") for row in rows.values()))
+        write({**stored(), row["name"]: row})
+    write(stored())
+    return int(any(row["result"].startswith("failed") for row in stored().values()))
 
 
 if __name__ == "__main__":
