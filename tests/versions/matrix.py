@@ -53,8 +53,11 @@ generation and checkpoints in its format. The last results:
 |---|---|---|---|---|---|
 {results}
 
-`no-extra` has nothing but loopwright's five required packages and pytest. The whole suite (`make test`) runs with
-Python 3.11, torch 2.13.0 and transformers 5.22.2.
+With transformers 4.57 the comparisons with the numbers of its own Trainer are left out. loopwright has the numbers of
+the Trainer of 5.22; that of 4.57 rounds what it logs, divides the loss of language models by another number of targets,
+and has no `GreedyLR`. `no-extra` has nothing but
+loopwright's five required packages and pytest. The whole suite (`make test`) runs with Python 3.11, torch
+2.13.0 and transformers 5.22.2.
 """
 
 
@@ -66,6 +69,8 @@ class Environment:
     """A version, or "newest"."""
     transformers: str = ""
     """A version, "newest", or empty: not installed."""
+    left_out: tuple[str, ...] = ()
+    """Words in the names of tests that are not run: those that compare with the Trainer of a newer transformers."""
 
     @property
     def folder(self) -> Path:
@@ -86,6 +91,7 @@ class Environment:
         return [str(ROOT), "pytest", "pytest-xdist", "hypothesis", *asked]
 
 
+OF_NEWER_TRAINER = ("transformers_own", "run_of_transformers_goes_on_here", "greedy_does_what_transformers_does")
 ENVIRONMENTS = (
     Environment("no-extra"),
     Environment("python-3.11", transformers="newest"),
@@ -94,7 +100,7 @@ ENVIRONMENTS = (
     Environment("python-3.14", python="3.14", transformers="newest"),
     Environment("torch-2.9", torch="2.9.1", transformers="newest"),
     Environment("torch-newest", torch="newest", transformers="newest"),
-    Environment("transformers-4.57", transformers="4.57.6"),
+    Environment("transformers-4.57", transformers="4.57.6", left_out=OF_NEWER_TRAINER),
 )
 
 
@@ -185,8 +191,9 @@ def run(environment: Environment) -> dict[str, str]:
     if failed:
         return {**row, **asked, "result": f"not run: {failed}"}
     (stubs,) = environment.folder.glob("lib/python*/site-packages")
+    chosen = ["-k", " and ".join(f"not {each}" for each in environment.left_out), *environment.tests]
     code = command(
-        [str(environment.interpreter), "-m", "pytest", "-q", "-p", "no:cacheprovider", *environment.tests], log,
+        [str(environment.interpreter), "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], log,
         LD_LIBRARY_PATH=str(stubs / "nvidia_stub"), PYTHONPATH=".", OMP_NUM_THREADS="1",
     )  # fmt: skip
     return {**row, **versions(environment), "result": outcome(code, log.read_text(errors="replace"))}

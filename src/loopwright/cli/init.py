@@ -40,7 +40,7 @@ def run(words: list[str]) -> int:
 def _init(words: Words) -> Result:
     name = words.first(f"a task: {', '.join(TASKS)}")
     if name not in TASKS:
-        raise ArgumentsError(f"{name!r} is not a task{nearest(name, TASKS)} There are {', '.join(TASKS)}")
+        raise ArgumentsError(f"{name!r} is not a task{nearest(name, TASKS) or '.'} There are {', '.join(TASKS)}")
     values = example_of(TASKS[name])
     return Result({"task": name, "config": values}, text_of(values, TASKS[name]).rstrip("\n"))
 
