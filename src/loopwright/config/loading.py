@@ -74,7 +74,8 @@ class _Loading:
             raise ArgumentsError(f"{place}: there is no key 'task'; set it to one of {', '.join(TASKS)}")
         if not isinstance(name, str) or name not in TASKS:
             raise ArgumentsError(
-                f"{place}: {shown('task', name)} is not a task{nearest(str(name), TASKS) or '.'} There are {', '.join(TASKS)}"
+                f"{place}: {shown('task', name)} is not a task{nearest(str(name), TASKS) or '.'} "
+                f"There are {', '.join(TASKS)}"
             )
         return TASKS[name]
 
