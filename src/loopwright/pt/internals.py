@@ -33,6 +33,7 @@ from .device_traits import kind_of
 from .distributed.agreement import TorchAgreement
 from .distributed.heartbeat import HangDetector, patience_for
 from .distributed.sync import FlagAgreement, SharedEvaluation, SharedLoss
+from .evaluation.fast import FastEvaluation
 from .evaluation.metric_inputs import metrics_function
 from .hooks import TorchHooks
 from .kernels import Kernels
@@ -83,6 +84,7 @@ class TorchInternals(Internals):
     loss_class: ClassVar[type[SharedLoss]] = SharedLoss
     evaluation: SharedEvaluation
     evaluation_class: ClassVar[type[SharedEvaluation]] = SharedEvaluation
+    fast_evaluation: FastEvaluation
     saving: TorchSaving
     changes: TorchChanges
     pacing: TorchPacing
@@ -194,6 +196,7 @@ class TorchInternals(Internals):
     def make_parts(self) -> None:
         self.data, self.loss = self.data_class(self), self.loss_class(self)
         self.evaluation, self.saving = self.evaluation_class(self), TorchSaving(self)
+        self.fast_evaluation = FastEvaluation(self)
         self.changes, self.pacing = TorchChanges(self), TorchPacing(self)
         self.optim, self.acceleration, self.kernels = TorchOptim(self), Acceleration(self), Kernels(self)
 

@@ -89,6 +89,9 @@ class Seq2SeqEvaluation(SharedEvaluation):
         plan.weight_by_samples = False  # eval_loss_reduction="batch_mean" is transformers' behaviour
         return plan
 
+    def is_plain(self, loss_only: bool) -> bool:
+        return super().is_plain(loss_only) and (loss_only or not self._generates())
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -139,8 +142,8 @@ class Seq2SeqEvaluation(SharedEvaluation):
     def _predicts_next_token(self) -> bool:
         return super()._predicts_next_token() and not self._generates()
 
-    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
-        return super()._eval_items(inputs, learn=None if self._answers_are_apart(inputs) else learn)
+    def eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+        return super().eval_items(inputs, learn=None if self._answers_are_apart(inputs) else learn)
 
     # ---- generating -------------------------------------------------------------------------------------------------
 

@@ -37,9 +37,9 @@ class TorchPacing(TorchPart, Pacing):
 
     def speed_report(self) -> SpeedReport:
         """The accelerations in use with their reasons, and the speed of training; print it, or use `as_dict()`."""
-        split = self.run.time_split or TimeSplit()
+        split, plan = self.run.time_split or TimeSplit(), self.run.speed_plan or {}
         return report_of(
-            self.run.speed_plan,
+            {**plan, "choices": [*plan.get("choices", ()), *self.internals.fast_evaluation.choices()]},
             numbers=self.run.pace.whole(),
             checks={} if self.run.speed is None else self.run.speed.checks,
             split=split.shares(),

@@ -93,7 +93,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             strategy.evaluating()
             if self.model is not strategy.model:
                 self.model.eval()
-            steps = self.eval_steps(dataloader, loss_only, ignore_keys)
+            steps = self.internals.fast_evaluation.steps(dataloader, plan, ignore_keys)
             output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
         if output.num_samples == 0 and not self._is_empty_on_purpose(dataloader):
             raise DataError(f"{description}: the data returned no batch")
@@ -122,18 +122,27 @@ class TorchEvaluation(TorchPart, Evaluation):
             if was_training:
                 self.strategy.training()
 
+    def is_plain(self, loss_only: bool) -> bool:
+        """Whether a step is a forward of the model, and not, for example, the generation of text."""
+        return not is_overridden(self.trainer, "prediction_step")
+
     def _evaluation_plan(self, dataloader: Any, loss_only: bool) -> EvalPlan:
         dataset: Any = whole_dataset(dataloader)
         return self._make_evaluation_plan(loss_only, len(dataset) if has_length(dataset) else None)
 
     def eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
-        predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self._evaluated_model()
+        step = self.step_of(loss_only, ignore_keys)
+        for inputs in self.looked_at(loader):
+            yield step(inputs)
+
+    def step_of(self, loss_only: bool, ignore_keys: list[str] | None) -> Callable[[Any], EvalStep]:
+        """A function that evaluates one batch."""
+        predict, model = adapt(self.trainer.prediction_step, "ignore_keys"), self.evaluated_model()
         plain = TorchEvaluation.prediction_step
-        step = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
-        for inputs in self._looked_at(loader):
-            self._eval_items(inputs, learn=step)
-            if isinstance(self.trainer.compute_metrics, MetricObjects):
-                self.trainer.compute_metrics.shifted = self._predicts_next_token()
+        learn = partial(plain, self, model, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
+
+        def evaluate(inputs: Any) -> EvalStep:
+            self.eval_items(inputs, learn=learn)
             # A training step that evaluates has a micro-batch of its own, which its backward still needs.
             trained, micro = self.run.micro_batch, MicroBatch(Update([inputs]), 0, inputs)
             self.run.micro_batch = micro
@@ -148,19 +157,28 @@ class TorchEvaluation(TorchPart, Evaluation):
             self.strategy.boundary()
             if type(inputs) is Static:
                 logits, labels = self.internals.data.trimmed(inputs, logits, labels)
-            if logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
-                logits = self._preprocessed(logits, labels)
-            self.callback_handler.fire("on_prediction_step")
-            if self.internals.wants_to_leave:
-                raise Interrupted
-            samples, batch = count_samples(inputs), inputs
-            inputs = inputs.real() if type(inputs) is Static else inputs
-            kept = self._metric_inputs(inputs) if "inputs" in self.args.include_for_metrics else None
+            samples = count_samples(inputs)
             if micro.update.summed is not None:  # the loss was given as (sum, count)
                 weight = micro.update.summed
             else:
-                loss, weight = self.internals.loss.weighed(loss, batch, samples)
-            yield EvalStep(loss, logits, labels, kept, weight, samples)
+                loss, weight = self.internals.loss.weighed(loss, inputs, samples)
+            return self.finished(inputs, EvalStep(loss, logits, labels, None, weight, samples))
+
+        return evaluate
+
+    def finished(self, inputs: Any, step: EvalStep) -> EvalStep:
+        """The step of a batch with what metrics need; callbacks are called for it."""
+        if isinstance(self.trainer.compute_metrics, MetricObjects):
+            self.trainer.compute_metrics.shifted = self._predicts_next_token()
+        if step.logits is not None and self.trainer.preprocess_logits_for_metrics is not None:
+            step.logits = self._preprocessed(step.logits, step.labels)
+        self.callback_handler.fire("on_prediction_step")
+        if self.internals.wants_to_leave:
+            raise Interrupted
+        inputs = inputs.real() if type(inputs) is Static else inputs
+        if "inputs" in self.args.include_for_metrics:
+            step.inputs = self._metric_inputs(inputs)
+        return step
 
     def _preprocessed(self, logits: Any, labels: Any) -> Any:
         assert self.trainer.preprocess_logits_for_metrics is not None
@@ -171,7 +189,7 @@ class TorchEvaluation(TorchPart, Evaluation):
             add_note(error, "preprocess_logits_for_metrics", when=self.internals.moment(), given=given)
             raise
 
-    def _looked_at(self, loader: Any) -> Iterator[Any]:
+    def looked_at(self, loader: Any) -> Iterator[Any]:
         """The batches of a loader; the first two are used to determine the weights of batches."""
         if (
             not self.is_alone
@@ -202,7 +220,7 @@ class TorchEvaluation(TorchPart, Evaluation):
         asked = not self.trainer.label_names and bool(inputs.get("return_loss", self.trainer.can_return_loss))
         return bool(self.labels_in(inputs)) or asked
 
-    def _evaluated_model(self) -> nn.Module:
+    def evaluated_model(self) -> nn.Module:
         """The model in training, or one that replaced it for an evaluation, such as averaged weights."""
         if self.model is not self.strategy.model:
             return self.model
@@ -212,7 +230,7 @@ class TorchEvaluation(TorchPart, Evaluation):
         """Whether a prediction corresponds to the next label."""
         return self.run.accounting.shifts
 
-    def _eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
+    def eval_items(self, inputs: Any, learn: Callable[[Any], Any] | None = None) -> Any:
         """The targets of an evaluation batch; with `learn`, the first batch shows which targets the loss counts."""
         return self.internals.loss.eval_items(inputs, learn)
 
@@ -239,8 +257,8 @@ class TorchEvaluation(TorchPart, Evaluation):
             loss, outputs = self._loss_and_outputs(model, inputs, bool(names))
         if prediction_loss_only:
             return loss, None, None
-        logits = _logits_of(outputs, self._ignored_outputs(ignore_keys))
-        return loss, _single(_detached(logits)), _single(labels)
+        logits = logits_of(outputs, self.ignored_outputs(ignore_keys))
+        return loss, single(_detached(logits)), single(labels)
 
     def labels_in(self, inputs: Any) -> list[str]:
         """The labels in a batch: all of the model's label names, or the usual names of labels."""
@@ -258,7 +276,7 @@ class TorchEvaluation(TorchPart, Evaluation):
                 outputs = model(**self.internals.loss.for_model(inputs))
             loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
             return (loss.detach().mean() if isinstance(loss, Tensor) else None), outputs
-        items = self._eval_items(inputs)
+        items = self.eval_items(inputs)
         seen: list[Any] = []
         # An override may return only the loss: the outputs are then captured when they leave the model.
         handle = model.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -284,26 +302,26 @@ class TorchEvaluation(TorchPart, Evaluation):
             loss = total / count
         return loss, outputs
 
-    def _ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
+    def ignored_outputs(self, ignore_keys: list[str] | None) -> list[str]:
         if ignore_keys is not None:
             return ignore_keys
         config = getattr(self.model, "config", None)
         return list(getattr(config, "keys_to_ignore_at_inference", None) or ["past_key_values"])
 
 
-def _logits_of(outputs: Any, ignored: list[str]) -> Any:
+def logits_of(outputs: Any, ignored: list[str]) -> Any:
     """The outputs without the loss and the ignored ones."""
     if isinstance(outputs, Mapping):
         return tuple(value for name, value in outputs.items() if name not in ignored and name != "loss")
     if hasattr(outputs, "__dataclass_fields__"):
-        return _logits_of({name: getattr(outputs, name) for name in outputs.__dataclass_fields__}, ignored)
+        return logits_of({name: getattr(outputs, name) for name in outputs.__dataclass_fields__}, ignored)
     if isinstance(outputs, (tuple, list)):
         has_loss = len(outputs) > 1 and isinstance(outputs[0], Tensor) and outputs[0].dim() == 0
         return tuple(outputs[1:] if has_loss else outputs)
     return (outputs,)
 
 
-def _single(values: Any) -> Any:
+def single(values: Any) -> Any:
     return values[0] if isinstance(values, tuple) and len(values) == 1 else values
 
 

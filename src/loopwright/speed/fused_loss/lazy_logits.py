@@ -28,6 +28,7 @@ class Family:
     is_settled: bool = False  # changed in place: only the tensors with values are valid
     wants_gradient: bool = False  # the gradient of the logits themselves is needed
     has_loss: bool = False
+    is_evaluated: bool = False  # computed without gradients, so no backward needs the graph
     saving: Any = field(default_factory=lambda: _way_of_saving())
     note_use: Callable[[], None] = lambda: None
 
@@ -53,6 +54,8 @@ class Family:
 
     def may_record(self) -> bool:
         """Whether operations may be recorded: not across a checkpointed part, whose recomputation must be identical."""
+        if self.is_evaluated:
+            return not self.is_real and not torch.is_grad_enabled()
         return not self.is_real and torch.is_grad_enabled() and self.saving is _way_of_saving()
 
 
@@ -217,15 +220,15 @@ _ABOUT_THE_NODE = {
 
 
 class PendingHead:
-    """Makes a head return `PendingLogits` in training.
+    """Makes a head return `PendingLogits` in training, or with `evaluates` in evaluation, without gradients.
 
     `count` is set before each micro-batch: the number of targets its loss counts, computed on the host, or None. It
     cannot be checked on a GPU without a synchronization: a count that is too large only costs time, one that is too
     small makes the loss NaN. It is used for the first loss of each forward and on GPUs only.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head = head
+    def __init__(self, head: nn.Module, *, evaluates: bool = False) -> None:
+        self.head, self._evaluates = head, evaluates
         self.count: int | None = None
         self._always = False
         self.logits_were_used = False
@@ -265,11 +268,14 @@ class PendingHead:
 
     def _forward(self, input: Tensor) -> Tensor:
         weight, bias = self.head.weight, self.head.bias
-        waits = (self.head.training or self._always) and torch.is_grad_enabled() and input.dim() >= 2
-        if not waits or _has_hooks(self.head) or _is_looked_through():
+        if self._evaluates:
+            waits = not self.head.training and not torch.is_grad_enabled()
+        else:
+            waits = (self.head.training or self._always) and torch.is_grad_enabled()
+        if not waits or input.dim() < 2 or _has_hooks(self.head) or _is_looked_through():
             return F.linear(input, weight, bias)
         logits = defer_linear(input, weight, bias, count=self.count)
-        logits._family.note_use = self._note_use
+        logits._family.note_use, logits._family.is_evaluated = self._note_use, self._evaluates
         self._made = [made for made in self._made if made() is not None]
         self._made.append(weakref.ref(logits._family))
         return logits

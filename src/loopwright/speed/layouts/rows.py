@@ -11,7 +11,7 @@ Every layout keeps the samples of the update and therefore its gradient; only th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Laid:
 
     batches: list[dict[str, Any]]
     computed_tokens: int
+    members: list[np.ndarray] = field(default_factory=list)
+    """The indices of the samples in each micro-batch, in the order of its rows or documents."""
 
 
 def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) -> Laid:
@@ -67,7 +69,7 @@ def lay_grouped(samples: Samples, limits: Limits, *, drop_mask: bool = False) ->
             batch.pop(MASK, None)
         batches.append(batch)
         computed += len(group) * sum(widths.values())
-    return Laid(batches, computed)
+    return Laid(batches, computed, groups)
 
 
 def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> Laid:
@@ -80,7 +82,7 @@ def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> L
     rows = split_into_rows(lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)
     batches = [_row(samples if len(row) == len(samples) else samples.select(row), shifts, part) for row in rows]
-    return Laid(batches, sum(batch["input_ids"].numel() for batch in batches))
+    return Laid(batches, sum(batch["input_ids"].numel() for batch in batches), rows)
 
 
 def _row(samples: Samples, shifts: bool, part: int) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def lay_unpadded(samples: Samples, limits: Limits, *, fill: bool) -> Laid:
         batch[LONGEST] = _longest(lengths, part, within=within)
         batches.append(batch)
         computed += len(places)
-    return Laid(batches, computed)
+    return Laid(batches, computed, rows)
 
 
 def _widen(batch: dict[str, Any], samples: Samples, width: int) -> None:

@@ -41,7 +41,7 @@ class Decision:
         self.plan = SpeedPlan(made_for=situation.described())
         self.layout: Layout | None = None
         self.head: PendingHead | None = None
-        self.prover = Prover(situation)
+        self.prover = self._make_prover()
         self.references: list[Reference] = []
         """Empty if the normal path could not be used as a reference."""
 
@@ -51,7 +51,7 @@ class Decision:
         plan.overhead = overhead_in_tokens(here.modules, here.operations_per_token, here.device.type)
         plan.round_to, plan.fill = (8, True) if here.on_gpu else (1, False)
         try:
-            self.references = [self.prover.few(self._samples, train=train) for train in (False, True)]
+            self.references = self.prover.references(self._samples)
             if as_made is None:
                 self._choose_layout(padding, micro_batches)
             else:
@@ -124,7 +124,7 @@ class Decision:
         if head.weight.shape[0] < LARGE_VOCABULARY and self._here.level != "max":
             self.plan.note(HEAD, False, f"with only {head.weight.shape[0]:,} classes it would not help")
             return
-        pending = PendingHead(head)
+        pending = self._pending(head)
         proof = self._refused.get(HEAD) or self._prove(self._candidate(HEAD, pending))
         if proof.accepted and pending.logits_were_used:
             proof.refuse("the logits are used outside the loss")
@@ -132,6 +132,12 @@ class Decision:
             self.head, self.plan.linear_loss = pending, True
         reason = f"{head.weight.shape[0]:,} classes; {_same(proof)}" if proof.accepted else proof.reason
         self.plan.note(HEAD, proof.accepted, reason, proof.numbers)
+
+    def _make_prover(self) -> Prover:
+        return Prover(self._here)
+
+    def _pending(self, head: nn.Linear) -> PendingHead:
+        return PendingHead(head)
 
     # ---- graphs and recomputing -------------------------------------------------------------------------------------
 
@@ -212,4 +218,7 @@ def output_head(model: nn.Module) -> nn.Linear | None:
 
 
 def _same(proof: Proof) -> str:
-    return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"
+    what = next((name for name in ("gradient", "output") if name in proof.numbers), None)
+    if what is None:
+        return f"same loss (within {max(proof.numbers['loss'], 1e-16):.0e})"
+    return f"same loss and {what} (within {max(proof.numbers[what], 1e-16):.0e})"

@@ -132,6 +132,9 @@ class Candidate:
 class Prober:
     """Runs paths side by side; random states, buffers, modes, gradients and optimizer are unchanged afterwards."""
 
+    compared = "gradient"
+    """What is compared besides the loss."""
+
     def __init__(
         self, model: nn.Module, loss_of: LossOf, *, sandbox: Callable[[], AbstractContextManager[Any]]
     ) -> None:
@@ -178,12 +181,13 @@ class Prober:
             refusal = ProofRefused(f"the loss cannot be computed for comparison: {_text_of(error)}")
             refusal.ran_out = _is_out_of_memory(error)
             raise refusal from error
-        found = Reference(samples, batches, outcome, setting)
-        if not setting.train:
-            plain = self._loss(batches, _as_is, setting)
-            poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
-            found.minds_padding = not relative(plain, poisoned) <= setting.tolerance.still
-        return found
+        minds_padding = not setting.train and self._minds_padding(batches, setting)
+        return Reference(samples, batches, outcome, setting, minds_padding)
+
+    def _minds_padding(self, batches: list[Any], setting: Setting) -> bool:
+        plain = self._loss(batches, _as_is, setting)
+        poisoned = self._loss([poisoned_tensors(batch) for batch in batches], _as_is, setting)
+        return not relative(plain, poisoned) <= setting.tolerance.still
 
     def _tolerance(self, batches: list[Any], setting: Setting) -> Tolerance:
         """SINGLE for a double-precision model that computes a part of its loss in lower precision."""
@@ -225,9 +229,10 @@ class Prober:
             assert reference.samples is not None
             batches = candidate.lay(reference.samples)
             found = gradient_distance(expected, self._run(batches, candidate.prepare, setting).gradient)
-            proof.numbers = {"half_gradient": found, "half_gradient_before": stock}
+            what = self.compared
+            proof.numbers = {f"half_{what}": found, f"half_{what}_before": stock}
             proof.accepted = found <= HALF_AS_GOOD * stock + 1e-3
-            return proof if proof.accepted else proof.refuse(f"in half precision the gradient is off by {found:.0e}")
+            return proof if proof.accepted else proof.refuse(f"in half precision the {what} is off by {found:.0e}")
 
         return self._tried(candidate, compare)
 
@@ -268,18 +273,20 @@ class Prober:
 
     def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
         """Compare loss, gradient and state; the first difference becomes the reason of the proof."""
-        expected, setting = reference.outcome, reference.setting
-        outcome = self._run(batches, candidate.prepare, setting)
-        tolerance, numbers = setting.tolerance, proof.numbers
+        return self._judge(proof, self._run(batches, candidate.prepare, reference.setting), reference)
+
+    def _judge(self, proof: Proof, outcome: Outcome, reference: Reference) -> Outcome:
+        expected, tolerance = reference.outcome, reference.setting.tolerance
+        numbers, what = proof.numbers, self.compared
         numbers["loss"] = relative(expected.loss, outcome.loss)
-        numbers["gradient"] = gradient_distance(expected.gradient, outcome.gradient)
+        numbers[what] = gradient_distance(expected.gradient, outcome.gradient)
         worst = worst_parameter(expected.gradient, outcome.gradient, tolerance)
         if not numbers["loss"] <= tolerance.loss:
             proof.refuse(f"the loss differs by {numbers['loss']:.0e}")
-        elif not numbers["gradient"] <= tolerance.gradient:
-            proof.refuse(f"the gradient differs by {numbers['gradient']:.0e}")
+        elif not numbers[what] <= tolerance.gradient:
+            proof.refuse(f"the {what} differs by {numbers[what]:.0e}")
         elif worst is not None:
-            proof.refuse(f"the gradient of {self._name_of(worst[0])} differs by {worst[1]:.0e}")
+            proof.refuse(f"the {what} of {self._name_of(worst[0])} differs by {worst[1]:.0e}")
         else:
             left = left_differently(
                 (expected.before, expected.after), (outcome.before, outcome.after), tolerance.gradient
@@ -333,7 +340,7 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 def _text_of(error: Exception) -> str:
     text = str(error).strip().splitlines()
-    kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples")
+    kind, ours = type(error).__name__, ("AttentionRefused", "NoSamples", "OddSamples", "Unserved")
     return f"{'' if kind in ours else f'{kind}: '}{text[0][:120] if text else ''}"
 
 

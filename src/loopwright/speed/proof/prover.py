@@ -46,6 +46,10 @@ class Prover:
 
     # ---- references -------------------------------------------------------------------------------------------------
 
+    def references(self, samples: Samples) -> list[Reference]:
+        """The normal path on a few samples, in every mode in which candidates are compared on them."""
+        return [self.few(samples, train=train) for train in (False, True)]
+
     def few(self, samples: Samples, *, train: bool) -> Reference:
         """The normal path on a few samples; raises `ProofRefused` if it cannot be used as a reference."""
         chosen = few_of(samples, PROBE_SAMPLES, PROBE_TOKENS)

@@ -1,0 +1,315 @@
+"""EvaluationEngine: lays out the samples of several evaluation batches together, by a plan that it proves first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..fused_loss.lazy_logits import PendingHead
+from ..layouts.candidates import Layout
+from ..layouts.positions import check_lengths, longest_alike
+from ..layouts.rows import Limits, longest_row, padded_tokens
+from ..layouts.samples import NoSamples, OddSamples, Samples
+from ..memory.token_budget import limits_for
+from ..planner.choice import HEAD
+from ..planner.decision import (
+    AS_MADE,
+    FLAT,
+    GROUP_TOKENS,
+    IN_ROWS,
+    ROW_TOKENS,
+    SpeedPlan,
+    is_worth_it,
+    seconds,
+)
+from ..proof.guard import Coverage, Seen, image_tokens_of, samples_of
+from ..proof.prober import Proof, ProofRefused
+from ..proof.prover import knows_count
+from .inputs import EvaluationInputs
+from .pieces import Piece, collated, pieces_of
+from .proof import EvaluationDecision, EvaluationProver
+
+WINDOW_TOKENS = {"cpu": 64 * 1024, "cuda": 16 * ROW_TOKENS}
+"""Padded tokens of the batches that are laid out together."""
+WINDOW_BATCHES = 256
+"""Most batches that are laid out together."""
+WORTH_SECONDS = 1.0
+"""Estimated seconds of computing from which an evaluation on a GPU is worth a proof."""
+LOOKS = 4
+"""Windows inspected before a reason not to lay them out is final."""
+MOST_PROOFS = 16
+"""How many windows may be proved again because their inputs are new."""
+
+
+class EvaluationEngine:
+    """The plan of evaluations of one kind: which layout and loss they use, and for which inputs that is proved."""
+
+    def __init__(
+        self, situation: EvaluationInputs, *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
+    ) -> None:
+        self._here, self._announce, self._tell = situation, announce, tell
+        self.plan = SpeedPlan()
+        self.is_decided = False
+        self._layout: Layout | None = None
+        self._head: PendingHead | None = None
+        self._coverage = Coverage()
+        self._whole: set[str] = set()
+        self._image_tokens = image_tokens_of(getattr(situation.model, "config", None))
+        self._longest_alike = longest_alike(situation.model)
+        self._looks = self._windows = self._proofs = 0
+        self._must_compare = False
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the plan is final and changes nothing."""
+        return self.is_decided and self._layout is None and self._head is None
+
+    @property
+    def window_tokens(self) -> int:
+        """Padded tokens after which a window is complete."""
+        return WINDOW_TOKENS.get(self._here.device.type, WINDOW_TOKENS["cuda"])
+
+    def begin(self) -> None:
+        """Start an evaluation: its first window is compared both ways, since the model may have changed."""
+        self._windows, self._must_compare = 0, self.is_decided
+
+    # ---- windows ----------------------------------------------------------------------------------------------------
+
+    def arrange(self, batches: Sequence[Any], times: float) -> list[Piece] | None:
+        """The micro-batches of a window in the plan's layout; None if the collator's batches are kept.
+
+        `times` is how many windows of this size are expected in all.
+        """
+        if not self.is_decided:
+            self._consider(batches, times)
+        if not self.is_decided or self.is_off:
+            return None
+        try:
+            samples = self._taken_apart(batches)
+        except NoSamples as reason:
+            self._tell(f"speed: evaluation batches like these are computed as collated: {reason}")
+            return None
+        limits = limits_for(self.plan, self._here, batches, samples)
+        made = self._made(batches, samples, limits)
+        if not self._is_covered(batches, samples, made) or not self._agrees_again(samples):
+            return None
+        return made
+
+    def _made(self, batches: Sequence[Any], samples: Samples, limits: Limits) -> list[Piece]:
+        if self._layout is None:
+            return collated(batches)
+        return pieces_of(self._layout, self.plan, samples, limits, shifts=self._here.shifts())
+
+    def inputs_of(self, piece: Piece, batch: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a micro-batch for the model, on the device; `batch` holds the tensors of the piece."""
+        if self._head is not None:
+            targets = self._here.targets_in(piece)
+            self._head.count = int(targets) if targets is not None and knows_count(self._here) else None
+        batch = self._here.put(batch)
+        return batch if self._layout is None else self._layout.for_model(batch)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Install the plan's attention and head around the forwards of a window."""
+        reason = None if self._head is None else self._head.try_install()
+        if reason is not None:
+            self.switch_off(f"the output layer changed: {reason}")
+        try:
+            if self._layout is None:
+                yield
+            else:
+                with self._layout.active():
+                    yield
+        finally:
+            if self._head is not None:
+                self._head.remove()
+
+    def halve(self, batches: Sequence[Any]) -> bool:
+        """Use micro-batches of half the size after memory ran out; returns whether that is possible."""
+        if self._layout is None:
+            return False
+        samples = self._taken_apart(batches)
+        budget = limits_for(self.plan, self._here, batches, samples).budget
+        longest = int(np.sum([axis.lengths for axis in samples.axes.values()], axis=0).max())
+        if budget <= longest:
+            return False
+        self.plan.budget = max(longest, budget // 2)
+        self._tell(f"out of memory: micro-batches of evaluations now have at most {self.plan.budget:,} tokens")
+        return True
+
+    def switch_off(self, reason: str) -> None:
+        """Compute the collator's batches from now on."""
+        name = self.plan.layout if self._layout is not None else HEAD
+        plan = SpeedPlan(choices=self.plan.choices)
+        for choice in plan.choices:
+            choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
+        if not plan.choices:
+            plan.note("layouts", False, reason)
+        self._settle(plan)
+
+    # ---- validity ---------------------------------------------------------------------------------------------------
+
+    def _is_covered(self, batches: Sequence[Any], samples: Samples, made: list[Piece]) -> bool:
+        """Whether proofs cover the inputs of a window; new ones are proved on the batches that hold them."""
+        if self._layout is None:
+            return True
+        news = self._coverage.news_in(self._seen(samples, made))
+        if news is None:
+            return True
+        if self._proofs < MOST_PROOFS:
+            self._proofs += 1
+            proof = self._proved(_telling(batches, samples))
+            if proof.accepted and self._coverage.news_in(self._seen(samples, made)) is None:
+                return True
+            news = f"{news}, and then {proof.reason}" if proof.reason else news
+        self._tell(f"speed: evaluation batches like these are computed as collated: {news}")
+        return False
+
+    def _seen(self, samples: Samples, made: list[Piece]) -> Seen:
+        return Seen.of(samples, row=longest_row(made) if self.plan.layout == FLAT else 0)
+
+    def _proved(self, batches: Sequence[Any]) -> Proof:
+        """Compare some batches of a window both ways; what agrees is covered from now on."""
+        prover, plan = EvaluationProver(self._here), self.plan
+        try:
+            samples = self._taken_apart(batches)
+            limits = limits_for(plan, self._here, batches, samples)
+            reference = prover.update(samples, batches, repeats=False)
+        except (ProofRefused, NoSamples) as reason:
+            return Proof(plan.layout).refuse(str(reason))
+        candidate = prover.candidate(plan.layout, plan, self._layout, self._head, limits=limits)
+        proof = prover.prove_update(candidate, reference)
+        if proof.accepted and self._layout is not None:
+            self._coverage.add(prover.covered(plan, self._layout, self._head, reference, limits))
+        return proof
+
+    def _agrees_again(self, samples: Samples) -> bool:
+        """Compare a few samples both ways in the first window of an evaluation, and in every 2nd, 4th, 8th ..."""
+        self._windows += 1
+        due = self._windows & (self._windows - 1) == 0 and (self._windows > 1 or self._must_compare)
+        if not due:
+            return True
+        prover = EvaluationProver(self._here)
+        try:
+            reference = prover.part(samples, self._windows)
+        except ProofRefused:
+            return True  # for example without targets in these samples; the next window is compared
+        candidate = prover.candidate(self.plan.layout, self.plan, self._layout, self._head)
+        proof = prover.prove_part(candidate, reference)
+        if not proof.accepted:
+            self._tell(
+                f"speed: an evaluation differs from the collator's batches: {proof.reason}. They are computed as "
+                "collated from now on"
+            )
+            self.switch_off(f"a later comparison differed: {proof.reason}")
+        return proof.accepted
+
+    # ---- the plan ---------------------------------------------------------------------------------------------------
+
+    def _consider(self, batches: Sequence[Any], times: float) -> None:
+        """Make the plan as soon as a window allows a decision."""
+        here, self._looks = self._here, self._looks + 1
+        hooked = here.user_hook()
+        if hooked is not None:
+            self._nothing(f"a hook on {hooked} may read batches")
+            return
+        operations = sum(map(_tokens_in, batches)) * here.operations_per_token * times
+        if not here.insists and seconds(operations, here.device.type) < WORTH_SECONDS:
+            self._nothing("the evaluation is too small to benefit", is_final=False)
+            return
+        batches = self._enough(batches)
+        try:
+            samples = self._taken_apart(batches)
+        except NoSamples as reason:
+            self._nothing(str(reason), is_final=not isinstance(reason, OddSamples) or self._looks >= LOOKS)
+            return
+        real, padded = samples.real_tokens, padded_tokens(batches, samples)
+        saved = (1 - real / padded) * operations
+        if not (here.insists or here.on_gpu or is_worth_it(1 - real / padded, saved, here.device.type)):
+            self._nothing(f"{1 - real / padded:.0%} of the tokens are padding, too little to benefit", is_final=False)
+            return
+        if not here.learn(list(batches)):
+            self._nothing(here.why_not_additive() or "the denominator of the loss is unknown")
+            return
+        self._decide(batches, samples, 1 - real / padded)
+
+    def _enough(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """The first batches of a window, with enough tokens for a proof of the longest rows."""
+        wanted = ROW_TOKENS if self._here.on_gpu else 4096
+        ends = np.cumsum([_tokens_in(batch) for batch in batches])
+        return batches[: max(2, 1 + int(np.searchsorted(ends, wanted)))]
+
+    def _decide(self, batches: Sequence[Any], samples: Samples, padding: float) -> None:
+        refused: dict[str, Proof] = {}
+        while True:
+            decision = EvaluationDecision(self._here, samples, batches, refused)
+            plan = decision.make(padding=padding, micro_batches=len(batches))
+            self._set_budget(plan, batches, samples)
+            found: Any = None
+            if plan.layout != AS_MADE or plan.linear_loss:
+                found = decision.prove_update()
+            if not isinstance(found, tuple):
+                break
+            what, proof = found
+            if what not in (plan.layout, HEAD):
+                self._nothing(proof.reason)
+                return
+            refused[what] = proof
+        if found is not None:
+            self._coverage = found
+            if plan.layout == FLAT and self._here.on_gpu:
+                plan.budget = min(plan.budget, max(form.row for form in found.forms))
+        self._settle(plan, decision.layout, decision.head)
+
+    def _set_budget(self, plan: SpeedPlan, batches: Sequence[Any], samples: Samples) -> None:
+        """Larger micro-batches than the collator's on a GPU: nothing is kept for a backward pass."""
+        if not self._here.on_gpu or plan.layout == AS_MADE or self._here.token_budget:
+            return
+        largest = max(padded_tokens([batch], samples) for batch in batches)
+        has_logits = not plan.linear_loss and not self._here.keeps_outputs and plan.layout == FLAT
+        wanted = ROW_TOKENS if plan.layout in IN_ROWS else GROUP_TOKENS
+        plan.budget = largest if has_logits and _classes(self._here) > 16_384 else max(largest, wanted)
+
+    def _nothing(self, reason: str, *, is_final: bool = True) -> None:
+        plan = SpeedPlan()
+        plan.note("layouts", False, reason)
+        if is_final:
+            self._settle(plan)
+        else:
+            self.plan = plan
+
+    def _settle(self, plan: SpeedPlan, layout: Layout | None = None, head: PendingHead | None = None) -> None:
+        self.plan, self._layout, self._head, self.is_decided = plan, layout, head, True
+        self._announce(plan)
+
+    def _taken_apart(self, batches: Sequence[Any]) -> Samples:
+        here = self._here
+        samples = samples_of(
+            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+        )
+        self._whole.update(samples.per_sample())
+        check_lengths(samples, self._longest_alike)
+        if here.shifts() and samples.first_targets_are_counted():
+            raise OddSamples("a left-padded sample has a target on its first token")
+        return samples
+
+
+def _tokens_in(batch: Any) -> int:
+    ids = batch.get("input_ids") if isinstance(batch, dict) or hasattr(batch, "get") else None
+    return ids.numel() if isinstance(ids, Tensor) else 0
+
+
+def _classes(here: EvaluationInputs) -> int:
+    return int(getattr(getattr(here.model, "config", None), "vocab_size", None) or 0)
+
+
+def _telling(batches: Sequence[Any], samples: Samples) -> list[Any]:
+    """The batches with the longest and the shortest sample, and the first."""
+    lengths = np.sum([axis.lengths for axis in samples.axes.values()], axis=0)
+    ends = np.cumsum([len(piece.members) for piece in collated(batches)])
+    places = {int(np.searchsorted(ends, place, side="right")) for place in (0, lengths.argmax(), lengths.argmin())}
+    return [batches[place] for place in sorted(places)]
