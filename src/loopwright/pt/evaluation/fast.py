@@ -203,8 +203,8 @@ class _Evaluating:
     def steps(self, batches: Iterator[Any], total: int | None) -> Iterator[EvalStep]:
         """The steps of all batches; a window is launched before the results of the one before it are read."""
         waiting: Window | None = None
-        for window in self._windows(batches):
-            found = None if self._engine.is_off else self._laid_out(window, _times(window, total))
+        for window in self._windows(batches, total):
+            found = self._laid_out(window, _times(window, total))
             if waiting is not None:
                 yield from self._steps_of(waiting)
             waiting = found
@@ -214,15 +214,19 @@ class _Evaluating:
         if waiting is not None:
             yield from self._steps_of(waiting)
 
-    def _windows(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+    def _windows(self, batches: Iterator[Any], total: int | None) -> Iterator[list[Any]]:
+        """Batches to lay out together; single ones as long as that is not known to pay off."""
         window: list[Any] = []
-        tokens = 0
+        seen = tokens = 0
         for batch in batches:
             window.append(batch)
-            tokens += _padded(batch)
-            if tokens >= self._engine.window_tokens or len(window) >= WINDOW_BATCHES or self._engine.is_off:
-                yield window
-                window, tokens = [], 0
+            seen, tokens = seen + 1, tokens + _padded(batch)
+            all_tokens = tokens if total is None else tokens * max(1.0, total / seen)
+            size = sum(map(_padded, window))
+            if self._engine.pays(all_tokens) and size < self._engine.window_tokens and len(window) < WINDOW_BATCHES:
+                continue
+            yield window
+            window = []
         if window:
             yield window
 
@@ -319,7 +323,7 @@ class _Evaluating:
 
 def _padded(batch: Any) -> int:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    return ids.numel() if isinstance(ids, Tensor) else 1
+    return ids.numel() if isinstance(ids, Tensor) else 0
 
 
 def _length(loader: Any) -> int | None:

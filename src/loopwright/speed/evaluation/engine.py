@@ -75,7 +75,17 @@ class EvaluationEngine:
 
     def begin(self) -> None:
         """Start an evaluation: its first window is compared both ways, since the model may have changed."""
-        self._windows, self._must_compare = 0, self.is_decided
+        self._windows = self._looks = 0
+        self._must_compare = self.is_decided
+
+    def pays(self, tokens: float) -> bool:
+        """Whether it may pay off to lay out an evaluation of this many padded tokens."""
+        if self.is_decided:
+            return not self.is_off
+        if self._looks >= LOOKS or not tokens:
+            return False
+        here = self._here
+        return here.insists or seconds(tokens * here.operations_per_token, here.device.type) >= WORTH_SECONDS
 
     # ---- windows ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +94,7 @@ class EvaluationEngine:
 
         `times` is how many windows of this size are expected in all.
         """
-        if not self.is_decided:
+        if not self.is_decided and self._looks < LOOKS:
             self._consider(batches, times)
         if not self.is_decided or self.is_off:
             return None
@@ -217,11 +227,12 @@ class EvaluationEngine:
         if hooked is not None:
             self._nothing(f"a hook on {hooked} may read batches")
             return
-        operations = sum(map(_tokens_in, batches)) * here.operations_per_token * times
-        if not here.insists and seconds(operations, here.device.type) < WORTH_SECONDS:
+        tokens = sum(map(_tokens_in, batches)) * times
+        if not self.pays(tokens):
+            self._looks -= 1  # this one shows nothing
             self._nothing("the evaluation is too small to benefit", is_final=False)
             return
-        batches = self._enough(batches)
+        operations, batches = tokens * here.operations_per_token, self._enough(batches)
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
