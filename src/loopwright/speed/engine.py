@@ -54,6 +54,8 @@ class SpeedEngine:
         """Whether the plan changes updates."""
         self.is_idle = False
         """Whether the plan is made and changes nothing."""
+        self.is_installed = False
+        """Whether the model has the plan's attention and head now."""
         self.plan = SpeedPlan()
         self._layout: Layout | None = None
         self._head: PendingHead | None = None
@@ -244,6 +246,7 @@ class SpeedEngine:
         reason = None if self._head is None else self._head.try_install()
         if reason is not None:
             self._tell(f"speed: the fused loss is switched off because the output layer changed: {reason}")
+        self.is_installed = True
         try:
             if self.is_laid:
                 assert self._layout is not None
@@ -252,6 +255,7 @@ class SpeedEngine:
             else:
                 yield
         finally:
+            self.is_installed = False
             if self._head is not None:
                 self._head.remove()
 

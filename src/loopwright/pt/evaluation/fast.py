@@ -27,6 +27,7 @@ from ..data.loaders import has_length
 from ..loss.out_of_memory import is_out_of_memory
 from ..loss.targets import LossKind, check_loss, count_samples
 from ..part import TorchPart
+from .host_copies import HostCopy, sent_ahead
 from .step import logits_of, single
 
 KEEPS_BATCHES = {
@@ -46,10 +47,8 @@ class Window:
     batches: list[Any]
     losses: list[tuple[Any, Any, int]]
     """Loss, weight and number of samples of each micro-batch."""
-    outputs: list[Tensor]
-    """The outputs of all samples, in the order of the data; empty if they are not kept."""
-    arrival: Any = None
-    """The event after which outputs have arrived on the host; None if they are not under way."""
+    outputs: HostCopy
+    """The outputs of all samples, in the order of the data; none if they are not kept."""
 
 
 class FastEvaluation(TorchPart):
@@ -65,9 +64,16 @@ class FastEvaluation(TorchPart):
         evaluation, loss_only = self.internals.evaluation, plan.loss_only
         self._kept_reason = self._why_not(plan)
         if self._kept_reason is not None:
-            return evaluation.eval_steps(loader, loss_only, ignore_keys)
+            steps = evaluation.eval_steps(loader, loss_only, ignore_keys)
+            return sent_ahead(steps) if self._reads_on_host(plan) else steps
         run = _Evaluating(self, self._engine(plan, ignore_keys), plan, ignore_keys)
-        return run.steps(evaluation.looked_at(loader), _length(loader))
+        steps = run.steps(evaluation.looked_at(loader), _length(loader))
+        return sent_ahead(steps) if self._reads_on_host(plan) else steps
+
+    def _reads_on_host(self, plan: EvalPlan) -> bool:
+        """Whether predictions are copied to the host batch by batch, and not needed on the device."""
+        is_read = plan.keeps_predictions and plan.host_every == 1 and not plan.per_batch_metrics
+        return is_read and self.is_alone and self.device.type == "cuda"
 
     def choices(self) -> list[tuple[str, bool, str]]:
         """The rows of the speed report about evaluations."""
@@ -101,6 +107,7 @@ class FastEvaluation(TorchPart):
                 "debug=underflow_overflow checks every module of the model as it is",
                 DebugOption.UNDERFLOW_OVERFLOW in args.debug,
             ),
+            ("an update is being computed", self.run.speed is not None and self.run.speed.is_installed),
             ("use_liger_kernel replaces the layers that layouts are made for", self.internals.kernels.is_used),
         )
         return next((reason for reason, is_so in reasons if is_so), None)
@@ -134,6 +141,7 @@ class FastEvaluation(TorchPart):
             forward_of=lambda inputs, samples: self.forward(inputs, samples, ignore_keys),
             keeps_outputs=keeps,
             learn=self._learn,
+            wants_look=lambda batches: self._accounting.disagrees(batches),
             why_not_additive=lambda: self._accounting.reason if self._accounting.is_additive is False else None,
             operations_per_token=training.operations_per_token / 3,
             updates_left=lambda: 1,
@@ -271,7 +279,7 @@ class _Evaluating:
         finally:
             run.micro_batch = trained
         joined = self._in_order(pieces, outputs) if self._keeps else []
-        return self._sent(Window(batches, losses, joined))
+        return Window(batches, losses, HostCopy(tuple(joined), moves=not self._on_device))
 
     def _forward(self, piece: Piece, batch: dict[str, Any]) -> Forward:
         """The forward of a piece; the weight of its loss is counted on the host."""
@@ -291,29 +299,16 @@ class _Evaluating:
                     raise ValueError(f"an output has the shape {tuple(mine.shape)}, which depends on the batch")
         return [torch.cat(parts).index_select(0, places) for parts in zip(*outputs, strict=True)]
 
-    def _sent(self, window: Window) -> Window:
-        """Start copying outputs to the host, unless they are needed on the device."""
-        if self._on_device or self._part.device.type != "cuda" or not window.outputs:
-            return window
-        hosts = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in window.outputs]
-        for host, each in zip(hosts, window.outputs, strict=True):
-            host.copy_(each, non_blocking=True)
-        window.outputs, window.arrival = hosts, torch.cuda.Event()
-        window.arrival.record()
-        return window
-
     def _steps_of(self, window: Window) -> Iterator[EvalStep]:
         """The losses of a window's micro-batches, then the predictions and labels of each of its batches."""
         for loss, weight, _ in window.losses:
             yield EvalStep(loss, None, None, None, weight, 0)
-        if window.arrival is not None:
-            window.arrival.synchronize()
-        evaluation, first = self._internals.evaluation, 0
+        evaluation, outputs, first = self._internals.evaluation, window.outputs.result(), 0
         for batch in window.batches:
             samples = count_samples(batch)
             logits, labels = None, None
             if self._keeps:
-                logits = single(tuple(each[first : first + samples] for each in window.outputs))
+                logits = single(tuple(each[first : first + samples] for each in outputs))
                 names = evaluation.labels_in(batch)
                 given = tuple(batch[name] for name in names)
                 labels = single(self._strategy.put(given) if self._on_device else given) if names else None

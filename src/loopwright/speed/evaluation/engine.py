@@ -96,7 +96,7 @@ class EvaluationEngine:
         """
         if not self.is_decided and self._looks < LOOKS:
             self._consider(batches, times)
-        if not self.is_decided or self.is_off:
+        if not self.is_decided or self.is_off or self._here.wants_look(list(batches)):
             return None
         try:
             samples = self._taken_apart(batches)
@@ -198,18 +198,18 @@ class EvaluationEngine:
         return proof
 
     def _agrees_again(self, samples: Samples) -> bool:
-        """Compare a few samples both ways in the first window of an evaluation, and in every 2nd, 4th, 8th ..."""
+        """Compare a few samples both ways in the first window of an evaluation, and in the 8th, 16th, 32nd ..."""
         self._windows += 1
-        due = self._windows & (self._windows - 1) == 0 and (self._windows > 1 or self._must_compare)
-        if not due:
+        is_turn = self._windows >= 8 and self._windows & (self._windows - 1) == 0
+        if not is_turn and not (self._windows == 1 and self._must_compare):
             return True
         prover = EvaluationProver(self._here)
         try:
             reference = prover.part(samples, self._windows)
         except ProofRefused:
-            return True  # for example without targets in these samples; the next window is compared
+            return True  # for example because these samples have no targets
         candidate = prover.candidate(self.plan.layout, self.plan, self._layout, self._head)
-        proof = prover.prove_part(candidate, reference)
+        proof = prover.prove_update(candidate, reference)
         if not proof.accepted:
             self._tell(
                 f"speed: an evaluation differs from the collator's batches: {proof.reason}. They are computed as "

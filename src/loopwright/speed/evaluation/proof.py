@@ -41,12 +41,13 @@ class EvaluationProber(Prober):
         self._here, self._parameters = situation, []
         self._samples: Samples | None = None
         """The samples of the batches that run now."""
+        self._repeats = True
 
     def reference(
         self, samples: Samples | None, batches: list[Any], setting: Setting, *, repeats: bool = True
     ) -> Reference:
         assert samples is not None
-        self._samples = samples
+        self._samples, self._repeats = samples, repeats
         return super().reference(samples, list(collated(batches)), setting, repeats=repeats)
 
     def prove(self, candidate: Candidate, reference: Reference, *, divided: bool) -> Proof:
@@ -54,8 +55,9 @@ class EvaluationProber(Prober):
         return super().prove(candidate, reference, divided=divided)
 
     def _minds_padding(self, batches: list[Any], setting: Setting) -> bool:
+        """Whether padding matters; only found out where candidates are tested for it."""
         assert self._samples is not None
-        return len(self._samples) <= PROBE_SAMPLES and super()._minds_padding(batches, setting)
+        return self._repeats and len(self._samples) <= PROBE_SAMPLES and super()._minds_padding(batches, setting)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 
