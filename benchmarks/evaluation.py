@@ -4,9 +4,9 @@
 
 `1.24b` evaluates a Llama-like model (the loss only), `bert` predicts classes of texts (logits of every sample). The
 data is evaluated twice: the first call includes all that is proved, recorded or compiled (transformers gets an eighth
-of the data), the second is timed, and repeated while it is short. An arm is void if its loss or logits, or the losses of a few samples alone, differ from
-transformers': over many tokens, losses of an untrained model would hide a difference. The numbers are written after
-each arm.
+of the data), the second is timed, and repeated while it is short. An arm is void if its loss or logits, or the losses
+of a few samples alone, differ from transformers': over many tokens, losses of an untrained model would hide a
+difference. The numbers are written after each arm.
 """
 
 from __future__ import annotations
