@@ -22,7 +22,7 @@ from ...speed.evaluation.engine import WINDOW_BATCHES, EvaluationEngine
 from ...speed.evaluation.inputs import EvaluationInputs, Forward
 from ...speed.evaluation.pieces import Piece
 from ...speed.planner.decision import SpeedPlan
-from ..acceleration import KEEP_INPUTS
+from ..acceleration import KEEP_INPUTS, hooked_module
 from ..data.loaders import has_length
 from ..loss.out_of_memory import is_out_of_memory
 from ..loss.targets import LossKind, check_loss, count_samples
@@ -90,9 +90,11 @@ class FastEvaluation(TorchPart):
         args, trainer = self.args, self.trainer
         if args.speed == "off":
             return "speed='off'"
+        hooked = hooked_module(self.model)
         overridden = [reason for name, reason in KEEPS_BATCHES.items() if is_overridden(trainer, name)]
         reasons = (
             *((reason, True) for reason in overridden[:1]),
+            (f"a hook on {hooked} may read batches", hooked is not None),
             ("compute_loss_func is set and may read the outputs of padded batches", trainer.compute_loss_func),
             ("text is generated", not self.internals.evaluation.is_plain(plan.loss_only)),
             ("there is more than one rank", not self.is_alone),

@@ -15,6 +15,7 @@ from ..layouts.positions import check_lengths, longest_alike
 from ..layouts.rows import Limits, longest_row, padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for
+from ..model_stamp import ModelStamp
 from ..planner.choice import HEAD
 from ..planner.decision import (
     AS_MADE,
@@ -41,6 +42,8 @@ WORTH_SECONDS = 1.0
 """Estimated seconds of computing from which an evaluation on a GPU is worth a proof."""
 LOOKS = 4
 """Windows inspected before a reason not to lay them out is final."""
+HARMLESS = ("requires_grad", "training", "a buffer")
+"""Changes of a model between evaluations after which a plan is kept: training makes them too."""
 MOST_PROOFS = 16
 """How many windows may be proved again because their inputs are new."""
 
@@ -62,6 +65,7 @@ class EvaluationEngine:
         self._longest_alike = longest_alike(situation.model)
         self._looks = self._windows = self._proofs = 0
         self._must_compare = False
+        self._stamp = ModelStamp(situation.model)
 
     @property
     def is_off(self) -> bool:
@@ -76,7 +80,15 @@ class EvaluationEngine:
     def begin(self) -> None:
         """Start an evaluation: its first window is compared both ways, since the model may have changed."""
         self._windows = self._looks = 0
+        changes = [each for each in self._stamp.changes() if not each.startswith(HARMLESS)]
+        if changes and self.is_decided:
+            self._forget()
         self._must_compare = self.is_decided
+
+    def _forget(self) -> None:
+        """Clear the plan; the next window makes a new one."""
+        self.plan, self.is_decided, self._layout, self._head = SpeedPlan(), False, None, None
+        self._coverage, self._proofs = Coverage(), 0
 
     def pays(self, tokens: float) -> bool:
         """Whether it may pay off to lay out an evaluation of this many padded tokens."""
@@ -209,7 +221,7 @@ class EvaluationEngine:
         except ProofRefused:
             return True  # for example because these samples have no targets
         candidate = prover.candidate(self.plan.layout, self.plan, self._layout, self._head)
-        proof = prover.prove_update(candidate, reference)
+        proof = prover.prove_part(candidate, reference)
         if not proof.accepted:
             self._tell(
                 f"speed: an evaluation differs from the collator's batches: {proof.reason}. They are computed as "
@@ -223,10 +235,6 @@ class EvaluationEngine:
     def _consider(self, batches: Sequence[Any], times: float) -> None:
         """Make the plan as soon as a window allows a decision."""
         here, self._looks = self._here, self._looks + 1
-        hooked = here.user_hook()
-        if hooked is not None:
-            self._nothing(f"a hook on {hooked} may read batches")
-            return
         tokens = sum(map(_tokens_in, batches)) * times
         if not self.pays(tokens):
             self._looks -= 1  # this one shows nothing
@@ -295,6 +303,7 @@ class EvaluationEngine:
 
     def _settle(self, plan: SpeedPlan, layout: Layout | None = None, head: PendingHead | None = None) -> None:
         self.plan, self._layout, self._head, self.is_decided = plan, layout, head, True
+        self._stamp.settle()
         self._announce(plan)
 
     def _taken_apart(self, batches: Sequence[Any]) -> Samples:

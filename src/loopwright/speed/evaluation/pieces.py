@@ -66,12 +66,16 @@ def _rows_in(batch: Any) -> int:
     return rows
 
 
-def of_each_sample(outputs: Sequence[Tensor], piece: Piece, samples: Samples) -> list[list[Tensor]]:
+def of_each_sample(
+    outputs: Sequence[Tensor], piece: Piece, samples: Samples, classes: int | None
+) -> list[list[Tensor]]:
     """The outputs of each sample of a piece, at its real tokens; `samples` are those of the piece."""
-    return [[_of_sample(output, piece, samples, place) for output in outputs] for place in range(len(samples))]
+    return [
+        [_of_sample(output, piece, samples, place, classes) for output in outputs] for place in range(len(samples))
+    ]
 
 
-def _of_sample(output: Tensor, piece: Piece, samples: Samples, place: int) -> Tensor:
+def _of_sample(output: Tensor, piece: Piece, samples: Samples, place: int, classes: int | None) -> Tensor:
     if piece.is_row:
         lengths = samples.axes[SOURCE].lengths
         if output.dim() < 2 or output.shape[0] != 1 or output.shape[1] != piece["input_ids"].shape[1]:
@@ -80,15 +84,17 @@ def _of_sample(output: Tensor, piece: Piece, samples: Samples, place: int) -> Te
         return output[0, start : start + int(lengths[place])]
     if output.dim() == 0 or output.shape[0] != len(samples):
         raise Unserved(f"an output of shape {tuple(output.shape)} does not have one row per sample")
-    axis = axis_of(output, piece, samples)
+    axis = axis_of(output, piece, samples, classes)
     if axis is None:
         return output[place]
     length, width = int(axis.lengths[place]), output.shape[1]
     return output[place, :length] if axis.is_right_padded else output[place, width - length :]
 
 
-def axis_of(output: Tensor, piece: Piece, samples: Samples) -> Axis | None:
-    """The token dimension of an output, if it has one."""
+def axis_of(output: Tensor, piece: Piece, samples: Samples, classes: int | None) -> Axis | None:
+    """The token dimension of an output, if it has one; scores of as many classes as tokens have none."""
+    if output.dim() == 2 and output.shape[1] == classes:
+        return None
     for key in (TARGET, SOURCE):
         axis = samples.axes.get(key)
         name = None if axis is None else next((name for name in axis.names if name in piece), None)

@@ -39,6 +39,7 @@ class EvaluationProber(Prober):
     def __init__(self, situation: EvaluationInputs) -> None:
         super().__init__(situation.model, self._mean_loss, sandbox=situation.sandbox)
         self._here, self._parameters = situation, []
+        self._classes: int | None = getattr(getattr(situation.model, "config", None), "num_labels", None)
         self._samples: Samples | None = None
         """The samples of the batches that run now."""
         self._repeats = True
@@ -95,13 +96,13 @@ class EvaluationProber(Prober):
         if self._here.keeps_outputs:
             if len(outputs) < len(found.outputs):
                 raise Unserved("an output is not a tensor")
-            if any(not piece.is_row and axis_of(each, piece, chosen) is not None for each in outputs):
+            if any(not piece.is_row and axis_of(each, piece, chosen, self._classes) is not None for each in outputs):
                 raise Unserved("an output has one value per token, including those of the padding")
         elif not outputs:
             raise Unserved("the model returns no outputs that could be compared")
         else:
             outputs = outputs[:1]
-        parts = of_each_sample(outputs, piece, chosen)
+        parts = of_each_sample(outputs, piece, chosen, self._classes)
         thinned = [[_thinned(each) for each in part] for part in parts]
         return {int(member): part for member, part in zip(piece.members, thinned, strict=True)}
 
@@ -144,7 +145,11 @@ class EvaluationProber(Prober):
     # ---- samples of one row -----------------------------------------------------------------------------------------
 
     def _compare_few(self, proof: Proof, candidate: Candidate, reference: Reference) -> Proof:
-        proof, samples = super()._compare_few(proof, candidate, reference), reference.samples
+        samples = reference.samples
+        if not self._repeats and samples is not None:  # a later comparison
+            self._compare(proof, candidate.lay(samples), candidate, reference)
+            return proof
+        proof = super()._compare_few(proof, candidate, reference)
         ids = None if samples is None else samples.tensors.get("input_ids")
         if not proof.accepted or samples is None or ids is None or candidate.lay_together is None or len(samples) < 2:
             return proof
