@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..layouts.candidates import Layout
+from ..layouts.cutting import split_into_rows
 from ..layouts.rows import Limits
 from ..layouts.samples import SOURCE, TARGET, Axis, Samples
 from ..planner.decision import FLAT, UNPADDED, SpeedPlan
@@ -34,21 +35,25 @@ def pieces_of(
     """The micro-batches of samples in a layout; padded batches are made of samples of similar length."""
     if layout is None:
         return [Piece(samples.padded(), np.arange(len(samples)))]
-    order = np.arange(len(samples))
+    limits = replace(limits, round_to=plan.round_to, few_shapes=False)
     if layout.name == UNPADDED:
-        order = np.argsort(-samples.axes[SOURCE].lengths, kind="stable")
-    widest = max(limits.width, samples.axes[SOURCE].width)
-    limits = replace(limits, round_to=plan.round_to, few_shapes=False, width=widest)
-    ordered = samples if layout.name != UNPADDED else _in_order(samples, order)
-    laid = layout.lay(ordered, limits, shifts=shifts, fill=plan.fill)
+        return [_unpadded(layout, plan, samples, members) for members in _of_similar_length(samples, limits.budget)]
+    laid = layout.lay(samples, limits, shifts=shifts, fill=plan.fill)
     return [
-        Piece(batch, order[members], is_row=layout.name == FLAT)
+        Piece(batch, members, is_row=layout.name == FLAT)
         for batch, members in zip(laid.batches, laid.members, strict=True)
     ]
 
 
-def _in_order(samples: Samples, order: np.ndarray) -> Samples:
-    return replace(samples.select(order), paddings=samples.paddings)
+def _of_similar_length(samples: Samples, budget: int) -> list[np.ndarray]:
+    lengths = samples.axes[SOURCE].lengths
+    order = np.argsort(-lengths, kind="stable")
+    return [order[row] for row in split_into_rows(lengths[order], budget=budget)]
+
+
+def _unpadded(layout: Layout, plan: SpeedPlan, samples: Samples, members: np.ndarray) -> Piece:
+    everything = Limits(budget=1 << 40, overhead=0, round_to=plan.round_to)
+    return Piece(layout.lay(samples.narrowed(members), everything, shifts=False, fill=plan.fill).batches[0], members)
 
 
 def collated(batches: Sequence[Any]) -> list[Piece]:

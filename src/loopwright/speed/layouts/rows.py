@@ -81,7 +81,7 @@ def lay_flat(samples: Samples, limits: Limits, *, shifts: bool, fill: bool) -> L
     lengths = samples.axes[SOURCE].lengths
     rows = split_into_rows(lengths, budget=limits.budget)
     part = _part_to_fill(fill, limits)
-    batches = [_row(samples if len(row) == len(samples) else samples.select(row), shifts, part) for row in rows]
+    batches = [_row(samples.between(int(row[0]), int(row[-1]) + 1), shifts, part) for row in rows]
     return Laid(batches, sum(batch["input_ids"].numel() for batch in batches), rows)
 
 

@@ -104,6 +104,25 @@ class Samples:
         }
         return Samples({name: value[chosen] for name, value in self.tensors.items()}, axes, self.constants)
 
+    def between(self, start: int, stop: int) -> Samples:
+        """Consecutive samples, as views of the same tensors."""
+        rows = slice(start, stop)
+        axes = {
+            name: Axis(axis.names, axis.starts[rows], axis.ends[rows], axis.width) for name, axis in self.axes.items()
+        }
+        return Samples({name: value[rows] for name, value in self.tensors.items()}, axes, self.constants)
+
+    def narrowed(self, indices: np.ndarray) -> Samples:
+        """The samples at these indices; right-padded ones without the columns in which all of them are padding."""
+        tensors, axes = {}, {}
+        for key, axis in self.axes.items():
+            width = int(axis.ends[indices].max()) if axis.is_right_padded else axis.width
+            axes[key] = Axis(axis.names, axis.starts[indices], axis.ends[indices], width)
+            tensors.update((name, self.tensors[name][:, :width]) for name in axis.names)
+        chosen = torch.from_numpy(indices)
+        kept = {name: tensors.get(name, value)[chosen] for name, value in self.tensors.items()}
+        return Samples(kept, axes, self.constants)
+
     def trimmed(self, widths: Mapping[str, int] | None = None) -> dict[str, Any]:
         """One batch of all samples, as wide as the longest (or as `widths`, if that is wider)."""
         batch = dict(self.tensors)
