@@ -99,7 +99,7 @@ def test_predictions_come_in_order() -> None:
     plain = trainer_of(bert(), data, "off").predict(data)
     trainer = trainer_of(bert(), data, "max")
     found = [trainer.predict(data) for _ in range(2)]
-    assert on(trainer)["evaluation: unpadded"]
+    assert on(trainer)["predictions: unpadded"]
     np.testing.assert_array_equal(found[0].predictions, found[1].predictions)
     np.testing.assert_array_equal(found[0].label_ids, plain.label_ids)
     assert found[0].predictions.dtype == plain.predictions.dtype

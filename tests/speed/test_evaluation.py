@@ -38,15 +38,18 @@ GIVEN = ("compute_metrics", "preprocess_logits_for_metrics", "data_collator", "c
 GIVEN += ("compute_loss_func",)
 
 
+ABOUT = ("evaluation", "predictions")
+
+
 def chosen(trainer: Trainer) -> dict[str, bool]:
     """What the report says about evaluations."""
     rows = trainer.speed_report().as_dict()["choices"]
-    return {row["name"].removeprefix("evaluation: "): row["on"] for row in rows if row["name"].startswith("evaluation")}
+    return {row["name"].partition(": ")[2]: row["on"] for row in rows if row["name"].startswith(ABOUT)}
 
 
 def reason(trainer: Trainer) -> str:
     rows = trainer.speed_report().as_dict()["choices"]
-    return " | ".join(row["reason"] for row in rows if row["name"].startswith("evaluation"))
+    return " | ".join(row["reason"] for row in rows if row["name"].startswith(ABOUT))
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

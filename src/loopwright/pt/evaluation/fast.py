@@ -79,9 +79,11 @@ class FastEvaluation(TorchPart):
         """The rows of the speed report about evaluations."""
         if self._kept_reason is not None:
             return [("evaluation", False, self._kept_reason)]
-        plans = {id(engine): engine.plan for engine in self._engines.values()}
-        rows = [choice for plan in plans.values() for choice in plan.choices]
-        return [(f"evaluation: {row.name}", row.is_on, row.reason) for row in rows]
+        return [
+            (f"{'predictions' if engine.keeps_outputs else 'evaluation'}: {row.name}", row.is_on, row.reason)
+            for engine in self._engines.values()
+            for row in engine.plan.choices
+        ]
 
     # ---- whether ----------------------------------------------------------------------------------------------------
 
@@ -122,11 +124,13 @@ class FastEvaluation(TorchPart):
         key = (id(model), keeps, tuple(ignore_keys or ()), kinds, inputs.described())
         known = self._engines.get(key)
         if known is None:
-            known = self._engines[key] = EvaluationEngine(inputs, announce=self._announce, tell=self._say)
+            known = self._engines[key] = EvaluationEngine(
+                inputs, announce=self._announce, warn=self._warn, log=logger.info
+            )
         known.begin()
         return known
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self.notices.warn_once(text)
 
     def _announce(self, plan: SpeedPlan) -> None:

@@ -52,9 +52,14 @@ class EvaluationEngine:
     """The plan of evaluations of one kind: which layout and loss they use, and for which inputs that is proved."""
 
     def __init__(
-        self, situation: EvaluationInputs, *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
+        self,
+        situation: EvaluationInputs,
+        *,
+        announce: Callable[[SpeedPlan], None],
+        warn: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        self._here, self._announce, self._tell = situation, announce, tell
+        self._here, self._announce, self._warn, self._log = situation, announce, warn, log
         self.plan = SpeedPlan()
         self.is_decided = False
         self._layout: Layout | None = None
@@ -71,6 +76,10 @@ class EvaluationEngine:
     def is_off(self) -> bool:
         """Whether the plan is final and changes nothing."""
         return self.is_decided and self._layout is None and self._head is None
+
+    @property
+    def keeps_outputs(self) -> bool:
+        return self._here.keeps_outputs
 
     @property
     def window_tokens(self) -> int:
@@ -113,7 +122,7 @@ class EvaluationEngine:
         try:
             samples = self._taken_apart(batches)
         except NoSamples as reason:
-            self._tell(f"speed: evaluation batches like these are computed as collated: {reason}")
+            self._log(f"speed: evaluation batches like these are computed as collated: {reason}")
             return None
         limits = limits_for(self.plan, self._here, batches, samples)
         made = self._made(batches, samples, limits)
@@ -160,7 +169,7 @@ class EvaluationEngine:
         if budget <= longest:
             return False
         self.plan.budget = max(longest, budget // 2)
-        self._tell(f"out of memory: micro-batches of evaluations now have at most {self.plan.budget:,} tokens")
+        self._warn(f"out of memory: micro-batches of evaluations now have at most {self.plan.budget:,} tokens")
         return True
 
     def switch_off(self, reason: str) -> None:
@@ -188,7 +197,7 @@ class EvaluationEngine:
             if proof.accepted and self._coverage.news_in(self._seen(samples, made)) is None:
                 return True
             news = f"{news}, and then {proof.reason}" if proof.reason else news
-        self._tell(f"speed: evaluation batches like these are computed as collated: {news}")
+        self._log(f"speed: evaluation batches like these are computed as collated: {news}")
         return False
 
     def _seen(self, samples: Samples, made: list[Piece]) -> Seen:
@@ -223,7 +232,7 @@ class EvaluationEngine:
         candidate = prover.candidate(self.plan.layout, self.plan, self._layout, self._head)
         proof = prover.prove_part(candidate, reference)
         if not proof.accepted:
-            self._tell(
+            self._warn(
                 f"speed: an evaluation differs from the collator's batches: {proof.reason}. They are computed as "
                 "collated from now on"
             )

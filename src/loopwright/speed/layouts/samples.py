@@ -114,7 +114,8 @@ class Samples:
 
     def narrowed(self, indices: np.ndarray) -> Samples:
         """The samples at these indices; right-padded ones without the columns in which all of them are padding."""
-        tensors, axes = {}, {}
+        tensors: dict[str, Tensor] = {}
+        axes: dict[str, Axis] = {}
         for key, axis in self.axes.items():
             width = int(axis.ends[indices].max()) if axis.is_right_padded else axis.width
             axes[key] = Axis(axis.names, axis.starts[indices], axis.ends[indices], width)
