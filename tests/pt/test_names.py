@@ -33,7 +33,7 @@ def names() -> list[str]:
     taken = {*dir(loopwright.Trainer), *vars(house.trained(transformers)), "_loopwright"}
     internals = live._loopwright
     parts = [internals, internals.run, *(each for each in vars(internals).values() if isinstance(each, Part))]
-    assert len(parts) == 14  # the internals, the run and twelve parts
+    assert len(parts) == 15  # the internals, the run and thirteen parts
     ours = {name for part in parts for name in (*dir(type(part)), *vars(part)) if not name.startswith("__")}
     draws = random.Random(1)
     others = {"".join(draws.choices(string.ascii_lowercase + "_", k=draws.randint(1, 9))) for _ in range(1000)}
