@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..core.evaluation.loop import EvalPlan
+from ..core.evaluation.loop import EvalPlan, EvalStep
 from ..core.outputs import PredictionOutput
+from ..core.overrides import is_overridden
 from ..errors import ArgumentsError
+from .acceleration import KEEP_INPUTS, hooked_module
 from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
-from .devices import is_lazy
+from .data.loaders import has_length
+from .devices import is_lazy, synchronize
 from .distributed.sync import SharedEvaluation
+from .evaluation.generation_options import GenerationOptions
+from .evaluation.joined_batches import Inputs
+from .evaluation.joined_generation import JoinedGeneration, Request, Situation
 from .evaluation.prompts import answers_of, prompts_of
 from .hooks import TorchHooks
 from .internals import TorchInternals
 from .strategies.base import on_host
 from .trainer import Trainer
+
+SEES_BATCHES = ("prediction_step", "autocast_smart_context_manager")
+"""Overrides that see the batches of evaluation, or what surrounds `generate`, in addition to those of training."""
 
 DEFAULT_MAX_LENGTH = 20
 """The default `max_length` of transformers' generation."""
@@ -39,6 +49,10 @@ class Seq2SeqEvaluation(SharedEvaluation):
     """Generation in addition to the loss, in evaluation and prediction."""
 
     trainer: Seq2SeqHooks
+
+    def __init__(self, internals: Any) -> None:
+        super().__init__(internals)
+        self._joined = JoinedGeneration(self.device)
 
     # ---- evaluating -------------------------------------------------------------------------------------------------
 
@@ -92,6 +106,34 @@ class Seq2SeqEvaluation(SharedEvaluation):
     def is_plain(self, loss_only: bool) -> bool:
         return super().is_plain(loss_only) and (loss_only or not self._generates())
 
+    def eval_steps(self, loader: Any, loss_only: bool, ignore_keys: list[str] | None) -> Iterator[EvalStep]:
+        generates = self._generates() and not loss_only and self.args.speed != "off" and not is_lazy(self.device)
+        return super().eval_steps(self._read_ahead(loader) if generates else loader, loss_only, ignore_keys)
+
+    def _read_ahead(self, loader: Any) -> Any:
+        """The batches of a loader, several of which may be generated together."""
+        model = plain_module(self.evaluated_model())
+        options = GenerationOptions.of(model, self.trainer._gen_kwargs or self._generation_options({}))
+        reason = self._why_not_joined(model, options)
+        if reason is not None:
+            self.notices.inform_once(f"speed: generation keeps the collator's batches: {reason}")
+            return loader
+        kind = f"{type(model).__qualname__} {next(model.parameters()).dtype} {type(self.strategy.precision).__name__}"
+        now = Situation(kind, repr(sorted(options.values.items())), self.args.speed, not self.args.full_determinism)
+        return self._joined.ahead(loader, len(loader) if has_length(loader) else None, now)
+
+    def _why_not_joined(self, model: Any, options: GenerationOptions) -> str | None:
+        for name in (*SEES_BATCHES, *KEEP_INPUTS):
+            if is_overridden(self.trainer, name) and name != "compute_loss":
+                return f"{name} is overridden"
+        if self.strategy.forward_is_collective or self.strategy.world_size > self.strategy.data_world:
+            return "the ranks compute the model together"
+        if "generate" in vars(model) or not type(model).generate.__module__.startswith(("transformers.", "peft.")):
+            return "generate is not that of transformers"
+        if (name := hooked_module(model)) is not None:
+            return f"{name} has a hook, which would see other batches"
+        return options.why_not(has_encoder=self._has_encoder())
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -103,14 +145,16 @@ class Seq2SeqEvaluation(SharedEvaluation):
         """Loss, generated ids and labels of one batch; without generation, like Trainer.prediction_step."""
         if prediction_loss_only or not self._generates():
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        inputs = self.trainer._prepare_inputs(inputs)
+        batch, inputs = inputs, self.trainer._prepare_inputs(inputs)
         options = gen_kwargs or self.trainer._gen_kwargs or self._generation_options({})
         plain = plain_module(model)
         # On a lazy device each read of a value is a graph, so tokens are selected and counted on the host.
         source = on_host(inputs) if is_lazy(self.device) else inputs
+        request = self._request(plain, self._with_fixed_cache(plain, options))
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.strategy.generating(plain):
-            generate = self._generate_from_encoder if self._has_encoder() else self._generate_from_prompts
-            generated = generate(plain, source, self._with_fixed_cache(plain, options))
+            generated = self._joined.take(batch, request)
+            generated = request.generate(request.inputs(source)) if generated is None else generated
+        generated = self._padded(plain, generated, options, extra=int(self._has_encoder()))
         labels = source.get("labels")
         loss = self._loss_beside_generation(model, inputs) if labels is not None else None
         if labels is not None:
@@ -153,7 +197,25 @@ class Seq2SeqEvaluation(SharedEvaluation):
     def _has_encoder(self) -> bool:
         return bool(getattr(getattr(plain_module(self.model), "config", None), "is_encoder_decoder", False))
 
-    def _generate_from_encoder(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    def _request(self, model: Any, options: dict[str, Any]) -> Request:
+        """How this model generates with these options, from batches on the device."""
+        has_encoder = self._has_encoder()
+
+        def generate(inputs: Inputs) -> Tensor:
+            generated: Tensor = model.generate(**inputs, **options)
+            return generated if has_encoder else generated[:, inputs["input_ids"].shape[1] :]
+
+        return Request(
+            inputs=partial(self._encoder_inputs if has_encoder else self._prompt_inputs, model),
+            prepare=self.trainer._prepare_inputs,
+            generate=generate,
+            options=GenerationOptions.of(model, options),
+            pad=partial(self._pad_token, model),
+            start=int(has_encoder),
+            wait=partial(synchronize, self.device),
+        )
+
+    def _encoder_inputs(self, model: Any, inputs: Inputs) -> Inputs:
         # The decoder's inputs of training contain the answer; generation starts without it.
         hidden = {
             "labels",
@@ -162,18 +224,16 @@ class Seq2SeqEvaluation(SharedEvaluation):
             "num_items_in_batch",
             *self.trainer.label_names,
         }
-        generated = model.generate(**{name: v for name, v in inputs.items() if name not in hidden}, **options)
-        return self._padded(model, generated, options, extra=1)
+        return {name: v for name, v in inputs.items() if name not in hidden}
 
-    def _generate_from_prompts(self, model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    def _prompt_inputs(self, model: Any, inputs: Inputs) -> Inputs:
         width = inputs["input_ids"].shape[1] if is_lazy(self.device) else None
         prompts, mask = prompts_of(inputs, pad=self._pad_token(model), width=width)
         hidden = {"input_ids", "attention_mask", "labels", "num_items_in_batch", *self.trainer.label_names}
         # Images and similar inputs are passed with the prompt; per-token inputs no longer match its positions.
         shape = inputs["input_ids"].shape
         others = {k: v for k, v in inputs.items() if k not in hidden and getattr(v, "shape", ())[:2] != shape}
-        generated = model.generate(input_ids=prompts, attention_mask=mask, **others, **options)
-        return self._padded(model, generated[:, prompts.shape[1] :], options, extra=0)
+        return {"input_ids": prompts, "attention_mask": mask, **others}
 
     def _padded(self, model: Any, generated: Tensor, options: dict[str, Any], *, extra: int) -> Tensor:
         """Generated ids padded to the maximum length, so that all batches have one width."""
