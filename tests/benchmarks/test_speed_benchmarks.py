@@ -280,3 +280,13 @@ def test_the_layout_benchmark_runs_and_agrees_with_transformers(tmp_path: Path) 
     assert results["ours"]["curve"]["against"] == "transformers"
     assert results["ours"]["samples_per_s"] > 0 and results["ours"]["times"]["transformers"] > 0
     assert written["versions"]["torch"] and written["date"]
+
+
+def test_generation_gives_the_same_tokens_in_both_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    file, options = tmp_path / "found.json", ["--tiny", "--models", "causal", "--batches", "12"]
+    monkeypatch.setattr(sys, "argv", ["generation", *options, "--json", str(file)])
+    assert import_module("generation").main() == 0
+    found = json.loads(file.read_text())["results"]["causal"]
+    assert found["ours"]["tokens"] == found["transformers"]["tokens"] > 96
+    assert found["ours"]["rows_with_other_tokens"] == 0

@@ -52,7 +52,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
 
     def __init__(self, internals: Any) -> None:
         super().__init__(internals)
-        self._joined = JoinedGeneration(self.device)
+        self._joined = JoinedGeneration(self.device, self.notices)
 
     # ---- evaluating -------------------------------------------------------------------------------------------------
 
@@ -130,8 +130,8 @@ class Seq2SeqEvaluation(SharedEvaluation):
             return "the ranks compute the model together"
         if "generate" in vars(model) or not type(model).generate.__module__.startswith(("transformers.", "peft.")):
             return "generate is not that of transformers"
-        if (name := hooked_module(model)) is not None:
-            return f"{name} has a hook, which would see other batches"
+        if (hooked := hooked_module(model)) is not None:
+            return f"{hooked} has a hook, which would see other batches"
         return options.why_not(has_encoder=self._has_encoder())
 
     def prediction_step(

@@ -63,7 +63,9 @@ class JoinedRows:
                 groups.append([row])
         return groups
 
-    def in_order(self, rows: list[int], results: list[Tensor], ends: Callable[[Tensor], Tensor], fill: int) -> list[Tensor]:
+    def in_order(
+        self, rows: list[int], results: list[Tensor], ends: Callable[[Tensor], Tensor], fill: int
+    ) -> list[Tensor]:
         """The results of each batch: its rows in its order, as wide as its longest result."""
         widest = max(result.shape[1] for result in results)
         lengths = torch.cat([ends(result) for result in results])
