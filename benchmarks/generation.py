@@ -69,8 +69,8 @@ def causal(tiny: bool, batches: int) -> Task:
         if not tiny:
             size = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
         config = Qwen2Config(
-            vocab_size=words, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=PAD, eos_token_id=words - 1,
-            bos_token_id=None, **size,
+            vocab_size=words, num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=PAD,
+            eos_token_id=words - 1, bos_token_id=None, **size,
         )  # fmt: skip
         with torch.device(DEVICE):
             model = Qwen2ForCausalLM(config).to(torch.bfloat16 if DEVICE == "cuda" else torch.float32)

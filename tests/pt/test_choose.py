@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from loopwright import ArgumentsError, TrainingArguments
 from loopwright.pt.distributed.process_group import backend_for
+from loopwright.pt.distributed.shared_devices import backend_of_shared
 from loopwright.pt.strategies import choose
 from loopwright.pt.strategies.choose import LIMITS, NOWHERE, TABLE, Unsupported, asked_for, chosen_row
 
@@ -139,3 +141,26 @@ def test_devices_talk_with_their_own_library(device: str, asked: str | None, exp
 def test_a_library_of_accelerators_is_refused_on_the_cpu() -> None:
     with pytest.raises(ArgumentsError, match="ddp_backend='nccl'"):
         backend_for(torch.device("cpu"), "nccl")
+
+
+@pytest.mark.parametrize(
+    ("identities", "asked", "expected"),
+    [(["a", "a"], None, "gloo"), (["a", "b"], None, None), (["", ""], None, None), (["a", "a"], "mpi", "mpi"),
+     (["a", "b"], "nccl", "nccl"), (["a", "b", "b"], None, "gloo")],
+)  # fmt: skip
+def test_ranks_on_one_device_communicate_by_gloo(
+    identities: list[str], asked: str | None, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, device = HashStore(), torch.device("cuda", 0)
+    for rank, identity in enumerate(identities):
+        store.set(f"device/{rank}", identity)
+    found = {backend_of_shared(device, asked, store, k, len(identities), each) for k, each in enumerate(identities)}
+    assert found == {expected}
+    assert ("communicate by gloo through host memory" in caplog.text) == (expected == "gloo")
+
+
+def test_nccl_is_refused_for_ranks_on_one_device() -> None:
+    store, device = HashStore(), torch.device("cuda", 0)
+    store.set("device/1", "a")
+    with pytest.raises(ArgumentsError, match="ddp_backend='nccl' needs a device for each rank, but ranks 0, 1 share"):
+        backend_of_shared(device, "nccl", store, 0, 2, "a")

@@ -21,11 +21,9 @@ from ...core.parent import stop_with_launcher
 from ...errors import ArgumentsError
 from ..devices import is_lazy
 from .rendezvous import agree_on_round
+from .shared_devices import ACCELERATED, backend_of_shared
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-ACCELERATED = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "musa": "mccl"}
-"""The communication backend of each device type."""
 
 _opened: Processes | None = None
 
@@ -124,6 +122,7 @@ def _initialize(device: torch.device, backend: str | None, timeout: timedelta) -
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     name = agree_on_round(store, rank, world, timeout)
     store = dist.PrefixStore(name, store)
+    libraries = backend_for(device, backend_of_shared(device, backend, store, rank, world))
     dist.init_process_group(libraries, store=store, rank=rank, world_size=world, timeout=timeout)
 
 

@@ -25,6 +25,7 @@ from ...errors import ModelError
 from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters
 from ..distributed.process_group import Processes
+from ..distributed.shared_devices import talks_by_gloo
 from ..model.options import checkpoint_activations, move_model, repeated_blocks
 from ..precision import Precision
 from .base import ManyProcesses
@@ -106,6 +107,9 @@ def shard_model(
     for block in blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)
+    if device.type != "cpu" and talks_by_gloo(device):
+        for part in (*blocks, model):  # gloo has no means of tensors on a device in all versions of torch
+            getattr(part, "set_force_sum_reduction_for_comms", lambda enable: None)(True)
     if callable(getattr(model, "generate", None)):  # it calls parts of the model directly
         register_fsdp_forward_method(model, "generate")
     if empty:
