@@ -1,0 +1,125 @@
+"""Two ranks on one GPU, over gloo: DDP without padding, FSDP2, resuming and a killed rank.
+
+Also runs without pytest: `python tests/gpu/test_two_processes.py`; with `--cpu` where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+import torch
+
+from tests.gpu.script import HAS_GPU, needs_gpu, run_tests
+
+pytestmark = needs_gpu()
+TIMEOUT = 240
+SCRIPT = str(HERE / "two_processes.py")
+
+
+def command(*words: str, processes: int) -> list[str]:
+    launched = ["-m", "loopwright", "launch", "--processes", str(processes), "--no-log-files"] if processes > 1 else []
+    return [sys.executable, *launched, SCRIPT, *words, *([] if HAS_GPU else ["--cpu"])]
+
+
+def environment() -> dict[str, str]:
+    """Without the place of this process among others, if it has one."""
+    place = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in place}
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
+
+
+@functools.cache
+def results() -> dict[str, Any]:
+    """The runs of two ranks, one after the other in the same processes, beside that of one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [
+            subprocess.Popen(
+                command(folder, *cases, processes=processes),
+                env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for cases, processes in ((("ddp", "fsdp"), 2), (("single",), 1))
+        ]  # fmt: skip
+        said = [run.communicate(timeout=TIMEOUT)[0] for run in runs]
+        for run, text in zip(runs, said, strict=True):
+            assert run.returncode == 0, text[-6000:]
+        found = {path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")}
+        return {**found, "said": said[0]}
+
+
+def assert_like_one_process(case: str) -> None:
+    single = results()["single-0"]["whole"]
+    first, second = (results()[f"{case}-{rank}"]["whole"] for rank in (0, 1))
+    assert first["hashes"] == second["hashes"] and first["losses"] == second["losses"]
+    assert first["step"] == single["step"] == 6
+    for name, tolerance in (("losses", 0.01), ("norms", 0.05)):
+        for ours, expected in zip(first[name], single[name], strict=True):
+            assert abs(ours - expected) <= tolerance * abs(expected), (case, name, first[name], single[name])
+
+
+def assert_resumes_to_the_bit(case: str) -> None:
+    for rank in (0, 1):
+        found = results()[f"{case}-{rank}"]
+        assert found["resumed"]["hashes"] == found["whole"]["hashes"]
+        assert found["resumed"]["losses"] == found["whole"]["losses"]
+
+
+def test_both_ranks_are_on_one_device_and_communicate_by_gloo() -> None:
+    for case, strategy in (("ddp", "DataParallel"), ("fsdp", "FullySharded")):
+        for rank in (0, 1):
+            found = results()[f"{case}-{rank}"]["whole"]
+            assert found["strategy"] == strategy
+            assert found["device"] == ("cuda:0" if HAS_GPU else "cpu")
+            assert found["backend"] == "gloo"
+    if HAS_GPU and torch.cuda.device_count() == 1:
+        assert "ranks 0, 1 share one cuda device: they communicate by gloo" in results()["said"]
+
+
+def test_ddp_without_padding_is_like_one_process() -> None:
+    assert_like_one_process("ddp")
+    plans = [results()[name]["whole"]["plan"] for name in ("ddp-0", "ddp-1", "single-0")]
+    layouts = [plan["layout"] for plan in plans]
+    assert layouts == ["flat"] * 3, plans
+
+
+def test_ddp_resumes_to_the_bit() -> None:
+    assert_resumes_to_the_bit("ddp")
+
+
+def test_fsdp_is_like_one_process() -> None:
+    assert_like_one_process("fsdp")
+
+
+def test_fsdp_resumes_to_the_bit() -> None:
+    assert_resumes_to_the_bit("fsdp")
+
+
+def test_a_killed_rank_ends_the_other_with_its_name() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        done = subprocess.run(
+            command(folder, "killed", processes=2), env=environment(), timeout=TIMEOUT, capture_output=True, text=True
+        )
+        said = done.stdout + done.stderr
+        assert done.returncode != 0, said[-6000:]
+        assert "rank 1" in said and ("SIGKILL" in said or "Signal 9" in said or "exitcode  : -9" in said), said[-6000:]
+        assert not list(Path(folder).glob("killed-*.json"))  # rank 0 did not go on alone
+        print(f"ended after {time.monotonic() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.argv = [word for word in sys.argv if word != "--cpu"]
+    sys.exit(run_tests(globals()))
