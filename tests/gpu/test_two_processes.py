@@ -15,17 +15,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-
 import torch
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "src"), str(Path(__file__).resolve().parents[2])]
 
 from tests.gpu.script import HAS_GPU, needs_gpu, run_tests
 
 pytestmark = needs_gpu()
 TIMEOUT = 240
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 SCRIPT = str(HERE / "two_processes.py")
 
 
