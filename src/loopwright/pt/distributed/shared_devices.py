@@ -16,7 +16,7 @@ ACCELERATED = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "mlu": "cncl", "mus
 
 def device_identity(device: torch.device) -> str:
     """What the device is called on every rank, however many of them a rank sees; empty if it cannot be said."""
-    backend = getattr(torch, device.type, None)
+    backend: Any = getattr(torch, device.type, None)
     if device.type == "cpu" or not hasattr(backend, "get_device_properties"):
         return ""
     return str(getattr(backend.get_device_properties(device), "uuid", None) or "")
@@ -40,7 +40,7 @@ def sharing(identities: list[str]) -> list[list[int]]:
 def backend_of_shared(
     device: torch.device, asked: str | None, store: Any, rank: int, world: int, identity: str | None = None
 ) -> str | None:
-    """The backend that was asked for; gloo if none was and ranks share a device, which nccl refuses."""
+    """The backend of the arguments; without one, gloo if ranks share a device, which nccl refuses."""
     own = device_identity(device) if identity is None else identity
     if device.type not in ACCELERATED or asked not in (None, ACCELERATED[device.type]):
         return asked
