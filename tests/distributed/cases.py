@@ -276,6 +276,22 @@ def clipped(folder: str, **options: Any) -> Any:
     return trained(folder, n=8, max_grad_norm=0.05, num_train_epochs=1, **options)
 
 
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def joined_generation(folder: str, n: int, level: str) -> Any:
+    """Predictions and labels of mixed prompts, and how many windows of batches were generated together."""
+    args = loopwright.Seq2SeqTrainingArguments(
+        folder, **{**CPU, "speed": level}, per_device_eval_batch_size=1, predict_with_generate=True,
+        generation_max_length=4,
+    )  # fmt: skip
+    data = samples([2 + LENGTHS[k % len(LENGTHS)] for k in range(n)], ignored=2)
+    trainer = loopwright.Seq2SeqTrainer(small_llama(eos_token_id=3), args, pad)
+    output = trainer.predict(data)
+    joined = trainer._loopwright.evaluation._joined
+    return output.predictions, output.label_ids, output.metrics["test_loss"], joined._made, joined.reason
+
+
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
