@@ -291,6 +291,32 @@ def test_other_tokens_are_detected(tmp_path: Any, caplog: Any, limit: int, windo
     assert sum("keeps the collator's batches" in each.message for each in caplog.records) == 1
 
 
+class Padded(Llama):
+    """Its tokens depend on the width of the batch, as those of a recurrent model that reads padding do."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(input_ids=input_ids, **kwargs)
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not mask.all():
+            out.logits = out.logits.roll(1, -1)
+        return out
+
+
+def test_padding_is_compared_even_if_the_first_batches_have_none(tmp_path: Any) -> None:
+    data = [{**each, "prompt": [5, 6, 7]} for each in samples(15)] + samples(15)
+    off, on, owner = both(tmp_path, lambda: peaked(Padded()), prompts_only, data)
+    np.testing.assert_array_equal(off.predictions, on.predictions)
+    assert "in joined batches" in joined(owner).reason and joined(owner)._made == 0
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path: Any) -> None:
+    scaled = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    make = lambda: peaked(Llama(max_position_embeddings=20, rope_parameters=dict(scaled)))  # noqa: E731
+    off, on, owner = both(tmp_path, make, prompts_only, samples(30))
+    np.testing.assert_array_equal(off.predictions, on.predictions)
+    assert joined(owner).reason == "beyond 19 tokens the model's positions depend on the longest row of a batch"
+
+
 class Slow(Llama):
     """A model that is slow when it has more than three rows."""
 

@@ -14,6 +14,7 @@ from ..core.evaluation.loop import EvalPlan, EvalStep
 from ..core.outputs import PredictionOutput
 from ..core.overrides import is_overridden
 from ..errors import ArgumentsError
+from ..speed.layouts.positions import longest_alike
 from .acceleration import KEEP_INPUTS, hooked_module
 from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
@@ -128,6 +129,8 @@ class Seq2SeqEvaluation(SharedEvaluation):
                 return f"{name} is overridden"
         if self.strategy.forward_is_collective or self.strategy.world_size > self.strategy.data_world:
             return "the ranks compute the model together"
+        if self.args.torch_compile:
+            return "torch_compile compiles for the shapes of its batches"
         if "generate" in vars(model) or not type(model).generate.__module__.startswith(("transformers.", "peft.")):
             return "generate is not that of transformers"
         if (hooked := hooked_module(model)) is not None:
@@ -212,6 +215,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
             options=GenerationOptions.of(model, options),
             pad=partial(self._pad_token, model),
             start=int(has_encoder),
+            alike=longest_alike(model),
             wait=partial(synchronize, self.device),
         )
 

@@ -17,6 +17,7 @@ NEUTRAL: dict[str, Any] = {
     "diversity_penalty": 0,
     "guidance_scale": 1,
     "penalty_alpha": 0,
+    "cache_implementation": "hybrid",  # a default of older models that transformers removes
 }
 """Values without effect, of options that are refused otherwise; None and False have none for any option."""
 

@@ -20,10 +20,10 @@ class CannotJoin(Exception):
 class JoinedRows:
     """The rows of several batches of inputs of `generate`, which can be put together in any order."""
 
-    def __init__(self, batches: list[Inputs], pad: int) -> None:
+    def __init__(self, batches: list[Inputs], pad: int, *, wider: int = 0) -> None:
         self.sizes = [_rows_in(batch) for batch in batches]
-        self._left = _side(batches)
-        width = max(_width(batch) for batch in batches)
+        self._left, self._wider = _side(batches), wider
+        width = max(_width(batch) for batch in batches) + wider
         names = list(batches[0])
         if any(list(batch) != names for batch in batches):
             raise CannotJoin("the batches have different entries")
@@ -38,11 +38,16 @@ class JoinedRows:
     def _has_mask(self) -> bool:
         return TOKENS in self._inputs and MASK in self._inputs
 
+    @property
+    def could_be_wider(self) -> bool:
+        """Whether all rows have one length, so that joining them shows nothing about padding."""
+        return self._has_mask and len(set(self.lengths)) == 1
+
     def pick(self, rows: list[int]) -> Inputs:
-        """A batch of these rows, as wide as the longest of them."""
+        """A batch of these rows, as wide as the longest of them, or by `wider` columns of padding more."""
         first = next(value for value in self._inputs.values())
         index = torch.tensor(rows, device=first.device)
-        width = max(self.lengths[row] for row in rows)
+        width = max(self.lengths[row] for row in rows) + self._wider
         picked = {}
         for name, value in self._inputs.items():
             found = value.index_select(0, index)

@@ -28,6 +28,8 @@ COMPARED = (2, 4)
 """Batches that are generated both ways, in a short and in a long evaluation."""
 ENOUGH, LONG = 12, 24
 """Batches of an evaluation for which comparing the first of them pays off, and of a long one."""
+WIDER = 5
+"""Columns of padding that are added to rows of one length in the comparison."""
 FASTER = 1.1
 """The ratio of times from which joined batches are used."""
 
@@ -46,6 +48,8 @@ class Request:
     pad: Callable[[], int]
     start: int
     """The first column of the result that may end a row."""
+    alike: int | None
+    """The longest row with positions that do not depend on the other rows of a batch; None for any length."""
     wait: Callable[[], None]
     """Waits until the device has finished."""
 
@@ -124,20 +128,22 @@ class JoinedGeneration:
         """The answers of the collator's batches, after comparing them with those of the same rows together."""
         if self._largest * 2 > self._budget:
             raise CannotJoin(f"its batches have {self._largest:,} tokens, so that larger ones gain little")
-        JoinedRows(inputs, request.pad())  # refused before anything is generated
+        wider = WIDER if JoinedRows(inputs, request.pad()).could_be_wider else 0
         alone, times = [], []
         for each in inputs:
             answer, seconds = _timed(partial(request.generate, each), request.wait)
             alone.append(answer)
             times.append(seconds)
         try:
-            self._decide(alone, times, inputs, request)
+            self._decide(alone, times, inputs, request, wider)
         except Exception as error:  # a model may raise anything for a batch that is not the collator's
             self._stop(error)
         return alone
 
-    def _decide(self, alone: list[Tensor], times: list[float], inputs: list[Inputs], request: Request) -> None:
-        together, seconds = _timed(partial(self._together, inputs, request), request.wait)
+    def _decide(
+        self, alone: list[Tensor], times: list[float], inputs: list[Inputs], request: Request, wider: int
+    ) -> None:
+        together, seconds = _timed(partial(self._together, inputs, request, wider), request.wait)
         self._compare(alone, together)
         text = f"generation in batches of similar length: same tokens in the first {len(alone)} batches"
         if self._now.uses_clock:
@@ -157,8 +163,12 @@ class JoinedGeneration:
             self._compare([request.generate(inputs[index])], [answers[index]])
         return answers
 
-    def _together(self, inputs: list[Inputs], request: Request) -> list[Tensor]:
-        rows = JoinedRows(inputs, request.pad())
+    def _together(self, inputs: list[Inputs], request: Request, wider: int = 0) -> list[Tensor]:
+        rows = JoinedRows(inputs, request.pad(), wider=wider)
+        if request.alike is not None and max(rows.lengths) + request.options.longest > request.alike:
+            raise CannotJoin(
+                f"beyond {request.alike:,} tokens the model's positions depend on the longest row of a batch"
+            )
         while True:
             groups = rows.grouped(
                 extra=request.options.longest, copies=request.options.beams, budget=max(self._budget, self._largest)
