@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import numpy as np
@@ -317,22 +316,46 @@ def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path: Any) -> 
     assert joined(owner).reason == "beyond 19 tokens the model's positions depend on the longest row of a batch"
 
 
-class Slow(Llama):
-    """A model that is slow when it has more than three rows."""
+class Timed(Llama):
+    """A model with a clock of its own, by which a forward pass takes as long as the number of rows tells."""
+
+    def __init__(self, *seconds: tuple[int, float]) -> None:
+        super().__init__()
+        self.seconds, self.now = seconds, 0.0
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-        time.sleep(0.3 if len(input_ids) > 3 else 0)
+        self.now += next(seconds for most, seconds in self.seconds if len(input_ids) <= most)
         return super().forward(input_ids=input_ids, **kwargs)
+
+
+def timed(folder: Any, *seconds: tuple[int, float], **options: Any) -> Any:
+    model = peaked(Timed(*seconds))
+    owner = trainer(folder, model, prompts_only, generation_max_length=2, **options)
+    joined(owner).clock = lambda: model.now
+    return owner
 
 
 def test_slower_joined_batches_are_not_used_unless_no_clock_decides(tmp_path: Any) -> None:
     data = samples(36)
-    by_clock = trainer(tmp_path, peaked(Slow()), prompts_only, generation_max_length=2)
+    by_clock = timed(tmp_path, (3, 1.0), (99, 2.0))
     by_clock.predict(data)
-    assert "as long" in joined(by_clock).reason
-    deterministic = trainer(tmp_path, peaked(Slow()), prompts_only, generation_max_length=2, full_determinism=True)
+    assert joined(by_clock).reason == "joined batches take 1.0 x as long"
+    faster = timed(tmp_path, (3, 1.0), (99, 1.5))
+    faster.predict(data)
+    assert joined(faster)._is_on and joined(faster)._made >= 1
+    deterministic = timed(tmp_path, (3, 1.0), (99, 9.0), full_determinism=True)
     deterministic.predict(data)
     assert joined(deterministic)._is_on and joined(deterministic)._made >= 1
+
+
+def test_larger_batches_that_are_slower_are_not_used_again(tmp_path: Any) -> None:
+    """The first two batches together are fast, all others together are not."""
+    data = samples(45)
+    off = trainer(tmp_path, peaked(Llama()), prompts_only, generation_max_length=2, speed="off").predict(data)
+    owner = timed(tmp_path, (3, 1.0), (12, 1.0), (99, 20.0))
+    for _ in range(2):
+        np.testing.assert_array_equal(owner.predict(data).predictions, off.predictions)
+        assert joined(owner)._made == 1 and joined(owner).reason == "joined batches take 1.5 x as long"
 
 
 class Small(Llama):
