@@ -113,13 +113,15 @@ class Seq2SeqEvaluation(SharedEvaluation):
 
     def _read_ahead(self, loader: Any) -> Any:
         """The batches of a loader, several of which may be generated together."""
-        model = plain_module(self.evaluated_model())
+        model: Any = plain_module(self.evaluated_model())
+        if not hasattr(type(model), "generate") or not hasattr(model, "generation_config"):
+            return loader  # the first batch raises the error
         options = GenerationOptions.of(model, self.trainer._gen_kwargs or self._generation_options({}))
         reason = self._why_not_joined(model, options)
         if reason is not None:
             self.notices.inform_once(f"speed: generation keeps the collator's batches: {reason}")
             return loader
-        kind = f"{type(model).__qualname__} {next(model.parameters()).dtype} {type(self.strategy.precision).__name__}"
+        kind = f"{type(model).__qualname__} {getattr(model, 'dtype', None)} {type(self.strategy.precision).__name__}"
         now = Situation(kind, repr(sorted(options.values.items())), self.args.speed, not self.args.full_determinism)
         return self._joined.ahead(loader, len(loader) if has_length(loader) else None, now)
 
