@@ -285,7 +285,9 @@ def joined_generation(folder: str, n: int, level: str) -> Any:
         folder, **{**CPU, "speed": level}, per_device_eval_batch_size=1, predict_with_generate=True,
         generation_max_length=4,
     )  # fmt: skip
-    data = samples([2 + LENGTHS[k % len(LENGTHS)] for k in range(n)], ignored=2)
+    data = samples([2 + LENGTHS[k % len(LENGTHS)] for k in range(n)])
+    for k, each in enumerate(data):
+        each["labels"][: 1 + k % len(each["labels"])] = -100  # prompts of several lengths
     trainer = loopwright.Seq2SeqTrainer(small_llama(eos_token_id=3), args, pad)
     output = trainer.predict(data)
     joined = trainer._loopwright.evaluation._joined

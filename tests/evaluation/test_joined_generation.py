@@ -137,7 +137,7 @@ MODELS = {"llama": (lambda: peaked(Llama()), causal), "t5": (T5, pairs)}
     [
         {"include_for_metrics": ["inputs", "loss"]},
         {"call": {"num_beams": 2, "max_new_tokens": 6}, "eval_do_concat_batches": False},
-        {"call": {"max_new_tokens": 7, "min_new_tokens": 3}, "per_device_eval_batch_size": 2},
+        {"call": {"max_new_tokens": 7, "min_new_tokens": 3}, "per_device_eval_batch_size": 1},
     ],
     ids=str,
 )
@@ -412,6 +412,15 @@ def test_rows_are_padded_on_the_side_of_the_batches(left: bool) -> None:
     assert picked["attention_mask"].tolist() == [[int(token > 0) for token in row] for row in expected]
     assert rows.grouped(extra=1, copies=1, budget=6) == [[1, 2], [0]]
     assert rows.grouped(extra=1, copies=2, budget=6) == [[1], [2], [0]]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_rows_of_batches_without_padding_are_padded_on_the_given_side(left: bool) -> None:
+    rows = JoinedRows(rows_of([[5, 6, 7]], [[9, 3]], left=left), pad=PAD, left=left)
+    assert rows.pick([1, 0])["input_ids"].tolist() == ([[PAD, 9, 3], [5, 6, 7]] if left else [[9, 3, PAD], [5, 6, 7]])
+    wider = JoinedRows(rows_of([[5, 6]], [[9, 3]], left=left), pad=PAD, left=left, wider=1)
+    assert wider.could_be_wider
+    assert wider.pick([0])["attention_mask"].tolist() == ([[0, 1, 1]] if left else [[1, 1, 0]])
 
 
 def test_results_are_put_back() -> None:

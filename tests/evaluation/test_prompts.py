@@ -218,5 +218,6 @@ def test_images_go_with_the_prompts(tmp_path: Any) -> None:
     trainer.model.generate = generate
     batch = {**collate("right")(SAMPLES), "pixel_values": torch.zeros(5, 3, 4, 4)}
     batch["token_type_ids"] = torch.zeros_like(batch["input_ids"])
-    trainer._loopwright.evaluation._generate_from_prompts(trainer.model, batch, {"max_new_tokens": 1})
+    request = trainer._loopwright.evaluation._request(trainer.model, {"max_new_tokens": 1})
+    request.generate(request.inputs(batch))
     assert set(given[0]) == {"input_ids", "attention_mask", "pixel_values", "max_new_tokens"}

@@ -216,6 +216,7 @@ class Seq2SeqEvaluation(SharedEvaluation):
             generate=generate,
             options=GenerationOptions.of(model, options),
             pad=partial(self._pad_token, model),
+            left=not has_encoder,
             start=int(has_encoder),
             alike=longest_alike(model),
             wait=partial(synchronize, self.device),

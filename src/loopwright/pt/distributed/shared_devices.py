@@ -62,5 +62,7 @@ def backend_of_shared(
 
 
 def talks_by_gloo(device: torch.device) -> bool:
-    """Whether tensors of the device are sent by gloo in the default group."""
-    return bool(dist.group.WORLD is not None and dist.group.WORLD._get_backend(device).name() == "gloo")
+    """Whether tensors of an accelerator are sent by gloo in the default group, instead of its own library."""
+    if device.type not in ACCELERATED or dist.group.WORLD is None:
+        return False
+    return bool(dist.group.WORLD._get_backend(device).name() == "gloo")

@@ -18,11 +18,14 @@ class CannotJoin(Exception):
 
 
 class JoinedRows:
-    """The rows of several batches of inputs of `generate`, which can be put together in any order."""
+    """The rows of several batches of inputs of `generate`, which can be put together in any order.
 
-    def __init__(self, batches: list[Inputs], pad: int, *, wider: int = 0) -> None:
+    Rows are padded on the side of the batches, and on the left or right by `left` if these have no padding.
+    """
+
+    def __init__(self, batches: list[Inputs], pad: int, *, left: bool = False, wider: int = 0) -> None:
         self.sizes = [_rows_in(batch) for batch in batches]
-        self._left, self._wider = _side(batches), wider
+        self._left, self._wider = _side(batches, left), wider
         width = max(_width(batch) for batch in batches) + wider
         names = list(batches[0])
         if any(list(batch) != names for batch in batches):
@@ -124,8 +127,8 @@ def _is_per_token(batch: Inputs, name: str) -> bool:
     return tokens is not None and batch[name].shape[:2] == tokens.shape
 
 
-def _side(batches: list[Inputs]) -> bool:
-    """Whether rows are padded on the left."""
+def _side(batches: list[Inputs], default: bool) -> bool:
+    """Whether rows are padded on the left; `default` if they have no padding."""
     if any(not isinstance(value, Tensor) or not value.dim() for batch in batches for value in batch.values()):
         raise CannotJoin("an input is not a tensor with one row per sample")
     if any(batch.get(TOKENS) is None or batch.get(MASK) is None for batch in batches):
@@ -135,7 +138,7 @@ def _side(batches: list[Inputs]) -> bool:
     masks = [batch[MASK] for batch in batches]
     if any(batch[MASK].shape != batch[TOKENS].shape for batch in batches):
         raise CannotJoin("attention_mask does not have the shape of input_ids")
-    for left in (False, True):
+    for left in (default, not default):
         if all(bool((_mask_of(mask, left) == mask).all()) for mask in masks):
             return left
     raise CannotJoin("attention_mask has holes, or batches are padded on different sides")

@@ -46,6 +46,8 @@ class Request:
     """What is generated from them, without the prompt."""
     options: GenerationOptions
     pad: Callable[[], int]
+    left: bool
+    """Whether prompts are padded on the left, as those of decoder-only models are."""
     start: int
     """The first column of the result that may end a row."""
     alike: int | None
@@ -128,7 +130,7 @@ class JoinedGeneration:
         """The answers of the collator's batches, after comparing them with those of the same rows together."""
         if self._largest * 2 > self._budget:
             raise CannotJoin(f"its batches have {self._largest:,} tokens, so that larger ones gain little")
-        wider = WIDER if JoinedRows(inputs, request.pad()).could_be_wider else 0
+        wider = WIDER if JoinedRows(inputs, request.pad(), left=request.left).could_be_wider else 0
         alone, times = [], []
         for each in inputs:
             answer, seconds = self._timed(partial(request.generate, each), request)
@@ -168,7 +170,7 @@ class JoinedGeneration:
         return answers
 
     def _together(self, inputs: list[Inputs], request: Request, wider: int = 0) -> list[Tensor]:
-        rows = JoinedRows(inputs, request.pad(), wider=wider)
+        rows = JoinedRows(inputs, request.pad(), left=request.left, wider=wider)
         if request.alike is not None and max(rows.lengths) + request.options.longest > request.alike:
             raise CannotJoin(
                 f"beyond {request.alike:,} tokens the model's positions depend on the longest row of a batch"

@@ -107,7 +107,7 @@ def shard_model(
     for block in blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)
-    if device.type != "cpu" and talks_by_gloo(device):
+    if talks_by_gloo(device):
         for part in (*blocks, model):  # gloo has no means of tensors on a device in all versions of torch
             getattr(part, "set_force_sum_reduction_for_comms", lambda enable: None)(True)
     if callable(getattr(model, "generate", None)):  # it calls parts of the model directly
