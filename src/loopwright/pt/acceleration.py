@@ -20,6 +20,7 @@ from ..core.update import Update
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
+from ..speed.compile.region import Region, module_of
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
@@ -27,6 +28,7 @@ from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
 from ..speed.model_stamp import fingerprint, is_foreign
+from ..speed.planner.choice import named_head
 from ..speed.planner.decision import SpeedPlan
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
@@ -61,6 +63,8 @@ class Acceleration(TorchPart):
 
     graph_recorder: Any = None
     """Records micro-batches as graphs on devices other than CUDA."""
+    region_backend: Any = None
+    """The compiler of regions; None for inductor."""
 
     def start(self) -> SpeedEngine | None:
         """Create the speed engine, or log why it is disabled and return None."""
@@ -146,6 +150,10 @@ class Acceleration(TorchPart):
             recomputes=self.args.gradient_checkpointing or bool(getattr(model, "is_gradient_checkpointing", False)),
             graph=self._graph_micro_batches,
             why_not_graph=self._why_not_graph(),
+            region=self._region,
+            why_not_region=self._why_not_region(),
+            sandbox_compiled=lambda: self._sandbox(is_compiled=True),
+            may_measure=not self.args.full_determinism,
             free_memory=self.strategy.free_memory,
             identity=self._identity,
             wants_look=lambda batches: self.run.accounting.wants_look(batches),
@@ -185,6 +193,38 @@ class Acceleration(TorchPart):
             self.model, self.args, self.notices, dynamic=True, short_rows=short_rows
         )
         self.internals.pacing.follow_compiler()
+
+    def _why_not_region(self) -> str | None:
+        args, model = self.args, self.model
+        reasons = (
+            ("torch_compile already does it", args.torch_compile),
+            ("there is more than one rank", self.strategy.world_size > 1),
+            ("gradient_checkpointing is on", args.gradient_checkpointing),
+            ("fp8 is on", args.fp8),
+            ("the device has its own compiler", kind_of(self.device).static_shapes),
+            ("the model is already compiled", any(m._compiled_call_impl is not None for m in model.modules())),
+            ("the model is on several devices", len({p.device for p in model.parameters()}) > 1),
+        )
+        return next((reason for reason, is_so in reasons if is_so), None)
+
+    def _region(self, scope: str) -> Region | None:
+        model = without_wrappers(self.model)
+        module = module_of(model, scope, named_head(model))
+        if module is None:
+            return None
+        if self.run.split is not None:
+            self.run.split.detach()  # its hooks would become part of the compiled code
+        name = next((name for name, each in model.named_modules() if each is module), "") or "the model"
+        region = Region(
+            module,
+            name,
+            notices=self.notices,
+            backend=self.region_backend,
+            is_deterministic=self.args.full_determinism,
+        )
+        self.internals.compiled = region.session
+        self.internals.pacing.follow_compiler()
+        return region
 
     def _why_not_graph(self) -> str | None:
         args, kind = self.args, self.device.type
@@ -240,10 +280,11 @@ class Acceleration(TorchPart):
         return step
 
     @contextmanager
-    def _sandbox(self) -> Iterator[None]:
+    def _sandbox(self, *, is_compiled: bool = False) -> Iterator[None]:
         self.internals.is_probing = True  # logs of overrides here belong to no update
+        written = nullcontext() if is_compiled else self.as_written()
         try:
-            with self.run.ledger.during(PROVING), sandbox(self.model, self.trainer), self.as_written():
+            with self.run.ledger.during(PROVING), sandbox(self.model, self.trainer), written:
                 yield
         finally:
             self.internals.is_probing = False

@@ -9,20 +9,23 @@ from typing import Any
 import numpy as np
 
 from ..core.update import MicroBatch, Update
+from .compile.region import Region
 from .cuda_graphs.graphed_step import GraphedTraining
 from .fused_loss.lazy_logits import PendingHead
 from .inputs import PlannerInputs
 from .layouts.candidates import Layout, make_layout
-from .layouts.positions import check_lengths, longest_alike
+from .layouts.reading import SampleReader
 from .layouts.rows import Laid, Limits
-from .layouts.samples import SOURCE, NoSamples, OddSamples, Samples
+from .layouts.samples import SOURCE, Samples
 from .memory.token_budget import limits_for
 from .planner.choice import HEAD, output_head
 from .planner.decision import AS_MADE, UNPADDED, SpeedPlan
 from .planner.planner import GRAPHS, Planner
+from .planner.regions import REGION
 from .proof.audit import Verification
-from .proof.guard import image_tokens_of, samples_of
 from .proof.prover import knows_count
+from .proof.region import without_full_mask
+from .region_use import RegionUse
 
 MOST_CHANGES = 8
 """Changes of the model between updates after which accelerations are switched off for good."""
@@ -32,11 +35,7 @@ class SpeedEngine:
     """Lays out updates, and installs and removes the model's attention and head around each of them."""
 
     def __init__(
-        self,
-        situation: Callable[[], PlannerInputs],
-        *,
-        announce: Callable[[SpeedPlan], None],
-        tell: Callable[[str], None],
+        self, situation: Callable[[], PlannerInputs], *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
     ) -> None:
         self._make_situation, self._announce, self._tell = situation, announce, tell
         self._reset()
@@ -64,6 +63,7 @@ class SpeedEngine:
         self._widest = 0
         """Length of the longest sample so far, which is the width of padded batches if few shapes are required."""
         self._graphed: GraphedTraining | None = None
+        self._region: RegionUse | None = None
         self._verification: Verification | None = None
         self._must_prove = False
         """Whether the next update must prove the plan: it comes from a checkpoint, or the model has changed."""
@@ -73,8 +73,7 @@ class SpeedEngine:
         if self._situation is None:
             self._situation = self._make_situation()
             self._planner = Planner(self._situation)
-            self._image_tokens = image_tokens_of(getattr(self._situation.model, "config", None))
-            self._longest_alike = longest_alike(self._situation.model)
+            self._reader = SampleReader(self._situation, self._whole, tell=self._tell)
         return self._situation
 
     # ---- every update -----------------------------------------------------------------------------------------------
@@ -88,7 +87,9 @@ class SpeedEngine:
         if not self.is_active:
             return
         self._learn(update.batches)
-        samples = self._taken_apart_or_none(update.batches) if self._layout is not None else None
+        if self._region is not None and (reason := self._region.differs(update.batches)) is not None:
+            self._leave_region(reason)
+        samples = self._reader.read_or_none(update.batches) if self._layout is not None else None
         if self._layout is None or samples is None:
             if self._layout is None and self._head is not None:
                 self._verify(update.batches, None, None)
@@ -111,16 +112,6 @@ class SpeedEngine:
             here.learn(batches)
             self._knows_loss = True  # as far as it can be determined
 
-    def _taken_apart_or_none(self, batches: list[Any]) -> Samples | None:
-        try:
-            samples = self._taken_apart(batches)
-            if self._here.shifts() and samples.first_targets_are_counted():
-                raise OddSamples("a left-padded sample has a target on its first token")
-        except NoSamples as reason:
-            self._tell(f"speed: keeping the collator's batches when they look like these: {reason}")
-            return None
-        return samples
-
     def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
         assert self._layout is not None
         if self.plan.few_shapes:
@@ -128,12 +119,25 @@ class SpeedEngine:
         limits = self._limits(batches, samples)
         return self._layout.lay(samples, limits, shifts=self._here.shifts(), fill=self.plan.fill), limits
 
-    @staticmethod
-    def _put_into(update: Update, samples: Samples, laid: Laid) -> None:
+    def _put_into(self, update: Update, samples: Samples, laid: Laid) -> None:
         update.batches, update.computed_tokens = laid.batches, laid.computed_tokens
         update.real_tokens, update.squared_lengths = samples.real_tokens, samples.squared_lengths
 
     # ---- validity of the plan ---------------------------------------------------------------------------------------
+
+    def _leave_region(self, reason: str) -> None:
+        """Go on without the compiled region."""
+        self._tell(f"speed: the compiled region is switched off, and the model runs as written: {reason}")
+        assert self._region is not None
+        self._region.finish()
+        self._region, self.plan.region = None, ""
+        self.plan.take_back(REGION, reason)
+        self._settle_activity()
+        self._announce(self.plan)
+
+    def _settle_activity(self) -> None:
+        self.is_active = any(each is not None for each in (self._layout, self._head, self._graphed, self._region))
+        self.is_idle = not self.is_active
 
     def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
         """Whether the plan of a checkpoint is valid for this update; if not, the next update makes a new one."""
@@ -165,7 +169,7 @@ class SpeedEngine:
         plan = SpeedPlan(choices=self.plan.choices)
         for choice in plan.choices:
             choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
-        self.plan, self._graphed, self._last = plan, None, None
+        self.plan, self._graphed, self._region, self._last = plan, None, None, None
         self._carry_out(None, None)
         self._announce(plan)
 
@@ -183,6 +187,8 @@ class SpeedEngine:
         """Prove the plan again after the model or the training has changed between updates, e.g. in a callback."""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
+        if self._region is not None:
+            self._region.must_prove = True
         if "hooks" in changes and self._here.user_hook() is not None:
             self._put_back(update)
             self._start_again("a hook was registered")
@@ -274,7 +280,7 @@ class SpeedEngine:
             self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
-            return batch
+            return batch if self._region is None else without_full_mask(batch)
         batch = self._here.put(batch)
         return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph includes that conversion
 
@@ -299,11 +305,11 @@ class SpeedEngine:
     def consider(self, batches: list[Any]) -> None:
         """Make the plan as soon as an update allows a decision, and apply it."""
         here = self._here  # also creates the planner
-        made = self._planner.consider(batches, self._taken_apart)
+        made = self._planner.consider(batches, self._reader.read)
         if made is None:
             return
         self.plan, self._knows_loss = made.plan, made.layout is not None
-        self._carry_out(made.layout, made.head)
+        self._carry_out(made.layout, made.head, made.region)
         if self._verification is not None and made.coverage is not None:
             self._verification.coverage = made.coverage
         self._announce(self.plan)
@@ -313,7 +319,7 @@ class SpeedEngine:
                 "tokens, since no padding-free layout is verified here; see speed_report()"
             )
 
-    def _carry_out(self, layout: Layout | None, head: PendingHead | None) -> None:
+    def _carry_out(self, layout: Layout | None, head: PendingHead | None, proved: Region | None = None) -> None:
         self._layout, self._head = layout, head
         if self.plan.activations != "none":
             self._undo.append(self._here.recompute(self.plan.activations))
@@ -324,8 +330,11 @@ class SpeedEngine:
             self._undo.append(self._graphed.close)
             if layout is not None:
                 self._graphed.take_rows(layout.for_model)
-        self.is_decided, self.is_active = True, layout is not None or head is not None or self._graphed is not None
-        self.is_idle = not self.is_active
+        if self.plan.region and (region := proved or self._here.region(self.plan.region)) is not None:
+            self._region = RegionUse(self._here, region, is_proved=proved is not None)
+            self._undo.append(self._region.finish)
+        self._settle_activity()
+        self.is_decided = True
         self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
 
     def give_up_graphs(self, reason: str) -> None:
@@ -336,15 +345,6 @@ class SpeedEngine:
         if self.plan.compiled:
             self._here.compile(self.plan.short_rows)
         self._announce(self.plan)
-
-    def _taken_apart(self, batches: list[Any]) -> Samples:
-        here = self._here
-        samples = samples_of(
-            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
-        )
-        self._whole.update(samples.per_sample())
-        check_lengths(samples, self._longest_alike)
-        return samples
 
     def _limits(self, batches: list[Any], samples: Samples) -> Limits:
         return limits_for(self.plan, self._here, batches, samples, widest=self._widest)
@@ -379,7 +379,8 @@ class SpeedEngine:
         """Apply the plan of a checkpoint if it was made for the same device, versions and code; else plan again."""
         here = self._here
         self._planner.load_state_dict(state)
-        self._whole, self._widest = set(state.get("whole", ())), state.get("widest", 0)
+        self._whole.update(state.get("whole", ()))
+        self._widest = state.get("widest", 0)
         plan = SpeedPlan.from_dict(state["plan"]) if state.get("plan") else None
         if plan is None or (plan.changes_anything and plan.made_for != here.described()):
             return
@@ -388,6 +389,7 @@ class SpeedEngine:
         head = output_head(model) if plan.linear_loss else None
         missing = (plan.linear_loss and head is None) or plan.activations not in self._here.policies
         missing |= plan.graphed and self._here.why_not_graph is not None
+        missing |= bool(plan.region) and self._here.why_not_region is not None
         if isinstance(layout, str) or missing:
             return
         self.plan = plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,15 @@ class PlannerInputs:
     graph: Callable[[], Any] | None = None
     """Switches to CUDA graphs for micro-batches; returns the training step that replays them."""
     why_not_graph: str | None = "CUDA graphs were not requested"
+    region: Callable[[str], Any] = lambda scope: None
+    """Compiles the model, or all of it but its output layer, as one region; None if there is no such part."""
+    why_not_region: str | None = "regions were not requested"
+    sandbox_compiled: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The sandbox, with compiled code."""
+    may_measure: bool = True
+    """Whether a choice may depend on measured times."""
+    is_warm: Callable[[], bool] = lambda: False
+    """Whether compiled code of an earlier run of this model is in the cache."""
 
     @property
     def insists(self) -> bool:

@@ -35,6 +35,8 @@ class SpeedPlan:
     compiled: bool = False
     short_rows: bool = False
     """Whether compiled blocks get rows both below and above a few thousand tokens."""
+    region: str = ""
+    """What is compiled as one region: "model", "trunk", or nothing."""
     graphed: bool = False
     """Whether forward and backward of a micro-batch are one CUDA graph."""
     budget: int = 0
@@ -50,7 +52,7 @@ class SpeedPlan:
 
     @property
     def changes_anything(self) -> bool:
-        switches = (self.linear_loss, self.compiled, self.graphed, self.activations != "none")
+        switches = (self.linear_loss, self.compiled, bool(self.region), self.graphed, self.activations != "none")
         return self.layout != AS_MADE or any(switches)
 
     @property
@@ -107,8 +109,6 @@ WORTH_SECONDS = {"cpu": 1.0, "cuda": 5.0}
 """Estimated seconds a run must save before anything is proved and enabled."""
 WORTH_SHARE = 0.1
 """Fraction of the computed tokens that must be padding."""
-COMPILE_SECONDS = 60.0
-"""Estimated seconds of computing a run must have left for compilation to pay off."""
 SHORT_ROW = 8192
 """Tokens of an update below which its rows count as short for the compiler."""
 ROW_TOKENS = 32_768
@@ -129,11 +129,6 @@ def seconds(operations: float, device_type: str) -> float:
 def is_worth_it(saved_share: float, saved_operations: float, device_type: str) -> bool:
     """Whether removing padding saves more than proving that it can be removed costs."""
     return saved_share >= WORTH_SHARE and seconds(saved_operations, device_type) >= _of(WORTH_SECONDS, device_type)
-
-
-def pays_to_compile(operations: float, device_type: str) -> bool:
-    """Whether enough computing is left for compilation to pay off."""
-    return device_type != "cpu" and seconds(operations, device_type) >= COMPILE_SECONDS
 
 
 def seconds_launching(modules: int, device_type: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..compile.blocks import get_ready
+from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
@@ -18,7 +19,8 @@ from ..memory.token_budget import limits_for, plan_memory
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
 from .choice import HEAD, Decision
-from .decision import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it, pays_to_compile
+from .decision import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
+from .regions import RegionChoice
 
 LOOKS = 20
 """Updates inspected before padding counts as too little to remove."""
@@ -37,6 +39,7 @@ class Made(NamedTuple):
     """The fraction of tokens that are padding and worth removing."""
     coverage: Coverage | None = None
     """The updates that the proofs cover."""
+    region: Region | None = None
 
 
 def _nothing(reason: str) -> SpeedPlan:
@@ -53,13 +56,29 @@ class Planner:
         self._looks = 0
         self._tokens = 0
         """The real tokens of the update the plan is based on."""
+        self._micro_batches = 1.0
+        """The micro-batches of that update, without their padding."""
         self._graphs = GraphChoice(situation)
+        self._regions = RegionChoice(situation)
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         """The plan, as soon as an update shows a benefit or that there is none; None before that."""
         here = self._here
         self._looks += 1
         self._graphs.look(batches)
+        self._regions.look(batches)
+        if here.user_hook() is None and self._regions.waits(batches):
+            return None
+        made = self._planned(batches, take_apart)
+        if made is None or here.user_hook() is not None:
+            return made
+        region = self._regions.choose(made.plan, batches, made.head)
+        if region is not None:
+            made.plan.forget(COMPILED)
+        return made._replace(region=region)
+
+    def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
+        here = self._here
         if (hooked := here.user_hook()) is not None:
             plan = _nothing(f"a hook on {hooked} may read batches")
             self._note_graphs(plan, f"a hook on {hooked} would not be called")
@@ -128,6 +147,8 @@ class Planner:
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float, as_made: str | None = None) -> Made:
         here, self._tokens = self._here, samples.real_tokens
+        self._regions.count(batches)
+        self._micro_batches = len(batches) * samples.real_tokens / max(padded_tokens(batches, samples), 1)
         if self._wants_compiling() and here.why_not_compile is None and not here.is_pair:
             get_ready()
         refused: dict[str, Proof] = {}
@@ -205,14 +226,17 @@ class Planner:
 
     def _wants_compiling(self) -> bool:
         here = self._here
-        operations = self._tokens * here.operations_per_token * here.updates_left()
-        return here.on_gpu and (here.level == "max" or pays_to_compile(operations, here.device.type))
+        return here.on_gpu and (here.level == "max" or self._regions.blocks_pay(self._micro_batches))
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "tokens": self._tokens}
+        seen = {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "tokens": self._tokens,
+                "micro_batches": self._micro_batches}  # fmt: skip
+        return {**seen, **self._regions.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._looks, self._tokens = state.get("looks", 0), state.get("tokens", 0)
+        self._micro_batches = state.get("micro_batches", 1.0)
         self._graphs.shapes = set(state.get("shapes", ()))
+        self._regions.load_state_dict(state)

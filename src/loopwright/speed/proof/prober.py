@@ -53,6 +53,8 @@ class Setting(NamedTuple):
     """Whether half-precision weights are converted to single precision."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context around every forward: autocast, if the precision of training is compared."""
+    drops: bool = False
+    """Whether dropout stays on, for paths that draw the same random numbers."""
 
 
 HALF_AS_GOOD = 1.5
@@ -149,7 +151,7 @@ class Prober:
             stack.enter_context(self._sandbox())
             stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
             stack.enter_context(setting.around())
-            shapes = stack.enter_context(without_dropout())
+            shapes: Shapes = [] if setting.drops else stack.enter_context(without_dropout())
             self._model.train(setting.train)
             try:
                 yield shapes

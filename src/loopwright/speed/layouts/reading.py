@@ -1,0 +1,43 @@
+"""Reading the samples of updates, with what earlier updates have shown about their entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..inputs import PlannerInputs
+from ..proof.guard import image_tokens_of, samples_of
+from .positions import check_lengths, longest_alike
+from .samples import NoSamples, OddSamples, Samples
+
+
+class SampleReader:
+    """Separates the samples of an update."""
+
+    def __init__(self, situation: PlannerInputs, whole: set[str], *, tell: Callable[[str], None]) -> None:
+        self._here, self._tell = situation, tell
+        self._whole = whole
+        """Entries of batches that have no token dimension; added to."""
+        self._image_tokens = image_tokens_of(getattr(situation.model, "config", None))
+        self._longest_alike = longest_alike(situation.model)
+
+    def read(self, batches: list[Any]) -> Samples:
+        """The samples; raises `NoSamples` if they cannot be separated."""
+        here = self._here
+        samples = samples_of(
+            batches, is_pair=here.is_pair, shifts=here.shifts(), whole=self._whole, image_tokens=self._image_tokens
+        )
+        self._whole.update(samples.per_sample())
+        check_lengths(samples, self._longest_alike)
+        return samples
+
+    def read_or_none(self, batches: list[Any]) -> Samples | None:
+        """The samples, or None if the update keeps the collator's batches."""
+        try:
+            samples = self.read(batches)
+            if self._here.shifts() and samples.first_targets_are_counted():
+                raise OddSamples("a left-padded sample has a target on its first token")
+        except NoSamples as reason:
+            self._tell(f"speed: keeping the collator's batches when they look like these: {reason}")
+            return None
+        return samples

@@ -1,0 +1,173 @@
+"""Whether a model is compiled as one region: constant shapes, an estimate that it pays, a proof, a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..compile.blocks import get_ready, repeated_blocks
+from ..compile.region import MODEL, TRUNK, Region
+from ..cuda_graphs.recorder import shape_key
+from ..fused_loss.lazy_logits import PendingHead
+from ..inputs import PlannerInputs
+from ..proof.region import RegionProver, trial
+from .cost import Work, count_work, pays_to_compile
+from .decision import AS_MADE, SpeedPlan
+
+REGION = "compiled region"
+COMPILING_DEVICES = ("cuda",)
+LOOKS = 3
+"""Updates whose shapes must be the same before a region is compiled for them."""
+MOST_SHAPES = 2
+FASTER = 0.97
+"""Largest share of the time as written that a region may take."""
+
+
+class RegionChoice:
+    """Collects the shapes of micro-batches, and decides on a region once they repeat."""
+
+    def __init__(self, situation: PlannerInputs) -> None:
+        self._here = situation
+        self.shapes: set[str] = set()
+        """The shapes seen so far, as text, because they are saved with the run."""
+        self.looks = 0
+        self._work: Work | None = None
+
+    # ---- when -------------------------------------------------------------------------------------------------------
+
+    def look(self, batches: Sequence[Any]) -> None:
+        if self._here.why_not_region is None and len(self.shapes) <= MOST_SHAPES:
+            self.looks += 1
+            self.shapes |= {repr(_key(batch)) for batch in batches}
+
+    def waits(self, batches: Sequence[Any]) -> bool:
+        """Whether more updates are needed to see if shapes repeat."""
+        needed = 1 if self._here.level == "max" else LOOKS
+        return self._why_not_possible() is None and self.looks < needed and self._pays(batches)
+
+    def _why_not_possible(self) -> str | None:
+        here = self._here
+        if here.why_not_region is not None:
+            return here.why_not_region
+        if here.device.type not in COMPILING_DEVICES:
+            return f"{here.device.type} is not compiled for unless torch_compile is set"
+        if len(self.shapes) > MOST_SHAPES:
+            return "micro-batches have many shapes"
+        return "batches hold more than tensors and plain values" if repr(None) in self.shapes else None
+
+    # ---- whether it pays --------------------------------------------------------------------------------------------
+
+    def count(self, batches: Sequence[Any]) -> Work | None:
+        """The operators of the first micro-batch, counted once; None if its loss cannot be computed apart."""
+        here = self._here
+        is_used = here.on_gpu or here.device.type in COMPILING_DEVICES
+        if self._work is None and is_used:
+            try:
+                with here.sandbox(), here.as_trained():
+                    here.model.train()
+                    self._work = count_work(trial(here, batches[0]), here.device)
+            except Exception:  # user code: training may still succeed
+                self._work = None
+        return self._work
+
+    def _pays(self, batches: Sequence[Any]) -> bool:
+        here = self._here
+        if here.level == "max":
+            return True
+        times = here.updates_left() * len(batches)
+        work = self.count(batches)
+        return work is not None and pays_to_compile(work, times=times, kind=here.device.type, warm=here.is_warm())
+
+    def blocks_pay(self, micro_batches: float) -> bool:
+        """Whether compiling the repeated blocks pays for what was counted; an update has this many micro-batches."""
+        here, work = self._here, self._work
+        if work is None:
+            return False
+        times, repeats = here.updates_left() * micro_batches, max(len(repeated_blocks(here.model)), 1)
+        return pays_to_compile(work, times=times, kind=here.device.type, warm=here.is_warm(), repeats=repeats)
+
+    # ---- choosing ---------------------------------------------------------------------------------------------------
+
+    def choose(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> Region | None:
+        """The region, proved and measured, if there is one; the plan records the choice and its reason."""
+        if self._here.device.type not in COMPILING_DEVICES or plan.layout != AS_MADE:
+            return None
+        found = self._why_not(plan, batches)
+        region = None
+        if found is None:
+            get_ready()
+            region, found = self._tried(plan, batches, head)
+        if region is None:
+            plan.note(REGION, False, found or "")
+        return region
+
+    def _why_not(self, plan: SpeedPlan, batches: Sequence[Any]) -> str | None:
+        reason = self._why_not_possible()
+        if reason is None and plan.graphed:
+            reason = "micro-batches run as CUDA graphs"
+        if reason is None and plan.activations != "none":
+            reason = "activations are recomputed"
+        if reason is None and not self._pays(batches):
+            reason = "the run is too short to recover the cost of compiling"
+        return reason
+
+    def _tried(
+        self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None
+    ) -> tuple[Region | None, str | None]:
+        here, scope = self._here, MODEL if head is None else TRUNK
+        region = here.region(scope)
+        if region is None:
+            return None, "the model has no part that holds all blocks and not the output layer"
+        prover = RegionProver(here, region)
+        proof = prover.prove(batches, name=REGION)
+        reason = proof.reason
+        if proof.accepted and here.may_measure:
+            reason = self._measured(prover, batches, head, proof.numbers)
+        if not proof.accepted or reason:
+            region.finish()
+            return None, reason
+        plan.region, plan.compiled, plan.made_for = scope, False, here.described()
+        plan.note(REGION, True, _described(scope, proof.numbers), proof.numbers)
+        return region, None
+
+    def _measured(
+        self, prover: RegionProver, batches: Sequence[Any], head: PendingHead | None, numbers: dict[str, float]
+    ) -> str:
+        """Why a region is not used, by its time; empty if it is faster."""
+
+        def with_head() -> ExitStack:
+            stack = ExitStack()
+            if head is not None:
+                head.install(always=True)
+                stack.callback(head.remove)
+            return stack
+
+        before = prover.seconds(batches, with_region=False, around=with_head)
+        after = prover.seconds(batches, with_region=True, around=with_head)
+        numbers["ms_before"], numbers["ms_compiled"] = 1000 * before, 1000 * after
+        if after <= FASTER * before or self._here.level == "max":
+            return ""
+        return f"it is not faster: {1000 * after:.1f} ms for a micro-batch instead of {1000 * before:.1f}"
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        work = None if self._work is None else self._work.as_dict()
+        return {"region_looks": self.looks, "region_shapes": sorted(self.shapes), "work": work}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.looks, self.shapes = state.get("region_looks", 0), set(state.get("region_shapes", ()))
+        self._work = Work(**state["work"]) if state.get("work") else None
+
+
+def _key(batch: Any) -> Any:
+    return shape_key(dict(batch)) if isinstance(batch, Mapping) else None
+
+
+def _described(scope: str, numbers: Mapping[str, float]) -> str:
+    what = "the whole model and its loss" if scope == MODEL else "all of the model but its output layer"
+    faster = ""
+    if "ms_compiled" in numbers:
+        faster = f"; {numbers['ms_compiled']:.1f} ms for a micro-batch instead of {numbers['ms_before']:.1f}"
+    return f"{what}; same loss and gradient (within {max(numbers['gradient'], 1e-16):.0e}){faster}"

@@ -1,0 +1,97 @@
+"""Comparing a compiled region with the model as written: one update in training as it is, dropout included."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compile.region import Region
+from ..cuda_graphs.contexts import any_wait_is_fine
+from ..inputs import PlannerInputs
+from ..layouts.rows import MASK
+from .distance import HALF
+from .prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
+
+RUNS = 3
+"""Runs of a micro-batch that are timed, after one that is not."""
+
+
+def without_full_mask(batch: Any) -> Any:
+    """A batch without its mask if the mask is on the host and holds ones only."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not bool(mask.all()):
+        return batch
+    return {name: value for name, value in batch.items() if name != MASK}
+
+
+class RegionProver:
+    """Compares updates, and times micro-batches, with a region and without it."""
+
+    def __init__(self, situation: PlannerInputs, region: Region) -> None:
+        self._here, self._region = situation, region
+        self._prober = Prober(situation.model, situation.loss_of, sandbox=lambda: situation.sandbox_compiled())
+        tolerance = HALF if situation.computes_half else tolerance_of(situation.model)
+        # Both draw the same random numbers, so that the code compared is the code used.
+        self._setting = Setting(tolerance, train=True, whole=False, around=situation.as_trained, drops=True)
+
+    def prove(self, batches: Sequence[Any], *, name: str) -> Proof:
+        """Compare loss, gradients and state of an update; new shapes are compiled."""
+        here, region = self._here, self._region
+        given = [here.put(batch) for batch in batches]
+        reduced = [here.put(without_full_mask(batch)) for batch in batches]
+        try:
+            with any_wait_is_fine(), region.installed(False):
+                reference = self._prober.reference(None, given, self._setting, repeats=False)
+        except ProofRefused as reason:
+            return Proof(name, has_no_reference=True).refuse(str(reason))
+        reference.batches = reduced
+
+        def nothing(samples: Any) -> list[Any]:
+            return reduced
+
+        candidate = Candidate(name, nothing, None, None, lambda batch: batch, region.installed)
+        times = region.call.times
+        with any_wait_is_fine(), region.open():
+            proof = self._prober.prove(candidate, reference, divided=False)
+        if proof.accepted and region.call.times == times:
+            proof.refuse("the model is not called with its inputs by name, or these are not plain tensors")
+        return proof
+
+    def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
+        """Seconds of forward and backward of the first micro-batch, measured."""
+        batch = without_full_mask(batches[0]) if with_region else batches[0]
+        run = trial(self._here, batch)
+        with any_wait_is_fine(), self._region.installed(with_region), around(), self._prober.quiet(self._setting):
+            run()
+            _wait(self._here.device)
+            started = time.perf_counter()
+            for _ in range(RUNS):
+                run()
+            _wait(self._here.device)
+            return (time.perf_counter() - started) / RUNS
+
+
+def trial(here: PlannerInputs, batch: Any) -> Callable[[], None]:
+    """A function that computes the loss of a micro-batch and its gradients, and keeps neither."""
+    parameters = [p for p in here.model.parameters() if p.requires_grad]
+    given = here.put(batch)
+
+    def backward(loss: Tensor | None, factor: Any = None) -> None:
+        if loss is not None:
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    def run() -> None:
+        with torch.enable_grad():
+            here.loss_of([given], lambda each: each, backward)
+
+    return run
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
