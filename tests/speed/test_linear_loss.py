@@ -385,3 +385,27 @@ def test_launches_cover_all_classes():
     for classes in (1, 2, 63, 64, 65, 1000, 8192, 128_256):
         options = loss_kernel.launch_options(classes)
         assert options["BLOCK"] & (options["BLOCK"] - 1) == 0 and options["BLOCK"] >= min(classes, 8192)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"softcap": 5.0}, {"reduction": "sum"}])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_classes_added_for_alignment_change_nothing(options, with_bias, monkeypatch):
+    """On GPUs half-precision products of an odd number of classes are several times slower."""
+    shapes = []
+    monkeypatch.setattr(linear_loss, "add_product", lambda *a: shapes.append(a[1].shape) or add_product(*a))
+
+    def run():
+        hidden, weight, bias, targets = parts(classes=37, dtype=torch.bfloat16)
+        needed = [hidden, weight, *([bias] if with_bias else [])]
+        loss = linear_cross_entropy(hidden, weight, bias if with_bias else None, targets, chunk_tokens=8, **options)
+        return [loss, *torch.autograd.grad(loss, needed)]
+
+    plain = run()
+    assert {shape[1] for shape in shapes} & {37} and not {shape[1] for shape in shapes} & {64}
+    shapes.clear()
+    monkeypatch.setitem(linear_loss.ALIGNED, "cpu", 64)
+    aligned = run()
+    assert {shape[1] for shape in shapes} & {64} and not {shape[1] for shape in shapes} & {37}
+    for found, expected in zip(aligned, plain, strict=True):
+        assert found.shape == expected.shape and found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)

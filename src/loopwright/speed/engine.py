@@ -126,7 +126,7 @@ class SpeedEngine:
     # ---- validity of the plan ---------------------------------------------------------------------------------------
 
     def _leave_region(self, reason: str) -> None:
-        """Go on without the compiled region."""
+        """Switch the compiled region off; the rest of the plan stays."""
         self._tell(f"speed: the compiled region is switched off, and the model runs as written: {reason}")
         assert self._region is not None
         self._region.finish()

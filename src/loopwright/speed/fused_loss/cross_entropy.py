@@ -22,6 +22,8 @@ GPU_CHUNK_BYTES = 1 << 30
 CPU_CHUNK_BYTES = 32 << 20
 LEAST_TOKENS, MOST_TOKENS = 1024, 16384
 LEAST_TOKENS_ON_CPU = 128
+ALIGNED = {"cuda": 64}
+"""Number of classes of which a half-precision matrix has a multiple: others are several times slower on the device."""
 
 
 def linear_cross_entropy(
@@ -294,11 +296,11 @@ def _run_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: _CountedRows, job: _Job, needs: list[bool]
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The sum of the losses, and the required gradients of the chosen rows, the weight and the bias."""
-    head, shift = weight.to(job.dtype), None if bias is None else bias.to(job.dtype)
+    head, shift = _aligned(weight, job.dtype), None if bias is None else _aligned(bias, job.dtype)
     tokens, classes = rows.targets.numel(), weight.shape[0]
     wide = job.wide
     chunk = job.chunk_tokens or tokens_per_chunk(tokens, classes, job.dtype, hidden.device)
-    logits = head.new_empty(min(chunk, tokens), classes)
+    logits = head.new_empty(min(chunk, tokens), head.shape[0])
     losses = head.new_zeros(tokens, dtype=wide)
     # Kept in the wide dtype until it is scaled: rounding twice would be less exact than a loss from logits.
     to_hidden = head.new_empty(tokens, weight.shape[1], dtype=wide) if needs[0] else None
@@ -310,7 +312,7 @@ def _run_chunks(
         z = logits[: part.stop - start]
         torch.mm(taken, head.t(), out=z) if shift is None else torch.addmm(shift, taken, head.t(), out=z)
         losses[part] = softmax_loss_and_gradient_(
-            z,
+            z[:, :classes],  # logits and gradients of added classes remain 0
             rows.targets[part],
             ignore_index=job.ignore_index,
             label_smoothing=job.label_smoothing,
@@ -323,10 +325,21 @@ def _run_chunks(
         if needs[1]:
             to_weight = add_product(to_weight, z.t(), taken, wide)
         if to_bias is not None:
-            to_bias += z.sum(dim=0, dtype=wide)
+            to_bias += z[:, :classes].sum(dim=0, dtype=wide)
     if needs[1] and to_weight is None:
         to_weight = head.new_zeros(weight.shape, dtype=wide)
-    return losses.sum(), (to_hidden, to_weight, to_bias)
+    return losses.sum(), (to_hidden, None if to_weight is None else to_weight[:classes], to_bias)
+
+
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight or bias in the dtype of the product, with zeros for classes that only align it."""
+    classes, step = weight.shape[0], ALIGNED.get(weight.device.type, 1)
+    if dtype.itemsize > 2 or classes % step == 0:
+        return weight.to(dtype)
+    found = weight.new_empty(math.ceil(classes / step) * step, *weight.shape[1:], dtype=dtype)
+    found[:classes].copy_(weight)
+    found[classes:].zero_()
+    return found
 
 
 def _take(hidden: Tensor, index: Tensor | None, part: slice) -> Tensor:
