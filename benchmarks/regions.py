@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-SKIPPED, MEASURED = 14, 30
-"""Updates before the measured ones, in which the plan is made, compared once more, and kernels are chosen."""
+SKIPPED, READY, MEASURED = 34, 24, 30
+"""Updates before the measured ones, in which the plan is made, graphs are captured and compared; the update after which
+training counts as ready."""
 ARMS = (
-    "gpt2-default", "gpt2-off", "vit-default", "vit-off", "gpt2-hand", "gpt2-blocks", "gpt2-short", "gpt2-warm",
-    "vit-hand",
+    "gpt2-default", "vit-default", "gpt2-off", "vit-off", "gpt2-short", "gpt2-blocks", "gpt2-hand", "vit-hand",
 )  # fmt: skip
 """In the order of their importance."""
 
@@ -75,7 +75,7 @@ class Clock:
     def update_done(self) -> bool:
         """Whether all is measured."""
         self.updates += 1
-        if self.updates == 5:
+        if self.updates == READY:
             self.wait()
             self.ready = time.perf_counter() - self.begun
         if self.updates == SKIPPED:
@@ -234,8 +234,7 @@ def one_arm(name: str, device: str, seconds: float) -> dict[str, Any]:
     try:
         done = subprocess.run(
             [sys.executable, __file__, "--one", name, "--device", device],
-            capture_output=True, text=True, timeout=seconds, env=os.environ if name.endswith("warm") else cache,
-            check=False,
+            capture_output=True, text=True, timeout=seconds, env=cache, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
         return {"error": f"not done after {seconds:.0f} s", "tail": str(error.stdout or "")[-500:]}

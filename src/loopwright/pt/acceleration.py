@@ -20,7 +20,8 @@ from ..core.update import Update
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
-from ..speed.compile.region import Region, module_of
+from ..speed.compile.cache import load_compile_cache
+from ..speed.compile.region import Region
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
 from ..speed.engine import SpeedEngine
@@ -28,8 +29,8 @@ from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
 from ..speed.model_stamp import fingerprint, is_foreign
-from ..speed.planner.choice import named_head
 from ..speed.planner.decision import SpeedPlan
+from .arguments import TrainingArguments
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
 from .devices import total_memory
@@ -207,21 +208,12 @@ class Acceleration(TorchPart):
         )
         return next((reason for reason, is_so in reasons if is_so), None)
 
-    def _region(self, scope: str) -> Region | None:
-        model = without_wrappers(self.model)
-        module = module_of(model, scope, named_head(model))
-        if module is None:
-            return None
+    def _region(self) -> Region:
         if self.run.split is not None:
             self.run.split.detach()  # its hooks would become part of the compiled code
-        name = next((name for name, each in model.named_modules() if each is module), "") or "the model"
-        region = Region(
-            module,
-            name,
-            notices=self.notices,
-            backend=self.region_backend,
-            is_deterministic=self.args.full_determinism,
-        )
+        load_compile_cache(self.args.output_dir, self.device)
+        model, is_deterministic = without_wrappers(self.model), self.args.full_determinism
+        region = Region(model, notices=self.notices, backend=self.region_backend, is_deterministic=is_deterministic)
         self.internals.compiled = region.session
         self.internals.pacing.follow_compiler()
         return region
@@ -231,7 +223,7 @@ class Acceleration(TorchPart):
         reasons = (
             (f"{kind} has none", kind != "cuda" and self.graph_recorder is None),
             ("there is more than one rank", self.strategy.world_size > 1),
-            ("torch_compile is on", args.torch_compile),
+            ("torch_compile may record its own", args.torch_compile and _may_record(args)),
             ("gradient_checkpointing is on", args.gradient_checkpointing),
             ("fp8 is on", args.fp8),
             ("loss scaling is on", type(self.strategy.precision) not in (Precision, Autocast)),
@@ -337,6 +329,11 @@ def hooked_module(model: nn.Module) -> str | None:
             if is_foreign(hook):
                 return name or type(module).__name__
     return None
+
+
+def _may_record(args: TrainingArguments) -> bool:
+    """Whether the requested compiler may record CUDA graphs itself."""
+    return args.torch_compile_mode is not None or args.torch_compile_backend not in (None, "inductor")
 
 
 def states_per_weight(optimizer: Any) -> float:

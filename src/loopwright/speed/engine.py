@@ -24,7 +24,6 @@ from .planner.planner import GRAPHS, Planner
 from .planner.regions import REGION
 from .proof.audit import Verification
 from .proof.prover import knows_count
-from .proof.region import without_full_mask
 from .region_use import RegionUse
 
 MOST_CHANGES = 8
@@ -35,7 +34,11 @@ class SpeedEngine:
     """Lays out updates, and installs and removes the model's attention and head around each of them."""
 
     def __init__(
-        self, situation: Callable[[], PlannerInputs], *, announce: Callable[[SpeedPlan], None], tell: Callable[[str], None]
+        self,
+        situation: Callable[[], PlannerInputs],
+        *,
+        announce: Callable[[SpeedPlan], None],
+        tell: Callable[[str], None],
     ) -> None:
         self._make_situation, self._announce, self._tell = situation, announce, tell
         self._reset()
@@ -75,8 +78,6 @@ class SpeedEngine:
             self._planner = Planner(self._situation)
             self._reader = SampleReader(self._situation, self._whole, tell=self._tell)
         return self._situation
-
-    # ---- every update -----------------------------------------------------------------------------------------------
 
     def arrange(self, update: Update) -> None:
         """Lay out the update's samples according to the plan; batches that cannot be split into samples are kept."""
@@ -127,9 +128,11 @@ class SpeedEngine:
 
     def _leave_region(self, reason: str) -> None:
         """Switch the compiled region off; the rest of the plan stays."""
-        self._tell(f"speed: the compiled region is switched off, and the model runs as written: {reason}")
+        self._tell(f"speed: compiled code is switched off, and the model runs as written: {reason}")
         assert self._region is not None
         self._region.finish()
+        if self._graphed is not None:
+            self._graphed.look_again()
         self._region, self.plan.region = None, ""
         self.plan.take_back(REGION, reason)
         self._settle_activity()
@@ -280,7 +283,7 @@ class SpeedEngine:
             self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
-            return batch if self._region is None else without_full_mask(batch)
+            return batch if self._region is None else self._region.inputs(batch)
         batch = self._here.put(batch)
         return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph includes that conversion
 
@@ -330,8 +333,8 @@ class SpeedEngine:
             self._undo.append(self._graphed.close)
             if layout is not None:
                 self._graphed.take_rows(layout.for_model)
-        if self.plan.region and (region := proved or self._here.region(self.plan.region)) is not None:
-            self._region = RegionUse(self._here, region, is_proved=proved is not None)
+        if self.plan.region and (region := proved or self._here.region()) is not None:
+            self._region = RegionUse(self._here, region, self.plan, is_proved=proved is not None)
             self._undo.append(self._region.finish)
         self._settle_activity()
         self.is_decided = True

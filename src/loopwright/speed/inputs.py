@@ -78,8 +78,8 @@ class PlannerInputs:
     graph: Callable[[], Any] | None = None
     """Switches to CUDA graphs for micro-batches; returns the training step that replays them."""
     why_not_graph: str | None = "CUDA graphs were not requested"
-    region: Callable[[str], Any] = lambda scope: None
-    """Compiles the model, or all of it but its output layer, as one region; None if there is no such part."""
+    region: Callable[[], Any] = lambda: None
+    """Compiles the repeated blocks, or a model without any, for a few shapes."""
     why_not_region: str | None = "regions were not requested"
     sandbox_compiled: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The sandbox, with compiled code."""

@@ -12,6 +12,7 @@ from ...core.update import MicroBatch
 from ...snapshot import restored
 from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
+from ..planner.cost import Work
 from ..planner.decision import (
     IN_GROUPS,
     IN_ROWS,
@@ -21,7 +22,7 @@ from ..planner.decision import (
     seconds,
     seconds_launching,
 )
-from .contexts import any_wait_is_fine
+from .contexts import any_wait_is_fine, autocast_without_cache
 from .recorder import MOST_SHAPES, GraphedStep, Recorder, shape_key
 
 MOST_ROWS = 32
@@ -48,8 +49,13 @@ class GraphChoice:
         if self._here.why_not_graph is None and len(self.shapes) <= MOST_SHAPES:
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
-    def why_not(self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0) -> str | None:
-        """Why micro-batches do not become graphs, or None if they do; `row` is the number of tokens in a row."""
+    def why_not(
+        self, plan: SpeedPlan, batches: Sequence[Any], *, row: int = 0, work: Work | None = None
+    ) -> str | None:
+        """Why micro-batches do not become graphs, or None if they do.
+
+        `row` is the number of tokens in a row, `work` the counted operators of a micro-batch as collated.
+        """
         here, in_rows = self._here, plan.layout in IN_ROWS
         if here.why_not_graph is not None:
             return here.why_not_graph
@@ -63,9 +69,20 @@ class GraphChoice:
             if is_so:
                 return reason
         here = self._here
+        if work is not None and not in_rows:
+            return self._why_not_worth_counted(work, len(batches))
         if in_rows:
             return self._why_not_worth_it(row * here.operations_per_token, 1, pays_to_record_rows)
         return self._why_not_worth_it(operations_of(batches, here.operations_per_token), len(batches), pays_to_record)
+
+    def _why_not_worth_counted(self, work: Work, micro_batches: int) -> str | None:
+        here, kind = self._here, self._here.device.type
+        saved = work.saved_by_graph(kind, compiled=here.why_not_region is None)
+        if saved <= 0 and here.level != "max":
+            return "compute takes longer than kernel launches"
+        if here.level != "max" and not pays_to_record(saved * micro_batches * here.updates_left(), kind):
+            return "the run is too short to recover the cost of capturing"
+        return None
 
     def _why_not_worth_it(
         self, operations: float | None, micro_batches: int, pays: Callable[[float, str], bool]
@@ -221,5 +238,5 @@ class GraphedTraining:
 
     def _looked_at(self, compute: Callable[[], Tensor]) -> float:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
-        with any_wait_is_fine(), restored(self._model, parameters):
+        with any_wait_is_fine(), restored(self._model, parameters), autocast_without_cache():
             return float(compute().detach())

@@ -247,7 +247,7 @@ class GraphedStep:
     def _difference(self, graph: Graph, inputs: Inputs, weight: Any) -> float:
         """The largest relative difference between replay and eager run: loss, gradients, buffers."""
         # Models that use other kernels during a capture, and so other dropout, must use them here too.
-        with restored(self._model, self._parameters), as_if_recording(self.device):
+        with restored(self._model, self._parameters), as_if_recording(self.device), autocast_without_cache():
             loss = self._run_alone(dict(inputs), weight)
             eager = [loss.clone(), *[_or_zero(p) for p, _ in graph.gradients]]
             buffers = [place[name].clone() for place, name in buffers_of(self._model)]

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..measure.peaks import device_peak
 
-HOST_SECONDS = {"cpu": 0.0, "cuda": 8e-6}
+HOST_SECONDS = {"cpu": 0.0, "cuda": 1.2e-5}
 """Seconds of the host for one operator in eager mode, forward or backward."""
 LEAST_SECONDS = {"cpu": 1e-6, "cuda": 3e-6}
 """Seconds of the device for the smallest kernel."""
@@ -29,8 +29,11 @@ SUSTAINED = 0.55
 """Share of the data sheet's peak that matrix products of ordinary sizes reach."""
 FUSED_BYTES = 0.4
 """Share of the bytes of element-wise operators that is still read and written once they are fused."""
-FUSED_LAUNCHES = 0.25
+FUSED_LAUNCHES = 0.8
 """Share of the launches that remains."""
+LAUNCH_SHARE = 0.4
+"""Launching time, as a share of computing, from which graphs are captured: hosts differ in speed by a factor of two,
+and also load data."""
 COMPILE_SECONDS, COMPILE_SECONDS_PER_OPERATOR = 5.0, 0.025
 """Seconds for compiling: at least, and for each operator of forward and backward."""
 WARM = 0.3
@@ -57,15 +60,23 @@ class Work:
     plain_bytes: float = 0.0
     """Bytes that all other operators read and write."""
 
-    def eager(self, kind: str) -> float:
-        """Estimated seconds in eager mode."""
-        return max(self.device_seconds, self.launches * _of(HOST_SECONDS, kind))
+    def launching(self, kind: str, *, compiled: bool) -> float:
+        """Estimated seconds of the host."""
+        return self.launches * _of(HOST_SECONDS, kind) * (FUSED_LAUNCHES if compiled else 1.0)
 
-    def compiled(self, kind: str) -> float:
-        """Estimated seconds as compiled code."""
-        fused = FUSED_BYTES * self.plain_bytes / _of(BYTES_PER_SECOND, kind)
-        launches = FUSED_LAUNCHES * self.launches * _of(HOST_SECONDS, kind)
-        return max(self.product_seconds + fused, launches)
+    def computing(self, kind: str, *, compiled: bool) -> float:
+        """Estimated seconds of the device."""
+        fused = self.product_seconds + FUSED_BYTES * self.plain_bytes / _of(BYTES_PER_SECOND, kind)
+        return fused if compiled else self.device_seconds
+
+    def seconds(self, kind: str, *, compiled: bool) -> float:
+        """Estimated seconds of host and device, which work at the same time."""
+        return max(self.launching(kind, compiled=compiled), self.computing(kind, compiled=compiled))
+
+    def saved_by_graph(self, kind: str, *, compiled: bool) -> float:
+        """Estimated seconds saved if nothing is launched; none if the device is busy for much longer than the host."""
+        launching, computing = (each(kind, compiled=compiled) for each in (self.launching, self.computing))
+        return max(launching - computing, launching / 2) if launching >= LAUNCH_SHARE * computing else 0.0
 
     def compiling(self, *, warm: bool, repeats: int = 1) -> float:
         """Estimated seconds for compiling it, or one of `repeats` equal parts of it."""
@@ -78,7 +89,7 @@ class Work:
 
 def pays_to_compile(work: Work, *, times: float, kind: str, warm: bool, repeats: int = 1) -> bool:
     """Whether `times` further micro-batches save more than compiling costs."""
-    saved = (work.eager(kind) - work.compiled(kind)) * times
+    saved = (work.seconds(kind, compiled=False) - work.seconds(kind, compiled=True)) * times
     return saved >= MARGIN * work.compiling(warm=warm, repeats=repeats)
 
 
@@ -115,15 +126,24 @@ class _Counter(TorchDispatchMode):
         moved = sum(each.numel() * each.element_size() for each in tensors)
         moving = max(moved / _of(BYTES_PER_SECOND, self._kind), _of(LEAST_SECONDS, self._kind))
         self.work.launches += 1
-        count = flop_registry.get(packet)
-        if count is None:
+        operations = _operations(packet, args, kwargs, result)
+        if operations is None:
             self.work.plain_bytes += moved
             self.work.device_seconds += moving
             return
         half = bool(outputs) and outputs[0].element_size() <= 2
-        computing = count(*args, **kwargs, out_val=result) / self._rates["half" if half else "single"]
-        self.work.device_seconds += max(computing, moving)
-        self.work.product_seconds += max(computing, moving)
+        spent = max(operations / self._rates["half" if half else "single"], moving)
+        self.work.device_seconds += spent
+        self.work.product_seconds += spent
+
+
+def _operations(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float | None:
+    """The operations of a matrix product, convolution or attention; None for others."""
+    count = flop_registry.get(packet)
+    try:
+        return None if count is None else float(count(*args, **kwargs, out_val=result))
+    except Exception:  # torch's formula does not support these arguments
+        return None
 
 
 def _known(device: torch.device, number_format: str) -> float | None:

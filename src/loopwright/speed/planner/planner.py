@@ -73,7 +73,7 @@ class Planner:
         if made is None or here.user_hook() is not None:
             return made
         region = self._regions.choose(made.plan, batches, made.head)
-        if region is not None:
+        if region is not None or not made.plan.compiled:
             made.plan.forget(COMPILED)
         return made._replace(region=region)
 
@@ -133,7 +133,7 @@ class Planner:
         """Whether more updates are needed to see if shapes repeat, before micro-batches become graphs."""
         if self._looks >= LOOKS or self._here.insists:
             return False
-        return self._graphs.why_not(SpeedPlan(), batches) is None
+        return self._graphs.why_not(SpeedPlan(), batches, work=self._regions.count(batches)) is None
 
     # ---- what -------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Planner:
         if self._waits_for_shapes(batches):
             return None
         plan = _nothing(reason)
-        self._note_graphs(plan, self._graphs.why_not(plan, batches))
+        self._note_graphs(plan, self._graphs.why_not(plan, batches, work=self._regions.count(batches)))
         return Made(plan, padding=padding)
 
     def _decide(self, batches: list[Any], samples: Samples, padding: float, as_made: str | None = None) -> Made:
@@ -193,7 +193,7 @@ class Planner:
 
     def _choose_graphs(self, plan: SpeedPlan, decision: Decision, batches: list[Any], samples: Samples) -> None:
         row = min(samples.real_tokens, limits_for(plan, self._here, batches, samples).budget)
-        reason = self._graphs.why_not(plan, batches, row=row)
+        reason = self._graphs.why_not(plan, batches, row=row, work=self._regions.count(batches))
         if reason is None and plan.layout in IN_ROWS:
             plan.graphed = True
             proof = decision.prove_few_shapes()
@@ -211,7 +211,7 @@ class Planner:
     def choose_compiling(self, plan: SpeedPlan) -> None:
         """Enable compilation if a GPU has enough computing left; no effect if no update has been planned."""
         here = self._here
-        if not here.on_gpu or not self._tokens:
+        if not here.on_gpu or not self._tokens or plan.region:
             return
         reason = "micro-batches run as CUDA graphs" if plan.graphed else here.why_not_compile
         if reason is None and plan.layout in IN_GROUPS:

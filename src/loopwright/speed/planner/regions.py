@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..compile.blocks import get_ready, repeated_blocks
-from ..compile.region import MODEL, TRUNK, Region
+from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
@@ -15,7 +15,7 @@ from ..proof.region import RegionProver, trial
 from .cost import Work, count_work, pays_to_compile
 from .decision import AS_MADE, SpeedPlan
 
-REGION = "compiled region"
+REGION = "compiled for these shapes"
 COMPILING_DEVICES = ("cuda",)
 LOOKS = 3
 """Updates whose shapes must be the same before a region is compiled for them."""
@@ -33,6 +33,7 @@ class RegionChoice:
         """The shapes seen so far, as text, because they are saved with the run."""
         self.looks = 0
         self._work: Work | None = None
+        self._is_counted = False
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
@@ -62,7 +63,8 @@ class RegionChoice:
         """The operators of the first micro-batch, counted once; None if its loss cannot be computed apart."""
         here = self._here
         is_used = here.on_gpu or here.device.type in COMPILING_DEVICES
-        if self._work is None and is_used:
+        if self._work is None and is_used and not self._is_counted:
+            self._is_counted = True
             try:
                 with here.sandbox(), here.as_trained():
                     here.model.train()
@@ -75,9 +77,8 @@ class RegionChoice:
         here = self._here
         if here.level == "max":
             return True
-        times = here.updates_left() * len(batches)
-        work = self.count(batches)
-        return work is not None and pays_to_compile(work, times=times, kind=here.device.type, warm=here.is_warm())
+        self.count(batches)
+        return self.blocks_pay(len(batches))
 
     def blocks_pay(self, micro_batches: float) -> bool:
         """Whether compiling the repeated blocks pays for what was counted; an update has this many micro-batches."""
@@ -94,42 +95,38 @@ class RegionChoice:
         if self._here.device.type not in COMPILING_DEVICES or plan.layout != AS_MADE:
             return None
         found = self._why_not(plan, batches)
-        region = None
-        if found is None:
-            get_ready()
-            region, found = self._tried(plan, batches, head)
+        if found is not None:
+            plan.note(REGION, False, found)
+            return None
+        get_ready()
+        region, reason = self._tried(plan, batches, head)
         if region is None:
-            plan.note(REGION, False, found or "")
+            plan.note(REGION, False, reason)
         return region
 
     def _why_not(self, plan: SpeedPlan, batches: Sequence[Any]) -> str | None:
         reason = self._why_not_possible()
-        if reason is None and plan.graphed:
-            reason = "micro-batches run as CUDA graphs"
         if reason is None and plan.activations != "none":
             reason = "activations are recomputed"
         if reason is None and not self._pays(batches):
             reason = "the run is too short to recover the cost of compiling"
         return reason
 
-    def _tried(
-        self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None
-    ) -> tuple[Region | None, str | None]:
-        here, scope = self._here, MODEL if head is None else TRUNK
-        region = here.region(scope)
-        if region is None:
-            return None, "the model has no part that holds all blocks and not the output layer"
-        prover = RegionProver(here, region)
+    def _tried(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> tuple[Region | None, str]:
+        here, region = self._here, self._here.region()
+        prover = RegionProver(here, region, in_graph=plan.graphed)
         proof = prover.prove(batches, name=REGION)
         reason = proof.reason
-        if proof.accepted and here.may_measure:
+        if proof.accepted and here.may_measure and not plan.graphed:  # a graph is not bound by the launches timed here
             reason = self._measured(prover, batches, head, proof.numbers)
+        # What was refused here is not compiled in another way either.
+        plan.compiled = False
         if not proof.accepted or reason:
             region.finish()
             return None, reason
-        plan.region, plan.compiled, plan.made_for = scope, False, here.described()
-        plan.note(REGION, True, _described(scope, proof.numbers), proof.numbers)
-        return region, None
+        plan.region, plan.made_for = region.scope, here.described()
+        plan.note(REGION, True, _described(region, proof.numbers), proof.numbers)
+        return region, ""
 
     def _measured(
         self, prover: RegionProver, batches: Sequence[Any], head: PendingHead | None, numbers: dict[str, float]
@@ -165,8 +162,8 @@ def _key(batch: Any) -> Any:
     return shape_key(dict(batch)) if isinstance(batch, Mapping) else None
 
 
-def _described(scope: str, numbers: Mapping[str, float]) -> str:
-    what = "the whole model and its loss" if scope == MODEL else "all of the model but its output layer"
+def _described(region: Region, numbers: Mapping[str, float]) -> str:
+    what = "the whole model and its loss" if region.scope == MODEL else f"{len(region.calls)} blocks"
     faster = ""
     if "ms_compiled" in numbers:
         faster = f"; {numbers['ms_compiled']:.1f} ms for a micro-batch instead of {numbers['ms_before']:.1f}"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compile.region import Region
-from ..cuda_graphs.contexts import any_wait_is_fine
+from ..compile.region import MODEL, Region
+from ..cuda_graphs.contexts import any_wait_is_fine, autocast_without_cache
 from ..inputs import PlannerInputs
 from ..layouts.rows import MASK
 from .distance import HALF
@@ -21,9 +21,9 @@ RUNS = 3
 """Runs of a micro-batch that are timed, after one that is not."""
 
 
-def without_full_mask(batch: Any) -> Any:
-    """A batch without its mask if the mask is on the host and holds ones only."""
-    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+def region_inputs(batch: Any, region: Region) -> Any:
+    """A batch as a region gets it: for a whole model without its mask, if the mask holds ones only."""
+    mask = batch.get(MASK) if region.scope == MODEL and isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.device.type != "cpu" or not bool(mask.all()):
         return batch
     return {name: value for name, value in batch.items() if name != MASK}
@@ -32,18 +32,25 @@ def without_full_mask(batch: Any) -> Any:
 class RegionProver:
     """Compares updates, and times micro-batches, with a region and without it."""
 
-    def __init__(self, situation: PlannerInputs, region: Region) -> None:
+    def __init__(self, situation: PlannerInputs, region: Region, *, in_graph: bool) -> None:
         self._here, self._region = situation, region
         self._prober = Prober(situation.model, situation.loss_of, sandbox=lambda: situation.sandbox_compiled())
         tolerance = HALF if situation.computes_half else tolerance_of(situation.model)
+
+        @contextmanager
+        def as_trained() -> Iterator[None]:
+            # Compiled code depends on autocast's cache, which is off in a graph.
+            with autocast_without_cache() if in_graph else nullcontext(), situation.as_trained():
+                yield
+
         # Both draw the same random numbers, so that the code compared is the code used.
-        self._setting = Setting(tolerance, train=True, whole=False, around=situation.as_trained, drops=True)
+        self._setting = Setting(tolerance, train=True, whole=False, around=as_trained, drops=True)
 
     def prove(self, batches: Sequence[Any], *, name: str) -> Proof:
         """Compare loss, gradients and state of an update; new shapes are compiled."""
         here, region = self._here, self._region
         given = [here.put(batch) for batch in batches]
-        reduced = [here.put(without_full_mask(batch)) for batch in batches]
+        reduced = [here.put(region_inputs(batch, region)) for batch in batches]
         try:
             with any_wait_is_fine(), region.installed(False):
                 reference = self._prober.reference(None, given, self._setting, repeats=False)
@@ -55,16 +62,16 @@ class RegionProver:
             return reduced
 
         candidate = Candidate(name, nothing, None, None, lambda batch: batch, region.installed)
-        times = region.call.times
+        times = region.times
         with any_wait_is_fine(), region.open():
             proof = self._prober.prove(candidate, reference, divided=False)
-        if proof.accepted and region.call.times == times:
-            proof.refuse("the model is not called with its inputs by name, or these are not plain tensors")
+        if proof.accepted and region.times == times:
+            proof.refuse("the inputs of the compiled modules are not plain tensors")
         return proof
 
     def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
         """Seconds of forward and backward of the first micro-batch, measured."""
-        batch = without_full_mask(batches[0]) if with_region else batches[0]
+        batch = region_inputs(batches[0], self._region) if with_region else batches[0]
         run = trial(self._here, batch)
         with any_wait_is_fine(), self._region.installed(with_region), around(), self._prober.quiet(self._setting):
             run()
