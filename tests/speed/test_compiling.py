@@ -16,7 +16,14 @@ import loopwright
 from loopwright.notices import Notices
 from loopwright.speed.compile import cache as compile_cache
 from loopwright.speed.compile.blocks import as_written, compile_blocks, have_equal_numbers, repeated_blocks
-from loopwright.speed.compile.cache import cache_file, key_file, load_compile_cache, save_compile_cache
+from loopwright.speed.compile.cache import (
+    cache_file,
+    cache_key,
+    is_cached,
+    key_file,
+    load_compile_cache,
+    save_compile_cache,
+)
 from loopwright.speed.compile.recompiles import plain_reason
 from tests import models
 from tests.models import samples, trainer_of
@@ -390,62 +397,102 @@ def artifacts(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
     return kept
 
 
-def test_what_was_compiled_comes_back(artifacts: Any, tmp_path: Any) -> None:
-    run = str(tmp_path / "run")
-    assert load_compile_cache(run, CPU) is False
-    path = save_compile_cache(run, CPU)
-    assert path == cache_file(run, CPU) and [each.name for each in path.parent.iterdir()] == [path.name]
-    assert torch.__version__ in path.name
-    assert load_compile_cache(run, CPU) is True and artifacts["loaded"] == [b"machine code"]
-    assert key_file().stat().st_mode & 0o777 == 0o600
+def test_what_was_compiled_comes_back(artifacts: Any) -> None:
+    assert load_compile_cache("a") is False and not is_cached("a")
+    path = save_compile_cache("a")
+    assert path == cache_file("a") and [each.name for each in path.parent.iterdir()] == [path.name]
+    assert load_compile_cache("a") is True and is_cached("a") and artifacts["loaded"] == [b"machine code"]
+    for each, mode in ((key_file(), 0o600), (path, 0o600), (path.parent, 0o700)):
+        assert each.stat().st_mode & 0o777 == mode
 
 
 def test_a_cache_from_elsewhere_is_never_read(artifacts: Any, tmp_path: Any, monkeypatch: Any, caplog: Any) -> None:
-    run = str(tmp_path / "run")
-    path = save_compile_cache(run, CPU)
+    path = save_compile_cache("a")
     good = path.read_bytes()
     for content in (good[:-1] + b"?", b"?" + good[1:], b"", good[:20], b"x" * 32 + b"code"):
         path.write_bytes(content)
-        assert load_compile_cache(run, CPU) is False
+        assert load_compile_cache("a") is False
     assert artifacts["loaded"] == []
     assert "was not written by this user" in caplog.text
+    cache_file("b").write_bytes(good)
+    os.chmod(cache_file("b"), 0o600)
+    assert load_compile_cache("b") is False, "a file of another model"
     path.write_bytes(good)
+    for place, mode in ((path, 0o666), (path.parent, 0o777)):
+        before = place.stat().st_mode & 0o777
+        os.chmod(place, mode)
+        assert load_compile_cache("a") is False and "can be changed by, another user" in caplog.text
+        os.chmod(place, before)
+    assert artifacts["loaded"] == [] and load_compile_cache("a") is True
+    artifacts["loaded"].clear()
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert load_compile_cache("a") is False and artifacts["loaded"] == []
+    monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "somebody else"))
-    assert load_compile_cache(run, CPU) is False and artifacts["loaded"] == []
+    assert load_compile_cache("a") is False and artifacts["loaded"] == []
 
 
-def test_nothing_to_keep_or_nowhere_to_keep_it(artifacts: Any, tmp_path: Any) -> None:
-    assert save_compile_cache("s3://bucket/run", CPU) is None and save_compile_cache(None, CPU) is None
+def test_a_folder_that_others_can_write_to_is_not_used(artifacts: Any, caplog: Any) -> None:
+    cache_file("a").parent.mkdir(parents=True)
+    os.chmod(cache_file("a").parent, 0o777)
+    assert save_compile_cache("a") is None and "can be changed by, another user" in caplog.text
+
+
+def test_nothing_to_keep(artifacts: Any) -> None:
     artifacts["given"] = None
-    assert save_compile_cache(str(tmp_path / "run"), CPU) is None
-    assert not (tmp_path / "run").exists()
+    assert save_compile_cache("a") is None and not cache_file("a").parent.exists()
 
 
-def test_a_cache_that_cannot_be_kept_or_read_costs_nothing(
-    artifacts: Any, tmp_path: Any, monkeypatch: Any, caplog: Any
-) -> None:
-    run = tmp_path / "run"
-    save_compile_cache(str(run), CPU)
+def test_old_files_are_removed(artifacts: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(compile_cache, "MOST_FILES", 2)
+    for time, key in enumerate("abc"):
+        os.utime(save_compile_cache(key), (time, time))
+    assert {path.stem for path in cache_file("a").parent.iterdir()} <= {"b", "c"}
+
+
+def test_a_cache_that_cannot_be_kept_or_read_costs_nothing(artifacts: Any, monkeypatch: Any, caplog: Any) -> None:
+    save_compile_cache("a")
     monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda data: 1 / 0)
-    assert load_compile_cache(str(run), CPU) is False
-    monkeypatch.setattr(compile_cache, "FOLDER", "file")
-    (run / "file").write_text("in the way")
+    assert load_compile_cache("a") is False
+    key_file().write_bytes(b"short")
     with caplog.at_level(logging.WARNING):
-        assert save_compile_cache(str(run), CPU) is None
-    assert "could not be read: ZeroDivisionError" in caplog.text and "could not be saved with the run" in caplog.text
+        assert save_compile_cache("a") is None
+    assert "could not be read: ZeroDivisionError" in caplog.text and "could not be saved: ValueError" in caplog.text
 
 
-def test_a_run_keeps_the_cache_beside_its_checkpoints(artifacts: Any, tmp_path: Any) -> None:
+def test_keys_differ_by_model_shapes_precision_and_device() -> None:
+    class Other(Stack):
+        pass
+
+    wide = Stack(Block, Block)
+    wide.layers[0] = Block(0, width=6)
+    frozen = Stack(Block, Block)
+    frozen.layers[0].linear.bias.requires_grad_(False)
+    found = [cache_key(model, CPU, False) for model in (Stack(Block, Block), Other(Block, Block), wide, frozen)]
+    found += [cache_key(Stack(Block, Block), CPU, True), cache_key(Stack(Block, Block), torch.device("meta"), False)]
+    assert len(set(found)) == len(found) and cache_key(Stack(Block, Block), CPU, False) == found[0]
+
+
+def test_a_run_keeps_its_code_outside_its_folder(artifacts: Any, tmp_path: Any) -> None:
     options = {"per_device_train_batch_size": 2, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "plain", **options).train()
-    assert not (tmp_path / "plain" / "compile_cache").exists()
+    assert not (tmp_path / "home").exists()
     options["torch_compile_backend"] = "eager"
     trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train()
-    assert cache_file(tmp_path / "run", CPU).is_file() and artifacts["loaded"] == []
-    assert not list((tmp_path / "run").glob("checkpoint-*/**/*.bin"))
+    kept = list(cache_file("a").parent.glob("*.bin"))
+    assert len(kept) == 1 and artifacts["loaded"] == []
+    assert not list((tmp_path / "run").rglob("*.bin")) and not (tmp_path / "run" / "compile_cache").exists()
+    # A file in the run's folder, or in a checkpoint, is not looked at.
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
+        (folder / "compile_cache").mkdir()
+        (folder / "compile_cache" / kept[0].name).write_bytes(kept[0].read_bytes())
+    kept[0].unlink()
     trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "run", **options).train(resume_from_checkpoint=True)
-    assert artifacts["loaded"] == [b"machine code"]
-    assert os.path.basename(cache_file(tmp_path / "run", CPU)) in os.listdir(tmp_path / "run" / "compile_cache")
+    assert artifacts["loaded"] == []
+    torch._dynamo.reset()
+    trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "again", **options).train()
+    trainer_of(models.llama(), samples((6, 6, 6, 6)), tmp_path / "more", **options).train()
+    assert artifacts["loaded"] and set(artifacts["loaded"]) == {b"machine code"}
 
 
 def test_a_decoder_with_a_config_of_its_own_returns_no_cache() -> None:

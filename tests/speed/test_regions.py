@@ -112,7 +112,8 @@ def equal(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("make", "data"),
-    [(gpt2, texts()), pytest.param(gpt2, texts(mask=False), marks=pytest.mark.grid), (Net, images()), (lambda: Net(batch_norm=True), images()),
+    [(gpt2, texts()), pytest.param(gpt2, texts(mask=False), marks=pytest.mark.grid), (Net, images()),
+     (lambda: Net(batch_norm=True), images()),
      pytest.param(lambda: build("bert", "class"), None, marks=pytest.mark.grid)],
     ids=["gpt2", "gpt2 without mask", "images", "batch norm", "bert"],
 )  # fmt: skip

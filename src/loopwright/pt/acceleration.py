@@ -20,7 +20,7 @@ from ..core.update import Update
 from ..notices import logger
 from ..speed.attention.dispatch import HALF
 from ..speed.compile.blocks import as_written, repeated_blocks
-from ..speed.compile.cache import load_compile_cache
+from ..speed.compile.cache import is_cached, load_compile_cache
 from ..speed.compile.region import Region
 from ..speed.cuda_graphs.graphed_step import GraphedTraining
 from ..speed.cuda_graphs.recorder import cannot_capture
@@ -37,7 +37,7 @@ from .devices import total_memory
 from .loss.accounting import divided
 from .loss.identity import stamp_of
 from .loss.targets import check_loss
-from .model.options import checkpoint_activations, compile_as_asked, recomputing_policies
+from .model.options import checkpoint_activations, compile_as_asked, compile_key, recomputing_policies
 from .part import TorchPart
 from .precision import Autocast, Precision
 from .sandbox import sandbox
@@ -155,6 +155,7 @@ class Acceleration(TorchPart):
             why_not_region=self._why_not_region(),
             sandbox_compiled=lambda: self._sandbox(is_compiled=True),
             may_measure=not self.args.full_determinism,
+            is_warm=lambda: not self.args.full_determinism and is_cached(compile_key(self.model, self.args)),
             free_memory=self.strategy.free_memory,
             identity=self._identity,
             wants_look=lambda batches: self.run.accounting.wants_look(batches),
@@ -211,9 +212,11 @@ class Acceleration(TorchPart):
     def _region(self) -> Region:
         if self.run.split is not None:
             self.run.split.detach()  # its hooks would become part of the compiled code
-        load_compile_cache(self.args.output_dir, self.device)
+        key = compile_key(self.model, self.args)
+        load_compile_cache(key)
         model, is_deterministic = without_wrappers(self.model), self.args.full_determinism
         region = Region(model, notices=self.notices, backend=self.region_backend, is_deterministic=is_deterministic)
+        region.session.cache_key = key if self.region_backend is None else None
         self.internals.compiled = region.session
         self.internals.pacing.follow_compiler()
         return region

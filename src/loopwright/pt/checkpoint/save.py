@@ -128,9 +128,9 @@ class TorchSaving(TorchResuming):
         return place
 
     def keep_compiled(self) -> None:
-        """Write the compile cache next to the checkpoints, not into them."""
+        """Write the compile cache to the user's cache folder."""
         if self.internals.compiled is not None and self.args.should_save:
-            self.internals.compiled.keep(self.args.output_dir, self.device)
+            self.internals.compiled.keep()
 
     @cached_property
     def crew(self) -> SavingCrew | None:

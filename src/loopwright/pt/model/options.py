@@ -17,7 +17,7 @@ from ...core.overrides import accepts, adapt
 from ...errors import ModelError
 from ...notices import Notices
 from ...speed.compile.blocks import Compiled, compile_blocks, repeated_blocks
-from ...speed.compile.cache import load_compile_cache
+from ...speed.compile.cache import cache_key, load_compile_cache
 from ...speed.device.fp8 import Fp8Layers, measured_on, use_fp8
 from ...speed.memory.recompute import checkpoint_selectively
 from ..arguments import TrainingArguments
@@ -120,9 +120,10 @@ def compile_as_asked(
     dynamic: bool | None = None,
     short_rows: bool = False,
 ) -> Compiled:
-    """Compile as the arguments specify, with the compile cache of an earlier start of this run."""
-    load_compile_cache(args.output_dir, args.device)
-    return compile_blocks(
+    """Compile as the arguments specify, with the compile cache of an earlier run."""
+    key = compile_key(model, args)
+    load_compile_cache(key)
+    session = compile_blocks(
         model,
         backend=_compile_backend(args),
         mode=args.torch_compile_mode,
@@ -132,6 +133,14 @@ def compile_as_asked(
         short_rows=short_rows,
         notices=notices,
     )
+    session.cache_key = key
+    return session
+
+
+def compile_key(model: nn.Module, args: TrainingArguments) -> str:
+    """The key of a model's compiled code in the cache: with what determines precision and shapes."""
+    compiler = (args.torch_compile_backend, args.torch_compile_mode, args.torch_compile_scope)
+    return cache_key(model, args.device, args.bf16, args.fp16, args.train_batch_size, compiler)
 
 
 def _compile_backend(args: TrainingArguments) -> str | None:

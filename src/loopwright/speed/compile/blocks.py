@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...notices import Notices
@@ -107,6 +106,8 @@ class Compiled:
         self._notices = notices
         self._before: list[tuple[Any, str, Any]] = []
         self._kept = 0
+        self.cache_key: str | None = None
+        """The key under which compiled code is kept for later runs; None if it is not."""
 
     def begin(self, blocks: int, *, short_rows: bool = False, constant_numbers: bool = False) -> None:
         """Count compilations, and change torch's settings so that there are few."""
@@ -117,11 +118,11 @@ class Compiled:
                 self._before.append((config, name, getattr(config, name)))
                 setattr(config, name, value)
 
-    def keep(self, output_dir: str | None, device: torch.device) -> None:
-        """Save the compile cache with the run, if there were compilations since the last time."""
-        if self.counter.compilations != self._kept:
+    def keep(self) -> None:
+        """Save the compile cache for later runs, if there were compilations since the last time."""
+        if self.cache_key is not None and self.counter.compilations != self._kept:
             self._kept = self.counter.compilations
-            save_compile_cache(output_dir, device)
+            save_compile_cache(self.cache_key)
 
     def finish(self) -> None:
         """Stop counting and restore torch's settings; compiled blocks stay compiled."""
