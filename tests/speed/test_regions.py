@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,8 @@ import loopwright.speed.planner.planner as planning
 import loopwright.speed.planner.regions as regions
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
+from loopwright.pt.model.options import compile_key
+from loopwright.speed.compile.cache import cache_file
 from loopwright.speed.compile.region import BLOCKS, MODEL, causal_without_mask
 from loopwright.speed.cuda_graphs.contexts import autocast_without_cache
 from loopwright.speed.planner.regions import REGION
@@ -342,3 +347,49 @@ def test_a_run_of_a_hundred_seconds_is_compiled(seconds: int, pays: bool, monkey
     times = seconds / work.seconds("cuda", compiled=False)
     assert cost.pays_to_compile(work, times=times, kind="cuda", warm=False) is pays
     assert cost.pays_to_compile(work, times=times / 3, kind="cuda", warm=True) is pays
+
+
+def test_a_warm_cache_lets_a_short_run_compile(tmp_path: Any, monkeypatch: Any) -> None:
+    """The estimate knows that the code is there; with full_determinism the choice does not depend on it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cost, "WARM", 0.0)
+    monkeypatch.setattr(cost, "MARGIN", 1e9)
+    cold = train(Net(), images(), tmp_path / "a")
+    assert "too short" in choice(cold).reason
+    path = cache_file(compile_key(cold.model, cold.args))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"not believed, so it is compiled again")
+    assert choice(train(Net(), images(), tmp_path / "b")).is_on
+    fixed = train(Net(), images(), tmp_path / "c", full_determinism=True)
+    assert "too short" in choice(fixed).reason
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.grid
+def test_with_inductor_and_its_cache(tmp_path: Any) -> None:
+    """The real compiler, in two processes: the second finds the code of the first."""
+    script = (
+        "import sys, torch\n"
+        "import loopwright.speed.planner.cost as cost, loopwright.speed.planner.regions as regions\n"
+        "from tests.speed.test_regions import Net, choice, images, losses, train\n"
+        "regions.COMPILING_DEVICES, regions.FASTER, cost.MARGIN = ('cpu',), 1e9, 0.0\n"
+        "plain = train(Net(), images(), sys.argv[1] + '/a', speed='off')\n"
+        "fast = train(Net(), images(), sys.argv[1] + '/b')\n"
+        "assert choice(fast).is_on, choice(fast).reason\n"
+        "assert all(abs(a - b) < 1e-5 for a, b in zip(losses(fast), losses(plain)))\n"
+        "from torch._dynamo.utils import counters\n"
+        "print('HITS', counters['inductor']['fxgraph_cache_hit'], counters['aot_autograd']['autograd_cache_hit'])\n"
+    )
+    found = []
+    for time in ("first", "second"):
+        environment = {
+            **os.environ, "XDG_CACHE_HOME": str(tmp_path / "home"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / time),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / f"run-{time}")], env=environment, capture_output=True,
+            text=True, timeout=900, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([int(word) for word in done.stdout.rpartition("HITS ")[2].split()])
+    assert found[0] == [0, 0] and sum(found[1]) > 0
