@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..core.update import MicroBatch, Update
+from .collated import CollatedUse
 from .compile.region import Region
 from .cuda_graphs.graphed_step import GraphedTraining
 from .fused_loss.lazy_logits import PendingHead
@@ -21,10 +22,8 @@ from .memory.token_budget import limits_for
 from .planner.choice import HEAD, output_head
 from .planner.decision import AS_MADE, UNPADDED, SpeedPlan
 from .planner.planner import GRAPHS, Planner
-from .planner.regions import REGION
 from .proof.audit import Verification
 from .proof.prover import knows_count
-from .region_use import RegionUse
 
 MOST_CHANGES = 8
 """Changes of the model between updates after which accelerations are switched off for good."""
@@ -66,7 +65,7 @@ class SpeedEngine:
         self._widest = 0
         """Length of the longest sample so far, which is the width of padded batches if few shapes are required."""
         self._graphed: GraphedTraining | None = None
-        self._region: RegionUse | None = None
+        self._collated: CollatedUse | None = None
         self._verification: Verification | None = None
         self._must_prove = False
         """Whether the next update must prove the plan: it comes from a checkpoint, or the model has changed."""
@@ -88,8 +87,8 @@ class SpeedEngine:
         if not self.is_active:
             return
         self._learn(update.batches)
-        if self._region is not None and (reason := self._region.differs(update.batches)) is not None:
-            self._leave_region(reason)
+        if self._collated is not None and (reason := self._collated.arrange(update)) is not None:
+            self._take_back(reason)
         samples = self._reader.read_or_none(update.batches) if self._layout is not None else None
         if self._layout is None or samples is None:
             if self._layout is None and self._head is not None:
@@ -126,20 +125,18 @@ class SpeedEngine:
 
     # ---- validity of the plan ---------------------------------------------------------------------------------------
 
-    def _leave_region(self, reason: str) -> None:
-        """Switch the compiled region off; the rest of the plan stays."""
-        self._tell(f"speed: compiled code is switched off, and the model runs as written: {reason}")
-        assert self._region is not None
-        self._region.finish()
+    def _take_back(self, reason: str) -> None:
+        """Report that a part of the plan for the collator's batches was switched off."""
+        self._tell(f"speed: {reason}")
         if self._graphed is not None:
             self._graphed.look_again()
-        self._region, self.plan.region = None, ""
-        self.plan.take_back(REGION, reason)
+        if self._collated is not None and not self._collated.is_used:
+            self._collated = None
         self._settle_activity()
         self._announce(self.plan)
 
     def _settle_activity(self) -> None:
-        self.is_active = any(each is not None for each in (self._layout, self._head, self._graphed, self._region))
+        self.is_active = any(x is not None for x in (self._layout, self._head, self._graphed, self._collated))
         self.is_idle = not self.is_active
 
     def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
@@ -172,7 +169,7 @@ class SpeedEngine:
         plan = SpeedPlan(choices=self.plan.choices)
         for choice in plan.choices:
             choice.is_on, choice.reason = False, reason if choice.name == name else choice.reason
-        self.plan, self._graphed, self._region, self._last = plan, None, None, None
+        self.plan, self._graphed, self._collated, self._last = plan, None, None, None
         self._carry_out(None, None)
         self._announce(plan)
 
@@ -190,8 +187,8 @@ class SpeedEngine:
         """Prove the plan again after the model or the training has changed between updates, e.g. in a callback."""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
-        if self._region is not None:
-            self._region.must_prove = True
+        if self._collated is not None:
+            self._collated.prove_again()
         if "hooks" in changes and self._here.user_hook() is not None:
             self._put_back(update)
             self._start_again("a hook was registered")
@@ -283,7 +280,7 @@ class SpeedEngine:
             self._head.count = micro.targets if micro.update.counted and knows_count(self._here) else None
         batch = micro.inputs
         if self._layout is None or not self.is_laid:
-            return batch if self._region is None else self._region.inputs(batch)
+            return batch if self._collated is None else self._collated.inputs(batch)
         batch = self._here.put(batch)
         return batch if self._graphed is not None else self._layout.for_model(batch)  # a graph includes that conversion
 
@@ -322,7 +319,9 @@ class SpeedEngine:
                 "tokens, since no padding-free layout is verified here; see speed_report()"
             )
 
-    def _carry_out(self, layout: Layout | None, head: PendingHead | None, proved: Region | None = None) -> None:
+    def _carry_out(
+        self, layout: Layout | None, head: PendingHead | None, proved: Region | None = None, *, is_saved: bool = False
+    ) -> None:
         self._layout, self._head = layout, head
         if self.plan.activations != "none":
             self._undo.append(self._here.recompute(self.plan.activations))
@@ -333,9 +332,9 @@ class SpeedEngine:
             self._undo.append(self._graphed.close)
             if layout is not None:
                 self._graphed.take_rows(layout.for_model)
-        if self.plan.region and (region := proved or self._here.region()) is not None:
-            self._region = RegionUse(self._here, region, self.plan, is_proved=proved is not None)
-            self._undo.append(self._region.finish)
+        self._collated = CollatedUse.of(self._here, self.plan, proved, is_proved=not is_saved)
+        if self._collated is not None:
+            self._undo.append(self._collated.finish)
         self._settle_activity()
         self.is_decided = True
         self._verification = Verification(self._here, self.plan, layout, head, tell=self._tell)
@@ -396,7 +395,7 @@ class SpeedEngine:
         if isinstance(layout, str) or missing:
             return
         self.plan = plan
-        self._carry_out(layout, None if head is None else PendingHead(head))
+        self._carry_out(layout, None if head is None else PendingHead(head), is_saved=True)
         self._must_prove = self.is_active
         if self._verification is not None:
             self._verification.load_state_dict(state.get("verification", {}))

@@ -9,6 +9,7 @@ AS_MADE, GROUPED, UNMASKED, UNPADDED, FLAT = "collated", "grouped", "grouped wit
 BIASED = "grouped with bias in rows"
 IN_GROUPS = (UNMASKED, BIASED, GROUPED)
 IN_ROWS = (FLAT, UNPADDED)
+COMPILED = "compiled blocks"
 LAYOUTS = (*IN_ROWS, *IN_GROUPS)
 """Layouts in the order in which they are tried: the largest saving first, the fewest requirements last."""
 
@@ -37,6 +38,8 @@ class SpeedPlan:
     """Whether compiled blocks get rows both below and above a few thousand tokens."""
     region: str = ""
     """What is compiled as one region: "model", "trunk", or nothing."""
+    joined: int = 1
+    """How many of the collator's micro-batches are computed together."""
     graphed: bool = False
     """Whether forward and backward of a micro-batch are one CUDA graph."""
     budget: int = 0
@@ -53,7 +56,7 @@ class SpeedPlan:
     @property
     def changes_anything(self) -> bool:
         switches = (self.linear_loss, self.compiled, bool(self.region), self.graphed, self.activations != "none")
-        return self.layout != AS_MADE or any(switches)
+        return self.layout != AS_MADE or self.joined > 1 or any(switches)
 
     @property
     def few_shapes(self) -> bool:

@@ -12,6 +12,7 @@ from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
+from ..joining import choose_joining
 from ..layouts.candidates import Layout
 from ..layouts.rows import padded_tokens
 from ..layouts.samples import NoSamples, OddSamples, Samples
@@ -19,14 +20,14 @@ from ..memory.token_budget import limits_for, plan_memory
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
 from .choice import HEAD, Decision
-from .decision import AS_MADE, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
+from .decision import AS_MADE, COMPILED, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
 from .regions import RegionChoice
 
 LOOKS = 20
 """Updates inspected before padding counts as too little to remove."""
 PACKED_LOOKS = 5
 """Updates without padding after which packed samples are assumed to have none."""
-GRAPHS, COMPILED = "micro-batches as CUDA graphs", "compiled blocks"
+GRAPHS = "micro-batches as CUDA graphs"
 
 
 class Made(NamedTuple):
@@ -72,10 +73,9 @@ class Planner:
         made = self._planned(batches, take_apart)
         if made is None or here.user_hook() is not None:
             return made
-        region = self._regions.choose(made.plan, batches, made.head)
-        if region is not None or not made.plan.compiled:
-            made.plan.forget(COMPILED)
-        return made._replace(region=region)
+        if made.plan.layout == AS_MADE:
+            batches = choose_joining(made.plan, here, batches, self._regions.count(batches))
+        return made._replace(region=self._regions.choose(made.plan, batches, made.head))
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         here = self._here

@@ -13,7 +13,7 @@ from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
 from ..proof.region import RegionProver, trial
 from .cost import Work, count_work, pays_to_compile
-from .decision import AS_MADE, SpeedPlan
+from .decision import AS_MADE, COMPILED, SpeedPlan
 
 REGION = "compiled for these shapes"
 COMPILING_DEVICES = ("cuda",)
@@ -121,6 +121,7 @@ class RegionChoice:
             reason = self._measured(prover, batches, head, proof.numbers)
         # What was refused here is not compiled in another way either.
         plan.compiled = False
+        plan.forget(COMPILED)
         if not proof.accepted or reason:
             region.finish()
             return None, reason

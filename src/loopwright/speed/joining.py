@@ -1,0 +1,173 @@
+"""Joining the micro-batches of an update into larger ones, for batches that are not text: images, arrays, features.
+
+The update keeps its samples, so its gradient is the same. Losses and models that mix samples are refused by the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from .inputs import PlannerInputs
+from .planner.cost import LAUNCH_SHARE, Work
+from .planner.decision import SpeedPlan
+from .proof.audit import is_turn
+from .proof.distance import HALF
+from .proof.prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
+from .proof.region import trial
+
+JOINED = "joined micro-batches"
+JOINING_DEVICES = ("cuda",)
+FILLED = 0.8
+"""Share of the memory beside weights, gradients and optimizer states that activations may take."""
+
+
+class CannotJoin(Exception):
+    """Micro-batches cannot be joined; the message gives the reason."""
+
+
+def joined(batches: Sequence[Any], count: int) -> list[Any]:
+    """Micro-batches of `count` of the given ones each, in their order; raises `CannotJoin`."""
+    return [_one(batches[start : start + count]) for start in range(0, len(batches), count)]
+
+
+def _one(parts: Sequence[Any]) -> dict[str, Any]:
+    first = parts[0]
+    if not all(isinstance(each, Mapping) and each.keys() == first.keys() for each in parts):
+        raise CannotJoin("micro-batches have different entries")
+    return {name: _entry(name, [each[name] for each in parts], parts) for name in first}
+
+
+def _entry(name: str, values: list[Any], parts: Sequence[Any]) -> Any:
+    first = values[0]
+    if not isinstance(first, Tensor):
+        if any(type(each) is not type(first) or each != first for each in values):
+            raise CannotJoin(f"{name!r} has different values in the micro-batches")
+        return first
+    if any(not isinstance(each, Tensor) or each.dtype != first.dtype for each in values):
+        raise CannotJoin(f"{name!r} has different types in the micro-batches")
+    if not first.dim() or any(each.shape[1:] != first.shape[1:] for each in values):
+        raise CannotJoin(f"{name!r} has different shapes in the micro-batches")
+    if any(len(each) != _samples(part) for each, part in zip(values, parts, strict=True)):
+        raise CannotJoin(f"{name!r} does not have one row for each sample")
+    return torch.cat(values)
+
+
+def _samples(batch: Mapping[str, Any]) -> int:
+    return next(len(each) for each in batch.values() if isinstance(each, Tensor) and each.dim())
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+
+def choose_joining(plan: SpeedPlan, here: PlannerInputs, batches: list[Any], work: Work | None) -> list[Any]:
+    """Decide how many micro-batches are joined; returns those of the update, joined if that is proved."""
+    is_text = any(isinstance(each, Mapping) and "input_ids" in each for each in batches)
+    if len(batches) < 2 or is_text or here.device.type not in JOINING_DEVICES:
+        return batches
+    reason = _why_not(here, work, batches)
+    count = 1 if reason is not None else _most(here, batches)
+    if reason is None and count < 2:
+        reason = "activations of two micro-batches would not fit"
+    if reason is None:
+        proof = JoinedUse(here, count).prove(batches)
+        reason = None if proof.accepted else proof.reason
+    if reason is not None:
+        plan.note(JOINED, False, reason)
+        return batches
+    plan.joined, plan.made_for = count, here.described()
+    numbers = proof.numbers
+    same = f"same loss and gradient (within {max(numbers['gradient'], 1e-16):.0e})"
+    plan.note(JOINED, True, f"{count} micro-batches are computed together; {same}", numbers)
+    return joined(batches, count)
+
+
+def _why_not(here: PlannerInputs, work: Work | None, batches: list[Any]) -> str | None:
+    if here.is_shared:
+        return "there is more than one rank"
+    if here.only_grouped is not None:
+        return here.only_grouped
+    if any(isinstance(module, _BatchNorm) for module in here.model.modules()):
+        return "the model has batch statistics"
+    if here.level == "max":
+        return None if here.learn(batches) else here.why_not_additive() or "the denominator of the loss is unknown"
+    kind = here.device.type
+    if work is None or work.launching(kind, compiled=True) < LAUNCH_SHARE * work.computing(kind, compiled=True):
+        return "micro-batches are large enough"
+    return None if here.learn(batches) else here.why_not_additive() or "the denominator of the loss is unknown"
+
+
+def _most(here: PlannerInputs, batches: list[Any]) -> int:
+    """The largest number that divides the update's micro-batches and fits into memory."""
+    total, most = here.device_memory(), len(batches)
+    if total is None:
+        return most if here.level == "max" else 1
+    room = FILLED * (0.92 * total - here.model_bytes())
+    fits = int(room // max(_activation_bytes(here, batches[0]), 1))
+    return max((count for count in range(1, most + 1) if most % count == 0 and count <= fits), default=1)
+
+
+def _activation_bytes(here: PlannerInputs, batch: Any) -> int:
+    """Bytes that autograd keeps for the backward pass of a micro-batch, without the weights."""
+    own = {each.untyped_storage().data_ptr() for each in here.model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with here.sandbox(), here.as_trained(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        here.model.train()
+        trial(here, batch)()
+    return sum(sizes.values())
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+class JoinedUse:
+    """Joins the micro-batches of updates, and compares some updates both ways."""
+
+    def __init__(self, situation: PlannerInputs, count: int, *, is_proved: bool = True) -> None:
+        self._here, self.count = situation, count
+        self.must_prove = not is_proved
+        self._updates = 0
+
+    def join(self, batches: list[Any]) -> list[Any] | str:
+        """The update's micro-batches, joined if they can be; or why joining them no longer agrees."""
+        try:
+            together = joined(batches, self.count)
+        except CannotJoin:
+            return batches
+        self._updates += 1
+        if self.must_prove or is_turn(self._updates, is_small=False):
+            proof = self.prove(batches)
+            if not proof.accepted and not (proof.has_no_reference and not self.must_prove):
+                return proof.reason
+            self.must_prove = False
+        return together
+
+    def prove(self, batches: list[Any]) -> Proof:
+        """Compare an update joined and as collated: loss, gradients, state."""
+        here = self._here
+        prober = Prober(here.model, here.loss_of, sandbox=here.sandbox)
+        in_half = here.on_gpu and here.computes_half
+        setting = Setting(HALF if in_half else tolerance_of(here.model), train=True, whole=not in_half)
+        if in_half:
+            setting = setting._replace(around=here.as_trained)
+        try:
+            together = [here.put(batch) for batch in joined(batches, self.count)]
+            reference = prober.reference(None, [here.put(batch) for batch in batches], setting)
+        except (CannotJoin, ProofRefused) as reason:
+            return Proof(JOINED, has_no_reference=True).refuse(str(reason))
+        reference.batches = together
+        candidate = Candidate(JOINED, lambda samples: together, None, None, lambda batch: batch, nullcontext)
+        return prober.prove(candidate, reference, divided=False)
+
