@@ -1,8 +1,8 @@
 """The compile cache in the user's cache folder, so that the next run of a model compiles little.
 
 A file holds machine code and torch's serialized objects, so loading it can execute code. It is never in a run's folder
-or a checkpoint; it is read only if folder and file belong to this user, nobody else can write to them, and the content
-was signed with a key that only this user can read.
+or a checkpoint; it is read only if folder and file belong to this user and no other user can write to them, and if the
+content was signed with a key that only this user can read.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether a path belongs to this user and nobody else can write to it."""
+    """Whether a path belongs to this user and no other user can write to it."""
     if not hasattr(os, "getuid"):
         return True
     found = path.lstat()
