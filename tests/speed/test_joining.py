@@ -12,7 +12,6 @@ import loopwright.speed.joining as joining
 from loopwright import Trainer, TrainingArguments
 from loopwright.speed.joining import JOINED, CannotJoin, joined
 
-
 ROWS: list[int] = []
 """The samples of every micro-batch that a model was called with."""
 
@@ -76,7 +75,8 @@ def test_the_update_is_the_same(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "word"), [("batch norm", "batch statistics"), ("centred", "not made of the losses of its samples"), ("spread", "")], ids=str
+    ("what", "word"),
+    [("batch norm", "batch statistics"), ("centred", "losses of its samples"), ("spread", "losses of its samples")],
 )
 def test_what_mixes_samples_is_refused(what: str, word: str, tmp_path: Any) -> None:
     plain, fast = train(what, tmp_path / "a", speed="off"), train(what, tmp_path / "b")

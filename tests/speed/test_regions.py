@@ -256,7 +256,7 @@ def wrong(what: str) -> Any:
     return aot_autograd(fw_compiler=compilers[0], bw_compiler=compilers[1])
 
 
-@pytest.mark.parametrize(("what", "word"), [("forward", "loss"), ("backward", "gradient")])
+@pytest.mark.parametrize(("what", "word"), [("forward", "differs"), ("backward", "gradient")])
 @pytest.mark.parametrize("kind", [pytest.param("texts", marks=pytest.mark.grid), "images"])
 def test_a_wrong_kernel_is_refused(what: str, word: str, kind: str, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(Acceleration, "region_backend", staticmethod(wrong(what)))
