@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, over gloo: DDP without padding, FSDP2, resuming and a killed rank.
+"""Two ranks on one GPU, over gloo: DDP without padding, resuming, a killed rank; FSDP2 is refused.
 
 Also runs without pytest: `python tests/gpu/test_two_processes.py`; with `--cpu` where there is no GPU.
 """
@@ -22,6 +22,7 @@ from tests.gpu.script import HAS_GPU, needs_gpu, run_tests
 
 pytestmark = needs_gpu()
 TIMEOUT = 120 if HAS_GPU else 400
+CASES = ("ddp",) if HAS_GPU else ("ddp", "fsdp")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SCRIPT = str(HERE / "two_processes.py")
@@ -57,7 +58,7 @@ def ran() -> dict[str, Any] | str:
                 command(folder, *cases, processes=processes),
                 env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             )
-            for cases, processes in ((("ddp", "fsdp"), 2), (("single",), 1))
+            for cases, processes in ((CASES, 2), (("single",), 1))
         ]  # fmt: skip
         try:
             said = [run.communicate(timeout=TIMEOUT)[0] for run in runs]
@@ -91,10 +92,10 @@ def assert_resumes_to_the_bit(case: str) -> None:
 
 
 def test_both_ranks_are_on_one_device_and_communicate_by_gloo() -> None:
-    for case, strategy in (("ddp", "DataParallel"), ("fsdp", "FullySharded")):
+    for case in CASES:
         for rank in (0, 1):
             found = results()[f"{case}-{rank}"]["whole"]
-            assert found["strategy"] == strategy
+            assert found["strategy"] == {"ddp": "DataParallel", "fsdp": "FullySharded"}[case]
             assert found["device"] == ("cuda:0" if HAS_GPU else "cpu")
             assert found["backend"] == "gloo"
     if HAS_GPU:
@@ -111,12 +112,16 @@ def test_ddp_resumes_to_the_bit() -> None:
     assert_resumes_to_the_bit("ddp")
 
 
-def test_fsdp_is_like_one_process() -> None:
-    assert_like_one_process("fsdp")
-
-
-def test_fsdp_resumes_to_the_bit() -> None:
-    assert_resumes_to_the_bit("fsdp")
+def test_fsdp_is_refused_on_a_shared_gpu() -> None:
+    """gloo crashes with shards on a CUDA device; on CPUs it works."""
+    if not HAS_GPU:
+        assert_like_one_process("fsdp")
+        assert_resumes_to_the_bit("fsdp")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        words = command(folder, "fsdp", processes=2)
+        done = subprocess.run(words, env=environment(), timeout=TIMEOUT, capture_output=True, text=True)
+        assert done.returncode != 0 and "fsdp needs nccl" in done.stdout + done.stderr, done.stderr[-6000:]
 
 
 def test_a_killed_rank_ends_the_other_with_its_name() -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...args.sharding import FsdpOptions
 from ...core.update import MicroBatch
-from ...errors import ModelError
+from ...errors import ArgumentsError, ModelError
 from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters
 from ..distributed.process_group import Processes
@@ -85,6 +85,11 @@ def shard_model(
     strategy: ManyProcesses,
 ) -> None:
     """Shard the blocks of a model and then the rest, in place."""
+    if device.type == "cuda" and talks_by_gloo(device):
+        raise ArgumentsError(
+            "fsdp needs nccl: over gloo, torch crashes with shards on a CUDA device. Start one process per device and "
+            "leave ddp_backend unset, or train without fsdp"
+        )
     blocks = blocks_to_wrap(model, options)
     if options.activation_checkpointing:
         recompute(model, blocks)
