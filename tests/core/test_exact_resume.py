@@ -157,13 +157,14 @@ def test_a_signal_in_an_evaluation_puts_it_off(at: int, output_dir: str) -> None
 
 @pytest.mark.parametrize("at", [1, 2, 3, 7, 15])
 def test_ctrl_c_finishes_the_update_and_saves_nothing(at: int, output_dir: str) -> None:
+    before = signal.getsignal(signal.SIGINT)
     trainer = signalled(output_dir, at, signal.SIGINT, save_strategy="no")
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     epoch, inside = divmod(at - 1, 7)
     assert trainer.state.global_step == epoch * 4 + inside // 2 + 1
     assert steps_in(output_dir) == []
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_signals_are_left_alone_where_nobody_asked(output_dir: str) -> None:

@@ -48,7 +48,8 @@ ALLOWED = {
     "pt/accelerator.py",  # the word for several GPUs in accelerate
     "pt/checkpoint/transformers_format.py",  # the key transformers' checkpoints use
     "pt/acceleration.py",  # CUDA graphs
-    "pt/distributed/process_group.py",  # the communication libraries torch itself knows by device
+    # the communication libraries torch itself knows by device
+    "pt/distributed/process_group.py", "pt/distributed/shared_devices.py",
     "pt/strategies/single.py",  # clipping inside the fused optimizer, which was proved equal on CUDA only
 }  # fmt: skip
 

@@ -81,6 +81,11 @@ def can_pin_memory(device: torch.device) -> bool:
     return device.type != "cpu" and _works(lambda: torch.empty(1).pin_memory())
 
 
+def copies_while_computing(device: torch.device) -> bool:
+    """Whether values of the device can be copied to the host while it computes."""
+    return can_pin_memory(device) and hasattr(getattr(torch, device.type, None), "Event")
+
+
 def _works(attempt: Any) -> bool:
     """Whether a small test on the device succeeds."""
     try:

@@ -24,6 +24,7 @@ from ...speed.evaluation.pieces import Piece
 from ...speed.planner.decision import SpeedPlan
 from ..acceleration import KEEP_INPUTS, hooked_module
 from ..data.loaders import has_length
+from ..devices import copies_while_computing
 from ..loss.out_of_memory import is_out_of_memory
 from ..loss.targets import LossKind, check_loss, count_samples
 from ..part import TorchPart
@@ -73,7 +74,7 @@ class FastEvaluation(TorchPart):
     def _reads_on_host(self, plan: EvalPlan) -> bool:
         """Whether predictions are copied to the host batch by batch, and not needed on the device."""
         is_read = plan.keeps_predictions and plan.host_every == 1 and not plan.per_batch_metrics
-        return is_read and self.is_alone and self.device.type == "cuda"
+        return is_read and self.is_alone and copies_while_computing(self.device)
 
     def choices(self) -> list[tuple[str, bool, str]]:
         """The rows of the speed report about evaluations."""

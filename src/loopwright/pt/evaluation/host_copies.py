@@ -11,21 +11,22 @@ from torch import Tensor
 from ...core.evaluation.loop import EvalStep
 from ...core.evaluation.predictions import map_nested
 from ...speed.device.prefetch import leaves
+from ..devices import copies_while_computing
 
 MOST_BYTES = 2**30
 """Larger values are copied without pinned memory, when they are read."""
 
 
 class HostCopy:
-    """Nested tensors on their way from a GPU to pinned host memory; tensors of other devices are kept."""
+    """Nested tensors on their way from a device to pinned host memory; those of devices without it are kept."""
 
     def __init__(self, value: Any, *, moves: bool = True) -> None:
-        moving = [leaf for leaf in leaves(value) if leaf.device.type == "cuda"] if moves else []
+        moving = [leaf for leaf in leaves(value) if copies_while_computing(leaf.device)] if moves else []
         self._event: Any = None
         self._value = value
         if moving and sum(leaf.nbytes for leaf in moving) <= MOST_BYTES:
             self._value = map_nested(_sent, value)
-            self._event = torch.cuda.Event()
+            self._event = getattr(torch, moving[0].device.type).Event()
             self._event.record()
 
     def result(self) -> Any:
@@ -53,7 +54,7 @@ def _arrived(step: EvalStep, copy: HostCopy) -> EvalStep:
 
 
 def _sent(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.device.type != "cuda":
+    if not isinstance(value, Tensor) or not copies_while_computing(value.device):
         return value
     host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
     return host.copy_(value.detach(), non_blocking=True)

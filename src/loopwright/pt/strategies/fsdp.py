@@ -25,7 +25,7 @@ from ...errors import ArgumentsError, ModelError
 from ..checkpoint.shards import local_part
 from ..devices import replaces_parameters
 from ..distributed.process_group import Processes
-from ..distributed.shared_devices import talks_by_gloo
+from ..distributed.shared_devices import ACCELERATED, talks_by_gloo
 from ..model.options import checkpoint_activations, move_model, repeated_blocks
 from ..precision import Precision
 from .base import ManyProcesses
@@ -85,10 +85,10 @@ def shard_model(
     strategy: ManyProcesses,
 ) -> None:
     """Shard the blocks of a model and then the rest, in place."""
-    if device.type == "cuda" and talks_by_gloo(device):
+    if device.type in ACCELERATED and talks_by_gloo(device):
         raise ArgumentsError(
-            "fsdp needs nccl: over gloo, torch crashes with shards on a CUDA device. Start one process per device and "
-            "leave ddp_backend unset, or train without fsdp"
+            f"fsdp needs {ACCELERATED[device.type]}: over gloo, torch crashes with shards on a {device.type} device. "
+            "Start one process per device and leave ddp_backend unset, or train without fsdp"
         )
     blocks = blocks_to_wrap(model, options)
     if options.activation_checkpointing:
