@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import bert
-import generated
+import made_samples
 import numpy as np
 import sft
 import t5
@@ -120,14 +120,14 @@ def gpt2(watch: Watch, tiny: bool) -> Task:
     samples = 4 if tiny else 16
     return Task(
         build=build,
-        data=generated.blocks(samples * UPDATES_IN_DATA, length, vocabulary, 1 << (14 if tiny else 21)),
+        data=made_samples.blocks(samples * UPDATES_IN_DATA, length, vocabulary, 1 << (14 if tiny else 21)),
         operations=operations,
         watch=watch,
         micro=samples,
         accumulation=1,
         learning_rate=1e-4,
         counts_items=False,  # transformers would count first tokens too, since the class is not named ForCausalLM
-        collate=generated.stack,
+        collate=made_samples.stack,
         fixed_shapes=True,
     )
 
@@ -194,13 +194,13 @@ def whisper(watch: Watch, tiny: bool) -> Task:
     transcripts = replace(TRANSCRIPT, mean=2.5, low=4, high=32) if tiny else TRANSCRIPT
     return Task(
         build=build,
-        data=generated.Speech(samples * UPDATES_IN_DATA, bins, frames, transcripts, vocabulary),
+        data=made_samples.Speech(samples * UPDATES_IN_DATA, bins, frames, transcripts, vocabulary),
         operations=operations,
         watch=watch,
         micro=samples,
         accumulation=1,
         counts_items=False,
-        collate=generated.stack_speech,
+        collate=made_samples.stack_speech,
         workers=8,
     )
 
@@ -213,14 +213,14 @@ def _images(watch: Watch, tiny: bool, build: Callable[[], nn.Module], *, channel
 
     return Task(
         build=build,
-        data=generated.images(samples * UPDATES_IN_DATA, size),
+        data=made_samples.images(samples * UPDATES_IN_DATA, size),
         operations=each(counted(build, one)),
         watch=watch,
         micro=samples,
         accumulation=1,
         learning_rate=1e-4,
         counts_items=False,
-        collate=generated.stack,
+        collate=made_samples.stack,
         fixed_shapes=True,
         channels_last=channels_last,
         workers=8,
@@ -235,7 +235,7 @@ def vit(watch: Watch, tiny: bool) -> Task:
             "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
             "image_size": 32, "patch_size": 8,
         }  # fmt: skip
-        return ViTForImageClassification(ViTConfig(num_labels=generated.CLASSES, **(small if tiny else {})))
+        return ViTForImageClassification(ViTConfig(num_labels=made_samples.CLASSES, **(small if tiny else {})))
 
     return _images(watch, tiny, build, channels_last=False)
 
@@ -245,7 +245,8 @@ def convnext(watch: Watch, tiny: bool) -> Task:
         from transformers import ConvNextConfig, ConvNextForImageClassification
 
         small: dict[str, Any] = {"hidden_sizes": [8, 16, 32, 64], "depths": [1, 1, 1, 1], "image_size": 32}
-        return ConvNextForImageClassification(ConvNextConfig(num_labels=generated.CLASSES, **(small if tiny else {})))
+        config = ConvNextConfig(num_labels=made_samples.CLASSES, **(small if tiny else {}))
+        return ConvNextForImageClassification(config)
 
     return _images(watch, tiny, build, channels_last=True)
 
@@ -255,7 +256,7 @@ def resnet(watch: Watch, tiny: bool) -> Task:
         from transformers import ResNetConfig, ResNetForImageClassification
 
         small: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1]}
-        return ResNetForImageClassification(ResNetConfig(num_labels=generated.CLASSES, **(small if tiny else {})))
+        return ResNetForImageClassification(ResNetConfig(num_labels=made_samples.CLASSES, **(small if tiny else {})))
 
     return _images(watch, tiny, build, channels_last=True)
 
@@ -285,7 +286,7 @@ class Custom(nn.Module):
     def __init__(self, features: int, width: int, layers: int) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(features, width), nn.Linear(width, 1)
-        self.layers = nn.ModuleList(Layer(width, generated.CLASSES) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(width, made_samples.CLASSES) for _ in range(layers))
 
     def forward(
         self, values: torch.Tensor, kind: torch.Tensor, labels: torch.Tensor | None = None
@@ -311,14 +312,14 @@ def custom(watch: Watch, tiny: bool) -> Task:
     samples = 4 if tiny else 64
     return Task(
         build=build,
-        data=generated.sequences(samples * UPDATES_IN_DATA, steps, features),
+        data=made_samples.sequences(samples * UPDATES_IN_DATA, steps, features),
         operations=each(counted(build, one)),
         watch=watch,
         micro=samples,
         accumulation=1,
         learning_rate=1e-4,
         counts_items=False,
-        collate=generated.stack,
+        collate=made_samples.stack,
         fixed_shapes=True,
     )
 
@@ -327,7 +328,7 @@ def mlp(watch: Watch, tiny: bool) -> Task:
     width = 16
     return Task(
         build=lambda: MLP(2, width),
-        data=generated.vectors(4 * 8 * UPDATES_IN_DATA, width),
+        data=made_samples.vectors(4 * 8 * UPDATES_IN_DATA, width),
         operations=each(6.0 * 2 * width**2),
         watch=watch,
         micro=4,
@@ -335,7 +336,7 @@ def mlp(watch: Watch, tiny: bool) -> Task:
         learning_rate=1e-3,
         bf16=False,
         counts_items=False,
-        collate=generated.stack,
+        collate=made_samples.stack,
         fixed_shapes=True,
     )
 

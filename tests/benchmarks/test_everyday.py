@@ -151,7 +151,7 @@ def test_operations_are_those_of_a_real_pass(name: str, share: float) -> None:
 
 
 def test_samples_are_the_same_in_every_process() -> None:
-    first, second = (workloads.generated.images(8, 16) for _ in range(2))
+    first, second = (workloads.made_samples.images(8, 16) for _ in range(2))
     assert np.array_equal(first[5]["pixel_values"], second[5]["pixel_values"])
     assert not np.array_equal(first[5]["pixel_values"], first[6]["pixel_values"])
 
