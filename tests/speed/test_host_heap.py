@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -64,14 +63,26 @@ def test_a_heap_that_the_user_configured_is_left_alone(setting: tuple[str, str])
     assert keep_heap(dict([setting])) is None
 
 
-def test_free_memory_is_returned_after_training() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+FREED = """
+import os
+from pathlib import Path
+from loopwright.speed.memory.host_heap import keep_heap
 
-    heap = keep_heap({})
-    assert heap is not None
-    blocks = [bytearray(8 << 20) for _ in range(16)]
-    full = resident()
-    del blocks
-    heap.release()
-    assert resident() < full - (100 << 20)
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+heap = keep_heap({})
+blocks = [bytearray(8 << 20) for _ in range(16)]
+full = resident()
+del blocks
+heap.release()
+print(full - resident())
+"""
+
+
+def test_free_memory_is_returned_after_training() -> None:
+    """In a process of its own: the heap of this one has holes of other tests."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) > 100 << 20
+

@@ -353,7 +353,7 @@ def test_evaluation_and_saving_see_the_model_as_it_is(tmp_path: Any) -> None:
         seen[level] = [row["eval_loss"] for row in run.trainer.state.log_history if "eval_loss" in row]
         assert run.trainer.model.config._attn_implementation == "sdpa"
         assert "forward" not in run.trainer.model.lm_head.__dict__
-    assert seen["off"] == seen["max"]
+    assert seen["off"] == pytest.approx(seen["max"], rel=1e-6)  # evaluations are laid out too
 
 
 def test_memory_that_runs_out_makes_rows_shorter(tmp_path: Any) -> None:
