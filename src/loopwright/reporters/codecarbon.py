@@ -38,13 +38,16 @@ class CodeCarbonReporter(Reporter):
         offline = bool(os.environ.get(COUNTRY))
         self.tracker = (codecarbon.OfflineEmissionsTracker if offline else codecarbon.EmissionsTracker)(**options)
         self.tracker.start()
-        self._written = 0.0
+        self._write()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Nothing is logged; what was measured so far is written now and then, for a run that is killed."""
         if time.monotonic() - self._written > INTERVAL:
-            self.tracker.flush()
-            self._written = time.monotonic()
+            self._write()
+
+    def _write(self) -> None:
+        self.tracker.flush()
+        self._written = time.monotonic()
 
     def unstored(self, rows: Sequence[Row]) -> list[Row] | None:
         """No row is stored, so none can be missing."""
