@@ -34,7 +34,7 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
 PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
-         tensorflow-cpu==2.21.0 jax ray optuna nbclient ipykernel
+         tensorflow-cpu==2.21.0 jax ray optuna nbclient ipykernel bitsandbytes
 # Without what they ask for: tf-keras would bring a second, larger TensorFlow, and of axe only its script is used.
 ALONE := tf-keras==2.21.0 axe-playwright-python==0.1.8
 

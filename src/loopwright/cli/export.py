@@ -42,17 +42,24 @@ def _export(words: Words) -> Result:
 
     config = load_config(words.first("the configuration file of the run"), words.overrides)
     target = _target(words)
-    config = _without_quantization(config)
-    trainer, checkpoint = loaded_trainer(config, words.options.get("--checkpoint"))
+    full = _without_quantization(config)
+    trainer, checkpoint = loaded_trainer(full, words.options.get("--checkpoint"))
     words.is_input = False
     data: dict[str, Any] = {"checkpoint": str(checkpoint), "folder": str(target)}
     if config.lora is not None and "--adapter" not in words.options:
         data["difference"] = _merge(trainer)
+        if full is not config:
+            data["difference_to_quantized"] = _difference_to_trained(trainer, config, checkpoint)
     _write(trainer, target)
     data["commands"] = commands(config, target) if "--adapter" not in words.options else {}
     lines = [f"{checkpoint} -> {target}"]
     if "difference" in data:
         lines.append(f"the adapter was merged; the outputs differ by at most {data['difference']:.2g} (relative)")
+    if "difference_to_quantized" in data:
+        lines.append(
+            f"it was merged into the weights before quantization; the outputs differ by "
+            f"{data['difference_to_quantized']:.2g} (relative) from those of the quantized model that was trained"
+        )
     return Result(data, "\n".join([*lines, *(f"{use}: {command}" for use, command in data["commands"].items())]))
 
 
@@ -95,7 +102,7 @@ def _merge(trainer: Trainer) -> float:
     """Merge the adapter into the model; returns the relative difference of the outputs."""
     import torch
 
-    batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
+    batch = _one_sample(trainer)
     model = trainer.model.eval()
     with torch.no_grad():
         before = _outputs(model, batch)
@@ -109,6 +116,21 @@ def _merge(trainer: Trainer) -> float:
         )
     trainer.model = merged
     return difference
+
+
+def _difference_to_trained(trainer: Trainer, config: Config, checkpoint: Path) -> float:
+    """How far the outputs are from those of the quantized model, relative to the largest."""
+    import torch
+
+    trained, _ = loaded_trainer(config, str(checkpoint))
+    batch = _one_sample(trainer)
+    with torch.no_grad():
+        before, after = _outputs(trained.model.eval(), batch), _outputs(trainer.model.eval(), batch)
+    return float((before - after).abs().max() / before.abs().max().clamp(min=1e-12))
+
+
+def _one_sample(trainer: Trainer) -> Any:
+    return trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
 
 
 def _outputs(model: Any, batch: Any) -> Any:

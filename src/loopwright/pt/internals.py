@@ -52,6 +52,7 @@ from .model.options import (
     set_use_cache,
 )
 from .model.overflow import DebugUnderflowOverflow
+from .model.quantized import check_trainable, keep_differentiable
 from .model.special_tokens import align_special_tokens
 from .optim.creation import TorchOptim
 from .overridden_actions import act_by_override
@@ -206,6 +207,7 @@ class TorchInternals(Internals):
         self.trainer.model = model
         self.trainer.is_model_parallel = len(buffers_and_parameters_on(model)) > 1
         set_use_cache(model, self.args.use_cache)
+        keep_differentiable(model, self.notices.warn_once)
         if self.trainer.place_model_on_device:
             self.trainer._move_model_to_device(model, self.device)
         if self.strategy.is_sharded:
@@ -279,6 +281,7 @@ class TorchInternals(Internals):
             self.trainer.optimizer = self.trainer.lr_scheduler = None
         elif self.model is not self.strategy.model:
             self.changes.adopt_assigned_model()
+        check_trainable(self.model)
         self.run.accounting = self.loss.make_accounting()  # checks of static shapes may compute the loss
         if checkpoint is not None:
             self.trainer._load_from_checkpoint(checkpoint)

@@ -34,11 +34,24 @@ def load_model(request: Request, auto: str, **configuration: Any) -> Any:
     functions of the configuration that return one.
     """
     name, place = str(request.model.name), request.place("model.name")
+    if request.lora is not None and request.lora.quantization is not None:
+        _check_can_be_quantized(request, name)
     if is_import_path(name):
         model = _made_by_user(request, name, place)
     else:
         model = _pretrained(request, auto, configuration, name, place)
     return model if request.lora is None else with_adapter(model, request.lora, request, auto)
+
+
+def _check_can_be_quantized(request: Request, name: str) -> None:
+    if is_import_path(name):
+        reason = f"{request.place('model.name')} is an import path; quantize the weights in {name} instead"
+    elif request.model.from_scratch:
+        reason = f"{request.place('model.from_scratch')} makes random ones; remove one of the two"
+    else:
+        return
+    place = request.place("lora.quantization")
+    raise ArgumentsError(f"{place} is for the weights of a model folder or name, but {reason}")
 
 
 def _made_by_user(request: Request, name: str, place: str) -> Any:

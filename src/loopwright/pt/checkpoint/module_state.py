@@ -59,12 +59,13 @@ class ModuleState:
     def changed_weights(self) -> set[str]:
         """Names in the state dict of an adapter that are trained, or have changed since the start."""
         own, stamps = self.module.state_dict(keep_vars=True), _weight_stamps(self.module)
+        live = _live_names(self.module)
         moved = {
             name
             for name, value in own.items()
             if getattr(value, "requires_grad", False) or stamps[name] != self._weights.get(name)
         }
-        return moved | (self.restored & set(own))
+        return (moved & live) | (self.restored & set(own))
 
     def adopt(self, names: set[str]) -> None:
         """Take the present values of these attributes as those of the start: the arguments of the run set them."""
@@ -200,6 +201,12 @@ def _hooks_in(module: nn.Module) -> int:
 def _objects_of(module: nn.Module) -> set[str]:
     """Attributes that are neither plain data nor in `_OWN`."""
     return {name for name, value in module.__dict__.items() if name not in _OWN and not _is_plain(value)}
+
+
+def _live_names(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers. A state dict may hold more, such as a description of quantized weights."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {name for each in (parameters, module.named_buffers(remove_duplicate=False)) for name, _ in each}
 
 
 def _weight_stamps(module: nn.Module) -> dict[str, Any]:
