@@ -5,6 +5,7 @@
 #   make test    lint, types and the whole test suite; of large grids a spread
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
 #   make trackers   install W&B, MLflow and the other trackers in an environment of their own (.venv-trackers, 0.9 GB)
+#   make extras   install optional packages (bitsandbytes, torchao, GaLore ...) beside .venv (.venv-extras, 0.3 GB)
 #   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
 #   make test-versions   chosen tests with other versions of Python, torch and transformers (.venv-versions, 8 GB)
 #   make docs    build the documentation as a site, in an environment of its own (.venv-docs)
@@ -34,12 +35,12 @@ PIP  := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_A
 TOOLS := pytest pytest-xdist hypothesis ruff mypy
 # Compared with or worked beside; a test that needs an absent one skips itself and says so.
 PEERS := transformers==5.22.2 datasets accelerate peft tensorboard lightning torchmetrics evaluate fsspec \
-         tensorflow-cpu==2.21.0 jax ray optuna nbclient ipykernel bitsandbytes
+         tensorflow-cpu==2.21.0 jax ray optuna nbclient ipykernel
 # Without what they ask for: tf-keras would bring a second, larger TensorFlow, and of axe only its script is used.
 ALONE := tf-keras==2.21.0 axe-playwright-python==0.1.8
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-grid test-xla xla-env test-versions trackers docs dist interface lint bench clean
+.PHONY: help demo check test test-grid test-xla xla-env test-versions trackers extras docs dist interface lint bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -51,7 +52,7 @@ demo: $(VENV)/.core
 check: lint
 	$(BIN)/python -m pytest $(CHECKED) -q -n $(JOBS) --dist loadgroup -m "not slow"
 
-test: lint trackers
+test: lint trackers extras
 	$(BIN)/python -m pytest $(TESTS) -q -n $(JOBS) --dist loadgroup --durations 15
 
 test-grid: $(VENV)/.dev
@@ -70,6 +71,26 @@ $(TRACKERS_VENV)/.ready: constraints-trackers.txt
 	$(PYTHON) -m venv $(TRACKERS_VENV)
 	timeout 900 $(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-compile \
 	  -r constraints-trackers.txt
+	@touch $@
+
+# Packages for quantized weights and further optimizers. They slow every import of PEFT and transformers, so they are in
+# an environment of their own, which sees the packages of .venv; one test starts the tests that need them.
+EXTRAS_VENV := .venv-extras
+EXTRAS := bitsandbytes torchao galore-torch apollo-torch grokadamw schedulefree torch-optimi
+
+PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+extras: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(EXTRAS_VENV)/.ready || \
+	  echo "  The optional packages are not to be had here; the tests that need them skip themselves."
+
+$(EXTRAS_VENV)/.ready: constraints.txt
+	@echo "Making $(EXTRAS_VENV): $(EXTRAS) ..."
+	$(PYTHON) -m venv $(EXTRAS_VENV)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" \
+	  >"$$($(EXTRAS_VENV)/bin/python -c $(PURELIB))/shared.pth"
+	timeout 900 $(EXTRAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  -c constraints.txt $(EXTRAS)
 	@touch $@
 
 # The last torch that lazy torch_xla exists for. Its build in the public index is a CUDA one: without CUDA's 5 GB it
@@ -137,8 +158,8 @@ bench: $(VENV)/.dev
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(TRACKERS_VENV) .venv-docs .venv-versions .venv-release build dist runs .pytest_cache .mypy_cache .ruff_cache \
-	  .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(XLA_VENV) $(TRACKERS_VENV) $(EXTRAS_VENV) .venv-docs .venv-versions .venv-release build dist runs \
+	  .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.python:

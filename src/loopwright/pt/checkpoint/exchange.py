@@ -32,8 +32,9 @@ from ...core.checkpoint.manifest import damage, describe, read_manifest
 from ...core.state import TrainerState
 from ...errors import CheckpointError
 from ..rng import rng_from_json
+from .described_values import check_plain, decode_value
 from .shards import BoxReader
-from .tensors import decode_schedule, decode_value, read_description, write_tensors
+from .tensors import decode_schedule, read_description, write_tensors
 from .transformers_format import is_foreign, write_foreign
 from .weights import export_writer, is_exported, load_weights
 
@@ -107,6 +108,7 @@ def _from_native(folder: Path, out: Path) -> list[str]:
 
 def _plain_optimizer(described: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """A described state as the optimizer's own `state_dict()`: parameters are numbered in the order of its groups."""
+    check_plain(described)
     names = [name for group in described["groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [

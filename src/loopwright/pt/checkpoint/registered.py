@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...core.checkpoint.schema import label, list_of, named, record, restoring, text
 from ...errors import ArgumentsError, CheckpointError
-from .tensors import decode_value, encode_value, read_json, read_tensors, write_json, write_tensors
+from .described_values import Owner, decode_value, encode_value
+from .tensors import read_json, read_tensors, write_json, write_tensors
 
 REGISTERED = "registered"
 _DOCUMENT = list_of(record({"class": text, "state": named()}))
@@ -93,5 +94,5 @@ def _described(each: Any, number: int, tensors: dict[str, Tensor]) -> dict[str, 
     state, whose = each.state_dict(), f"the state of a registered {type(each).__name__}: "
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"{whose}state_dict() returned a {type(state).__name__}, expected a dict with names")
-    values = {name: encode_value(value, f"{number}/{name}", tensors, whose) for name, value in state.items()}
+    values = {name: encode_value(value, f"{number}/{name}", tensors, Owner(whose)) for name, value in state.items()}
     return {"class": _class_of(each), "state": values}

@@ -21,6 +21,7 @@ from ...errors import CheckpointError
 from ..memory_metrics import free_memory
 from ..rng import rng_to_json
 from .callback_tensors import shard_writer, tensors_of, whole_writer
+from .described_values import check_plain
 from .full_tensor import stream_tensors, whole_tensors
 from .rank_state import SavingCrew, is_visible_to_all, keep_records
 from .resume import TorchResuming
@@ -260,6 +261,7 @@ class TorchSaving(TorchResuming):
         return writers
 
     def _foreign_writer(self, *, copy: bool) -> Callable[[Path], None]:
+        check_plain(encode_optimizer(self.trainer.optimizer, plain_module(self.model))[0])
         parts = {"optimizer": self.trainer.optimizer.state_dict(), "scheduler": self.trainer.lr_scheduler.state_dict(),
                  "scaler": self.strategy.precision.state_dict(), "rng": self.strategy.rng_state()}  # fmt: skip
         parts = copied(parts) if copy else parts
@@ -293,7 +295,9 @@ class TorchSaving(TorchResuming):
         if args.save_strategy == "no" or not args.should_save:
             return
         if not args.save_only_model and not self.strategy.saves_itself:
-            encode_optimizer(rehearsed(self.trainer.optimizer), module)
+            described, _ = encode_optimizer(rehearsed(self.trainer.optimizer), module)
+            if args.checkpoint_format == "transformers":
+                check_plain(described)
             encode_schedule(self.trainer.lr_scheduler.state_dict())
 
     def _check_round_trip(self, module: Any) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,15 @@ from torch import Tensor, nn
 from ...core.checkpoint.folder import OPTIMIZER
 from ...core.checkpoint.json_files import read_json, write_json
 from ...core.checkpoint.schema import (
-    LARGEST,
     label,
     list_of,
     named,
     record,
-    restoring,
-    shown,
     text,
 )
 from ...errors import CheckpointError
 from ..devices import address_of
+from .described_values import decode_value, encode_value, owner_of, tensors_in
 from .optimizer_options import check_groups
 
 DESCRIPTION = record(
@@ -204,21 +201,23 @@ def some(names: Iterable[str], most: int = 5) -> str:
 def encode_optimizer(optimizer: Any, model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The optimizer's state by parameter name: a JSON description and the tensors it refers to."""
     names = _parameter_names(optimizer, model)
+    owner = owner_of(optimizer, names)
     saved = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     state = {}
     for index, slots in saved["state"].items():
         name = names[index] if isinstance(index, int) else str(index)
-        state[name] = {slot: encode_value(value, f"{name}/{slot}", tensors) for slot, value in slots.items()}
+        state[name] = {slot: encode_value(value, f"{name}/{slot}", tensors, owner) for slot, value in slots.items()}
     groups = []
     for number, group in enumerate(saved["param_groups"]):
         options = {
-            key: encode_value(value, f"group {number}/{key}", tensors)
+            key: encode_value(value, f"group {number}/{key}", tensors, owner)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
         groups.append({"params": [names[index] for index in group["params"]], "options": options})
-    extra = {k: encode_value(each, k, tensors) for k, each in saved.items() if k not in ("state", "param_groups")}
+    rest = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    extra = {key: encode_value(value, key, tensors, owner) for key, value in rest.items()}
     return {"groups": groups, "state": state, "extra": extra}, tensors
 
 
@@ -229,9 +228,10 @@ def rehearsed(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or optimizer.state:
         return optimizer
-    shadow = copy.copy(optimizer)
+    shadow = copy.copy(optimizer)  # without hooks and, by torch, without what a subclass adds
+    vars(shadow).update({name: value for name, value in vars(optimizer).items() if name not in vars(shadow)})
     shadow.state = defaultdict(dict)
-    shadow.param_groups = [{**group, "params": [_tiny()]} for group in optimizer.param_groups]
+    shadow.param_groups = [{**_plain_options(group), "params": [_tiny()]} for group in optimizer.param_groups]
     try:
         with torch.random.fork_rng(devices=[]):
             shadow.step()
@@ -240,9 +240,14 @@ def rehearsed(optimizer: Any) -> Any:
     return shadow
 
 
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group without mappings, in which an optimizer may keep its state."""
+    return {name: value for name, value in group.items() if not isinstance(value, Mapping)}
+
+
 def _tiny() -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    parameter.grad = torch.ones(2, 2)
+    parameter = nn.Parameter(torch.zeros(64, 64))  # torchao quantizes the state of 4,096 elements and more
+    parameter.grad = torch.ones(64, 64)
     return parameter
 
 
@@ -251,19 +256,25 @@ def decode_optimizer(
 ) -> None:
     """Load a described state into the optimizer, matching parameters by name."""
     names = _parameter_names(optimizer, model)
+    owner = owner_of(optimizer, names)
     current = optimizer.state_dict()
-    options = [
-        {key: decode_value(value, tensors) for key, value in group["options"].items()} for group in described["groups"]
-    ]
+    by_parameter, options = [], []
+    for group in described["groups"]:
+        values = {key: decode_value(value, tensors, owner) for key, value in group["options"].items()}
+        apart = {key for key, value in group["options"].items() if isinstance(value, dict) and "parameters" in value}
+        by_parameter.append({key: values[key] for key in apart})
+        options.append({key: value for key, value in values.items() if key not in apart})
     check_groups(current["param_groups"], options, described)
     groups = [{**group, **saved} for group, saved in zip(current["param_groups"], options, strict=True)]
-    state = {
-        index: {slot: decode_value(value, tensors) for slot, value in described["state"][name].items()}
-        for index, name in names.items()
-        if name in described["state"]
-    }
-    extra = {key: decode_value(value, tensors) for key, value in described.get("extra", {}).items()}
+    state = {}
+    for index, name in names.items():
+        device, slots = owner.parameters[name].device, described["state"].get(name)
+        if slots is not None:
+            state[index] = {slot: decode_value(value, tensors, owner, device) for slot, value in slots.items()}
+    extra = {key: decode_value(value, tensors, owner) for key, value in described.get("extra", {}).items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})
+    for group, values in zip(optimizer.param_groups, by_parameter, strict=True):
+        group.update(values)  # torch copies the options, and a copy of a parameter is another key
 
 
 def write_optimizer(folder: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -283,7 +294,7 @@ def read_description(folder: Path, tensors: Iterable[str]) -> dict[str, Any]:
     places = {"": described["extra"], **{f"{name}/": slots for name, slots in described["state"].items()}}
     places.update({f"group {number}/": each["options"] for number, each in enumerate(described["groups"])})
     named = [key for prefix, values in places.items() for name, one in values.items()
-             for key in _tensors_in(one, f"{prefix}{name}", path)]  # fmt: skip
+             for key in tensors_in(one, f"{prefix}{name}", path)]  # fmt: skip
     missing = sorted(set(tensors) - set(named))
     unknown = sorted(set(named) - set(tensors))
     if missing or unknown:
@@ -295,25 +306,6 @@ def read_description(folder: Path, tensors: Iterable[str]) -> dict[str, Any]:
     return described
 
 
-def _tensors_in(value: Any, key: str, path: Path) -> Iterator[str]:
-    """The tensors that a described value refers to; each has the name of its place."""
-    if isinstance(value, dict) and "tensor" in value:
-        if value["tensor"] != key:
-            found = shown(value["tensor"])
-            raise CheckpointError(f"{label(path)}: {key} refers to the tensor {found}; the file was changed")
-        yield key
-    elif isinstance(value, dict):
-        with restoring(path, key):
-            pairs = list(enumerate(value["tuple"])) if "tuple" in value else [(n, one) for n, one in value["dict"]]
-        for name, one in pairs:
-            yield from _tensors_in(one, f"{key}/{name}", path)
-    elif isinstance(value, list):
-        for index, one in enumerate(value):
-            yield from _tensors_in(one, f"{key}/{index}", path)
-    elif isinstance(value, (int, float)) and (value != value or LARGEST < abs(value) < math.inf):
-        raise CheckpointError(f"{label(path)}: {key} is {shown(value)}, expected a finite number; the file was changed")
-
-
 def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
     """The name of each parameter by its index in the optimizer's state dict."""
     known = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -322,34 +314,6 @@ def _parameter_names(optimizer: Any, model: nn.Module) -> dict[int, str]:
         for parameter in group["params"]:
             names[len(names)] = known.get(id(parameter), f"parameter {len(names)}")
     return names
-
-
-def encode_value(value: Any, key: str, tensors: dict[str, Tensor], whose: str = "the optimizer's ") -> Any:
-    """A value as JSON values; its tensors are added to `tensors`, by the names of their places."""
-    if isinstance(value, Tensor):
-        tensors[key] = value
-        return {"tensor": key}
-    if isinstance(value, (list, tuple)):
-        parts = [encode_value(each, f"{key}/{i}", tensors, whose) for i, each in enumerate(value)]
-        return {"tuple": parts} if isinstance(value, tuple) else parts
-    if isinstance(value, Mapping):
-        return {"dict": [[name, encode_value(each, f"{key}/{name}", tensors, whose)] for name, each in value.items()]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise CheckpointError(f"{whose}{key} is a {type(value).__name__}, which cannot be saved without pickle")
-
-
-def decode_value(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """A value of a described state, with its tensors."""
-    if isinstance(value, list):
-        return [decode_value(each, tensors) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    if "tuple" in value:
-        return tuple(decode_value(each, tensors) for each in value["tuple"])
-    return {name: decode_value(each, tensors) for name, each in value["dict"]}
 
 
 def encode_schedule(state: Any) -> Any:
