@@ -169,7 +169,7 @@ def _class(name: Any, owner: Owner) -> type:
     found = getattr(sys.modules.get(module), own, None)
     if not owner.package or not isinstance(found, type) or not _is_data_class(found, owner.package):
         raise CheckpointError(
-            f"the optimizer's state holds an object of {shown(name)}, which is no part of this optimizer. Resume with "
+            f"the optimizer's state holds an object of {shown(name)}, which this optimizer does not have. Resume with "
             "the optimizer that saved it, or start a new run from the weights"
         )
     return found
