@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from .jobs import LAUNCH, Job, descendants, free_port, job
-from .runs import TRAIN, assert_same_run, checkpoints, kept, last_step, lines, undisturbed
+from .runs import TRAIN, assert_same_run, checkpoints, hurry, kept, last_step, lines, undisturbed
 
 ROWS = 256
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -83,6 +83,7 @@ def test_processes_come_and_go_and_the_run_is_the_same(worlds, command, tmp_path
             reached = last_step(run)
             if world != worlds[-1]:
                 agents[0].until(lambda reached=reached: max(checkpoints(run), default=0) > reached, seconds=240)
+        hurry(run)
         assert agents[0].wait(300) == 0, agents[0].text()
     assert_same_run(run, reference, ROWS)
     assert {line["world"] for line in kept(run).values()} == set(worlds)

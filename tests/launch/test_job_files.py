@@ -101,7 +101,7 @@ def test_the_script_goes_back_into_the_queue_after_the_signal_before_the_limit(h
     """bash runs the script itself; only srun, scontrol and the queue are stand-ins."""
     from .jobs import SCRIPTS
 
-    text = written(["--slurm", "-", "-n", "2", str(SCRIPTS / "adds_up.py"), how], capsys)
+    text = written(["--slurm", "-", "-n", "2", str(SCRIPTS / "ends.py"), how], capsys)
     (tmp_path / "job.sbatch").write_text(text)
     more = {"PATH": stand_ins(tmp_path / "bin"), "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "1",
             "SLURM_JOB_NODELIST": "here", "SLURM_RESTART_COUNT": "1"}  # fmt: skip

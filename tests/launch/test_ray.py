@@ -15,7 +15,7 @@ from loopwright.launch.machine import Machine
 from loopwright.launch.on_ray import settings, workers
 
 from .jobs import LAUNCH, SCRIPTS, job, launched
-from .runs import TRAIN, assert_same_run, checkpoints, lines, undisturbed
+from .runs import TRAIN, assert_same_run, checkpoints, hurry, lines, undisturbed
 from .test_command_line import asked
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
@@ -77,6 +77,7 @@ def test_a_trainer_on_ray_survives_a_killed_worker(ray_folder, tmp_path):
         started.until(lambda: len(checkpoints(run)) >= 2, seconds=240)
         ranks = {int(path.stem.split("-")[1]): int(path.stem.split("-")[2]) for path in run.glob("updates-*.jsonl")}
         os.kill(ranks[1], signal.SIGKILL)
+        hurry(run)
         assert started.wait(300) == 0, started.text()
     assert_same_run(run, reference, 64)
     assert len([line for line in lines(run) if line["step"] == 1]) == 1  # it did not begin again

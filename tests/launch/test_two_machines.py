@@ -6,7 +6,7 @@ import pytest
 
 from .jobs import LAUNCH, job
 from .machines import two_machines, why_not
-from .runs import TRAIN, assert_same_run, checkpoints, kept, last_step, lines, undisturbed
+from .runs import TRAIN, assert_same_run, checkpoints, hurry, kept, last_step, lines, undisturbed
 
 ROWS = 160
 CONF = "last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
@@ -54,6 +54,7 @@ def test_a_machine_is_cut_off_and_the_job_goes_on_when_it_returns(machines, node
         assert second.process.poll() is None  # it looks for the others
         other.plug_in()
         first.until(lambda: lines(run)[-1]["world"] == 2 and last_step(run) > reached, seconds=240)
+        hurry(run)
         assert first.wait(300) == 0, first.text()
         assert second.wait(300) == 0, second.text()
         assert ("resuming from" in first.text() + second.text()) == (cut == "long")

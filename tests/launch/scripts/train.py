@@ -23,7 +23,7 @@ parser.add_argument("--rows", type=int, default=64)
 parser.add_argument("--micro-batches", type=int, default=4, help="of an update, over all processes")
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--save-steps", type=int, default=1)
-parser.add_argument("--seconds", type=float, default=0.0, help="that an update takes at least")
+parser.add_argument("--seconds", type=float, default=0.0, help="that an update takes at least, until OUTPUT/hurry exists")
 parser.add_argument("--timeout", type=int, default=60)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--sleep", help="RANK:STEP at which this rank's data takes forever")
@@ -80,7 +80,8 @@ class Trouble(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(options.seconds)
+        if not (FOLDER / "hurry").exists():
+            time.sleep(options.seconds)
         parts = [list(seen)] * WORLD
         if WORLD > 1:
             torch.distributed.all_gather_object(parts, list(seen))
