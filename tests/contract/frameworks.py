@@ -5,6 +5,7 @@ Frameworks are imported when they are used: a process that runs no test of their
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
 
@@ -237,3 +238,14 @@ needs_tensorflow = [
 """Marks of every test that imports TensorFlow: one worker imports it, and without it the test is skipped."""
 
 BOTH = [pytest.param("torch", id="torch"), pytest.param("tensorflow", id="tensorflow", marks=needs_tensorflow)]
+
+
+def spread(cases: Iterable[Any], with_tensorflow: Any) -> list[Any]:
+    """Pairs of a framework and a case: all cases with PyTorch; always one with TensorFlow, which traces for seconds."""
+    pairs = []
+    for case in cases:
+        rest = [] if case == with_tensorflow else [pytest.mark.grid]
+        name = getattr(case, "name", case)
+        pairs.append(pytest.param("torch", case, id=f"torch-{name}"))
+        pairs.append(pytest.param("tensorflow", case, id=f"tensorflow-{name}", marks=[*needs_tensorflow, *rest]))
+    return pairs

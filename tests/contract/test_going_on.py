@@ -12,10 +12,10 @@ import pytest
 
 from loopwright import TrainerCallback
 
-from .frameworks import Rows
+from .frameworks import Rows, spread
 
 
-@pytest.mark.parametrize("call", ["signalled", "killed"])
+@pytest.mark.parametrize(("framework", "call"), spread(["signalled", "killed"], "signalled"), indirect=["framework"])
 def test_an_interrupted_run_goes_on_without_being_told(
     call: str, framework: Any, processes: Any, references: Path, tmp_path: Path
 ) -> None:

@@ -13,6 +13,8 @@ from loopwright.core.checkpoint.manager import CheckpointManager
 from loopwright.core.checkpoint.manifest import damage, read_manifest
 from loopwright.notices import Notices
 
+from .frameworks import spread
+
 SAVED = 75
 
 
@@ -40,7 +42,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("framework", "case"), spread(CASES, "accumulating"), indirect=["framework"])
 def test_killed_and_resumed_to_the_last_bit(
     case: str, framework: Any, processes: Any, references: Path, tmp_path: Path
 ) -> None:
@@ -56,7 +58,9 @@ def test_killed_and_resumed_to_the_last_bit(
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("framework", "number"), spread([signal.SIGTERM, signal.SIGUSR1], signal.SIGTERM), indirect=["framework"]
+)
 def test_a_signal_saves_the_last_update_and_exits_with_75(
     number: int, framework: Any, processes: Any, references: Path, tmp_path: Path
 ) -> None:
