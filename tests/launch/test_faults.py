@@ -36,6 +36,7 @@ def test_a_late_rank_is_named_with_its_phase_and_stack_before_the_timeout(tmp_pa
         assert "Timed out" not in text  # nothing has given up yet
 
 
+@pytest.mark.grid  # always on: the same in tests/distributed/test_faults.py, without the launcher
 def test_an_error_on_one_rank_stops_all_with_that_error(tmp_path):
     words = ["-n", "2", TRAIN, "--output", str(tmp_path / "run"), "--error", "1:3", "--timeout", "300"]
     with job([*LAUNCH, *words], tmp_path) as started:
@@ -64,14 +65,14 @@ def test_a_signal_at_any_place_saves_one_checkpoint_and_the_same_command_goes_on
     assert_same_run(run, reference, ROWS)
 
 
-def test_a_job_with_a_name_goes_on_with_other_arguments(tmp_path, reference, capfd):
+def test_a_job_with_a_name_goes_on_with_other_arguments(tmp_path, reference, caplog):
     """Its name is reason enough, also with another number of processes; here the second start is this process."""
     run = tmp_path / "run"
     options = ["--output", str(run), "--save-steps", "1000"]
     words = [*LAUNCH, "-n", "2", "--rdzv-id", "the-job", TRAIN, *options, "--seconds", "0.3"]
     step = stopped_by_a_signal(words, "rank 1", tmp_path)
     run_here(*options, TORCHELASTIC_RUN_ID="the-job")
-    assert f"resuming from {run}/checkpoint-{step}" in capfd.readouterr().err
+    assert f"resuming from {run}/checkpoint-{step}" in caplog.text
     assert_same_run(run, reference, ROWS)
 
 
