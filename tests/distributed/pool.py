@@ -112,12 +112,21 @@ class Pool:
     def send(self, world: int, case: str, *, by_rank: list[dict[str, str]] | None = None, **given: Any) -> list[int]:
         """Begin a case; returns the ids of its processes by rank."""
         self._grow_to(world)
+        port = free_port()
         place = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(free_port())}  # fmt: skip
+                 "MASTER_PORT": str(port)}  # fmt: skip
         for rank, (_, connection) in enumerate(self._members[:world]):
             own = by_rank[rank] if by_rank else {}
             connection.send((case, {"LOCAL_RANK": str(rank), **place, "RANK": str(rank), **own}, given))
+            if rank == 0 and world > 1:
+                self._wait_for_the_store(port)
         return [process.pid for process, _ in self._members[:world]]
+
+    def _wait_for_the_store(self, port: int) -> None:
+        """Until rank 0 listens or has answered: torch tries again half a second after a connection was refused."""
+        end = time.monotonic() + 5
+        while not (listens(port) or self._members[0][1].poll() or time.monotonic() > end):
+            time.sleep(0.002)
 
     def receive(self, world: int, *, timeout: float) -> list[Outcome]:
         end = time.monotonic() + timeout
@@ -199,3 +208,10 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether a process of this machine listens on the port; True where the kernel does not list that."""
+    tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+    rows = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
+    return not tables or any(row[3] == "0A" and row[1].endswith(f":{port:04X}") for row in rows)

@@ -35,7 +35,13 @@ def test_the_best_model_is_loaded_and_its_export_read_by_transformers(
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"), [("gpt-neox", "ddp"), ("gpt-neox", "fsdp"), ("gpt-neox", "whole"), ("dynamic", "fsdp")]
+    ("model", "layout"),
+    [
+        ("gpt-neox", "ddp"),
+        ("gpt-neox", "whole"),
+        ("dynamic", "fsdp"),
+        pytest.param("gpt-neox", "fsdp", marks=pytest.mark.grid),
+    ],
 )
 def test_a_run_of_two_resumes_to_the_bit(pool: Pool, tmp_path: Path, model: str, layout: str) -> None:
     given = {"model": model, "save_strategy": "steps", "save_steps": 1, "max_steps": 5, "speed": "off",

@@ -11,7 +11,9 @@ from .pool import Pool
 pytest.importorskip("optuna", reason="Optuna is not installed")
 
 
-@pytest.mark.parametrize("in_process", [False, True], ids=["apart", "here"])
+@pytest.mark.parametrize(
+    "in_process", [pytest.param(False, marks=pytest.mark.grid, id="apart"), pytest.param(True, id="here")]
+)
 def test_a_pruned_trial_leaves_no_rank_waiting(in_process: bool, pool: Pool, tmp_path: Path) -> None:
     """The first trial is pruned at its first evaluation, the second is not."""
     first, second = pool.run(2, "searched", folder=str(tmp_path), in_process=in_process, timeout=300)
