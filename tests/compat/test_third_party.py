@@ -8,6 +8,8 @@ from . import preferences, variants
 from .recipes import RECIPES
 from .running import Results, compare, results_of, selected
 
+pytestmark = pytest.mark.xdist_group("third-party")  # else each worker would run all recipes
+
 NEEDS = {
     **{name: "trl" for name in RECIPES if name.startswith("sft")},
     **dict.fromkeys(("dpo", "reward", "kto", "grpo", "rloo"), "trl"),
