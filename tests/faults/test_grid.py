@@ -68,9 +68,15 @@ def all_equal(forks: Any, tmp_path: Path, reference: Any, cases: list[tuple[str,
 
 
 COMBINATIONS = list(itertools.product(DATA, WORKERS, ACCUMULATION))
+PAIRS = [  # every two values of different columns come together
+    each
+    if (DATA.index(each[0]) + WORKERS.index(each[1]) + ACCUMULATION.index(each[2])) % 2 == 0
+    else pytest.param(*each, marks=pytest.mark.grid)
+    for each in COMBINATIONS
+]
 
 
-@pytest.mark.parametrize(("data", "workers", "accumulation"), COMBINATIONS)
+@pytest.mark.parametrize(("data", "workers", "accumulation"), PAIRS)
 def test_killed_in_some_step(
     data: str, workers: int, accumulation: int, forks: Any, reference: Any, tmp_path: Path
 ) -> None:

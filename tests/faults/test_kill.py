@@ -78,7 +78,7 @@ def cut_at(forks: Any, folder: Path, numbers: list[int], labels: list[str], refe
 def test_killed_at_some_boundaries(how: str, forks: Any, reference: Any, tmp_path: Path) -> None:
     labels = boundaries(forks, tmp_path / "listed", SAVING[how])
     assert len(labels) > 200
-    cut_at(forks, tmp_path, spread(labels, 67), labels, reference, SAVING[how])
+    cut_at(forks, tmp_path, spread(labels, 131), labels, reference, SAVING[how])
 
 
 @pytest.mark.grid
