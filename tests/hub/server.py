@@ -88,6 +88,7 @@ class HubServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # the text of an answer would wait 40 ms for the client to confirm its headers
     server: HubServer
 
     def log_message(self, *args: Any) -> None:
