@@ -1,13 +1,12 @@
-"""Keras on JAX fed by a tf.data pipeline, and by the same samples in a list; prints the losses of both as JSON."""
+"""After a run of run.py: Keras on JAX fed by a tf.data pipeline, and by the same samples in a list; losses of both."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import Any
 
-os.environ["KERAS_BACKEND"] = "jax"
+from tests.keras_on_jax import run
 
 
 def losses(folder: str, data: Any) -> list[float]:
@@ -33,4 +32,5 @@ def main(folder: str, result: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    run.main(*sys.argv[1:5])
+    main(f"{sys.argv[1]}-pipeline", f"{sys.argv[2]}.pipeline")

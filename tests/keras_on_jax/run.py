@@ -1,4 +1,4 @@
-"""One run with Keras on JAX, in a process of its own: KERAS_BACKEND is read when keras is imported."""
+"""Runs with Keras on JAX, in a process of their own: KERAS_BACKEND is read when keras is imported."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def named_values_are_refused(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:5])
-    if not sys.argv[3]:  # not a resumed run
-        named_values_are_refused(sys.argv[1])
+    for first in range(1, len(sys.argv), 4):  # one run after the other
+        main(*sys.argv[first : first + 4])
+    named_values_are_refused(sys.argv[1])
