@@ -23,15 +23,17 @@ def run(folder: Any, replicas: int, accumulation: int, task: str = "tokens", **o
     return made
 
 
-def test_replicas_and_accumulation_change_nothing(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "accumulation"), [(2, 4), *(pytest.param(*each, marks=pytest.mark.grid) for each in ((1, 4), (2, 1)))]
+)
+def test_replicas_and_accumulation_change_nothing(replicas: int, accumulation: int, tmp_path: Any) -> None:
     one = run(tmp_path, 1, 1)
     assert min(logged(one, "grad_norm")) > 0.1, "nothing was clipped"
-    for replicas, accumulation in ((1, 4), (2, 1), (2, 4)):
-        other = run(tmp_path, replicas, accumulation)
-        assert logged(other, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
-        assert logged(other, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
-        for mine, theirs in zip(weights(other), weights(one), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    other = run(tmp_path, replicas, accumulation)
+    assert logged(other, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
+    assert logged(other, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
+    for mine, theirs in zip(weights(other), weights(one), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [7, 5])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from . import worker
 from .tools import MARKS
 
 pytestmark = MARKS
@@ -29,12 +30,10 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def start(folder: Path, rank: int | None, workers: list[str], size: int, **more: str) -> Any:
+def start(folder: Path, rank: int, workers: list[str], size: int, **more: str) -> Any:
+    cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
     environment = {**os.environ, "SIZE": str(size), "CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": f"{ROOT}/src:{ROOT}",
-                   "TF_CPP_MIN_LOG_LEVEL": "3", **more}  # fmt: skip
-    if rank is not None:
-        cluster = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}}
-        environment["TF_CONFIG"] = json.dumps(cluster)
+                   "TF_CPP_MIN_LOG_LEVEL": "3", "TF_CONFIG": json.dumps(cluster), **more}  # fmt: skip
     log = open(folder.parent / f"{folder.name}-{rank}.log", "wb")
     return subprocess.Popen(
         [sys.executable, "-m", "tests.tf.worker", str(folder), f"{folder}-{rank}.json"],
@@ -58,13 +57,15 @@ def finish(processes: list[Any], folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.parent.glob(f"{folder.name}-*.json"))]
 
 
-def test_two_workers_equal_one_process(tmp_path: Path) -> None:
+def test_two_workers_equal_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one process is this one."""
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    alone = start(tmp_path / "one" / "run", None, [], 4)
     both = [start(tmp_path / "two" / "run", rank, workers, 2) for rank in range(2)]
-    (one,) = finish([alone], tmp_path / "one" / "run")
+    monkeypatch.setenv("SIZE", "4")
+    worker.main(str(tmp_path / "one" / "run"), str(tmp_path / "one.json"))
+    one = json.loads((tmp_path / "one.json").read_text())
     first, second = finish(both, tmp_path / "two" / "run")
     assert (first["world"], second["world"], first["replicas"]) == ([0, 2], [1, 2], 2)
     for each in (first, second):
