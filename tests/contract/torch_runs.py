@@ -8,7 +8,7 @@ train, signalled, killed = _calls.train, _calls.signalled, _calls.killed
 
 
 def warm_up() -> None:
-    import torch
+    import torch._dynamo  # optimizers import it at their first step
 
     import loopwright.callbacks.defaults
     import loopwright.pt.trainer  # noqa: F401
