@@ -11,6 +11,7 @@ import yaml
 
 pytest.importorskip("transformers")
 
+from loopwright.cli import main as cli
 from tests.cli.terminal import Terminal, loopwright
 from tests.tasks.cases import CASES, model_folder
 
@@ -45,13 +46,19 @@ def edited(text: str, task: str, folder: Path) -> dict[str, Any]:
         pytest.param("image-classification", marks=pytest.mark.grid),
     ],
 )
-def test_from_init_to_export(task: str, tmp_path: Path) -> None:
-    code, text = loopwright(tmp_path, "init", task)
+def test_from_init_to_export(task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Commands that neither train nor control a run are functions of this process."""
+
+    def here(*words: str) -> tuple[int, str]:
+        code = cli.main([*words])
+        return code, "".join(capsys.readouterr())
+
+    code, text = here("init", task)
     assert code == 0 and text.startswith("# yaml-language-server: $schema=loopwright.schema.json\n")
     config, run = tmp_path / "run.yaml", tmp_path / "runs" / task
     config.write_text(yaml.safe_dump(edited(text, task, tmp_path)))
 
-    code, text = loopwright(tmp_path, "check", "run.yaml", "use_cpu=true", "max_steps=20")
+    code, text = here("check", "run.yaml", "use_cpu=true", "max_steps=20")
     assert code == 0, text
     assert all(
         word in text for word in ("weights", "gradients", "optimizer", "activations", "peak", "time:", "checkpoint:")
@@ -76,7 +83,7 @@ def test_from_init_to_export(task: str, tmp_path: Path) -> None:
     steps = steps_of(run)
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > first[-1]
 
-    code, text = loopwright(tmp_path, "export", "run.yaml", *ENDLESS, "--to", "model")
+    code, text = here("export", "run.yaml", *ENDLESS, "--to", "model")
     assert code == 0, text
     assert f"checkpoint-{steps[-1]} -> model" in text
     assert "model.safetensors" in {path.name for path in (tmp_path / "model").iterdir()}
