@@ -240,8 +240,12 @@ needs_tensorflow = [
 BOTH = [pytest.param("torch", id="torch"), pytest.param("tensorflow", id="tensorflow", marks=needs_tensorflow)]
 
 
-def spread(cases: Iterable[Any], with_tensorflow: Any) -> list[Any]:
-    """Pairs of a framework and a case: all cases with PyTorch; always one with TensorFlow, which traces for seconds."""
+MOSTLY_TORCH = [BOTH[0], pytest.param("tensorflow", id="tensorflow", marks=[*needs_tensorflow, pytest.mark.grid])]
+"""For what the core does: with TensorFlow by `-m grid` only."""
+
+
+def spread(cases: Iterable[Any], with_tensorflow: Any = None) -> list[Any]:
+    """Pairs of a framework and a case: all cases with PyTorch, at most one with TensorFlow, which traces long."""
     pairs = []
     for case in cases:
         rest = [] if case == with_tensorflow else [pytest.mark.grid]

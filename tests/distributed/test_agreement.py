@@ -43,9 +43,13 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {"ddp": {}, "fsdp": {"fsdp": True, "optim": "adamw_torch"}}
+LAYOUTS["ddp-apart"] = {"ddp_broadcast_buffers": False}
+LAYOUTS.update({f"{name}-unevaluated": {**LAYOUTS[name], "eval_strategy": "no"} for name in ("fsdp", "ddp-apart")})
+"""Without evaluations nothing but the batch norm itself writes to its statistics."""
+TWO = [name if name in ("ddp", "fsdp") else pytest.param(name, marks=pytest.mark.grid) for name in LAYOUTS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TWO)
 def test_models_built_without_a_seed_take_the_weights_of_rank_0(pool: Pool, tmp_path: Path, layout: str) -> None:
     (first, begun_0, after_0, warnings), (second, begun_1, after_1, _) = pool.run(
         2, "unseeded", folder=str(tmp_path), **LAYOUTS[layout]
@@ -57,7 +61,7 @@ def test_models_built_without_a_seed_take_the_weights_of_rank_0(pool: Pool, tmp_
     assert [text for text in warnings if "different weights; all use those of rank 0" in text]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", TWO)
 def test_an_evaluation_is_that_of_the_saved_model(pool: Pool, tmp_path: Path, layout: str) -> None:
     (mean_0, _, loss_0), (mean_1, kept, loss_1) = pool.run(
         2, "evaluated_with_own_statistics", folder=str(tmp_path), **LAYOUTS[layout]
@@ -71,9 +75,6 @@ KILLED = [("fsdp", 1), ("ddp", 1), ("ddp-apart-unevaluated", 1), *(
     pytest.param(*each, marks=pytest.mark.grid)
     for each in (("fsdp", 2), ("fsdp", 3), ("ddp-apart", 2), ("ddp", 3), ("fsdp-unevaluated", 1))
 )]  # fmt: skip
-LAYOUTS["ddp-apart"] = {"ddp_broadcast_buffers": False}
-LAYOUTS.update({f"{name}-unevaluated": {**LAYOUTS[name], "eval_strategy": "no"} for name in ("fsdp", "ddp-apart")})
-"""Without evaluations nothing but the batch norm itself writes to its statistics."""
 
 
 @pytest.mark.parametrize(("layout", "seed"), KILLED)

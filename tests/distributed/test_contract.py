@@ -93,7 +93,9 @@ def test_ddp_over_the_whole_grid(pool: Pool, tmp_path: Any, case: Any, loss: str
 FSDP = {"fsdp": True}
 
 
-@pytest.mark.parametrize("case", SPREAD[:4])
+@pytest.mark.parametrize(
+    "case", [SPREAD[1], SPREAD[3], *(pytest.param(SPREAD[k], marks=pytest.mark.grid) for k in (0, 2))]
+)
 def test_fsdp_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, case: Any) -> None:
     compare(pool, tmp_path, case, **FSDP)
 
@@ -106,7 +108,7 @@ def test_fsdp_is_exact_for_every_kind_of_loss(pool: Pool, tmp_path: Any, loss: s
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 
 
-@pytest.mark.parametrize("case", [(13, 2, 4, 2), (5, 2, 2, 2)])
+@pytest.mark.parametrize("case", [pytest.param((13, 2, 4, 2), marks=pytest.mark.grid), (5, 2, 2, 2)])
 def test_tensor_parallel_ends_with_the_weights_of_one_process(pool: Pool, tmp_path: Any, case: Any) -> None:
     compare(pool, tmp_path, case, parts=1, parallelism_config={"tp_size": 2, "tp_plan": PLAN})
 
@@ -115,7 +117,7 @@ def test_tensor_parallel_with_fsdp_ends_with_the_weights_of_one_process(pool: Po
     compare(pool, tmp_path, (13, 2, 4, 4), parts=2, fsdp=True, parallelism_config={"tp_size": 2, "tp_plan": PLAN})
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied", "qwen3"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.grid), "llama-tied", "qwen3"])
 def test_models_that_carry_a_plan_need_no_other(pool: Pool, tmp_path: Any, model: str) -> None:
     compare(pool, tmp_path, (7, 2, 2, 2), parts=1, model=model, parallelism_config={"tp_size": 2})
 

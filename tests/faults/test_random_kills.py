@@ -38,8 +38,9 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_keep_their_random_states_in_the_format_of_transformers(tmp_path: Path) -> None:
-    kills = [Kill("SIGTERM", "all", 0.3), Kill("SIGTERM", "one rank", 0.15)]
+@pytest.mark.parametrize("targets", [["all"], pytest.param(["all", "one rank"], marks=pytest.mark.grid)], ids=len)
+def test_ranks_keep_their_random_states_in_the_format_of_transformers(targets: list[str], tmp_path: Path) -> None:
+    kills = [Kill("SIGTERM", target, 0.3 / (1 + number)) for number, target in enumerate(targets)]
     with Runners(tmp_path) as runners:
         assert outcome(runners, Case(0, "two processes, transformers", kills), lambda kill: None) == []
 

@@ -126,7 +126,7 @@ def test_taking_over_stops_the_other_launch(tmp_path):
     run = tmp_path / "run"
     words = [TRAIN, "--output", str(run)]
     slow = ["--rows", "64000", "--seconds", "0.3", "--save-steps", "1000"]
-    with job([*LAUNCH, "-n", "2", *words, *slow], tmp_path, name="first") as first:
+    with job([*LAUNCH, "-n", "1", *words, *slow], tmp_path, name="first") as first:
         first.until(lambda: last_step(run) >= 1)
         with job([*LAUNCH, "-n", "1", "--take-over", *words, "--rows", "16"], tmp_path, name="second") as second:
             assert second.wait(120) == 0, second.text()

@@ -52,7 +52,7 @@ def test_what_ray_is_asked_for():
 @pytest.mark.parametrize(
     ("how", "code"),
     [
-        pytest.param(["fine"], 0, marks=pytest.mark.grid),
+        (["fine"], 0),
         pytest.param(["code", "75"], 75, marks=pytest.mark.grid),
         pytest.param(["error"], 1, marks=pytest.mark.grid),
     ],
@@ -68,6 +68,7 @@ def test_a_script_runs_on_ray(how, code, ray_folder, tmp_path):
 
 
 @needs_ray
+@pytest.mark.grid
 def test_a_trainer_on_ray_survives_a_killed_worker(ray_folder, tmp_path):
     """Ray starts the workers again; the run goes on from its last checkpoint and ends like the undisturbed one."""
     run = tmp_path / "run"
