@@ -28,7 +28,7 @@ def logs(folder: Path, rank: int, attempt: int = 0) -> str:
 
 def test_a_late_rank_is_named_with_its_phase_and_stack_before_the_timeout(tmp_path):
     """Rank 1 does not come out of its data; rank 0 says so while it still waits."""
-    words = ["-n", "2", TRAIN, "--output", str(tmp_path / "run"), "--sleep", "1:3", "--timeout", "20"]
+    words = ["-n", "2", TRAIN, "--output", str(tmp_path / "run"), "--sleep", "1:3", "--timeout", "30"]
     with job([*LAUNCH, *words], tmp_path) as started:
         started.until(lambda: "late: rank 1" in started.text(), seconds=240)
         text = started.text()
