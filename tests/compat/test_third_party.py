@@ -21,7 +21,11 @@ NEEDS = {
 MORE = {"preferences": preferences.RECIPES, "variants": variants.RECIPES}
 ALWAYS = ("online_dpo", "cpo", "a2po", "dpo_with_a_moving_reference", "sentences_cached_with_adapters")
 """Of the other trainers and options, those with overrides that no trainer above has."""
-OTHERS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid, id=name) for name in preferences.RECIPES]
+OTHERS = [
+    pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid, id=name)
+    for recipes in MORE.values()
+    for name in recipes
+]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from .json_values import json_value
 from .ledger import EVALUATION, SAVING
 from .meter import Reading
 from .outputs import speed_metrics
-from .overrides import adapt
+from .overrides import adapt, takes
 from .pacing import Pacing
 from .part import DataPart, LossPart, PushPart
 from .run import Run
@@ -189,7 +189,14 @@ class LoopActions(SavedState):
             return f"could not be written ({error})"
 
     def log_numbers(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        adapt(self.trainer.log, "start_time")(logs, start_time=start_time)
+        """Call `trainer.log`: rows of training with the start of training by position, others without it."""
+        log = self.trainer.log
+        if start_time is None:
+            log(logs)
+        elif takes(log, logs, start_time):
+            log(logs, start_time)
+        else:
+            adapt(log, "start_time")(logs, start_time=start_time)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the epoch, append the numbers to the log history and pass them to the callbacks."""

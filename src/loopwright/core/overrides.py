@@ -98,6 +98,17 @@ def adapt(function: Callable[..., Any], *optional: str) -> Callable[..., Any]:
     return call
 
 
+def takes(function: Callable[..., Any], *values: Any) -> bool:
+    """Whether a call may pass these values by position."""
+    try:
+        inspect.signature(function).bind(*values)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C, which has no signature
+        return True
+    return True
+
+
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
     try:
         return dict(inspect.signature(function).parameters)

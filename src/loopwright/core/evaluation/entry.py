@@ -15,6 +15,9 @@ from ..user_code import add_note_of_call
 from .loop import EvalPlan
 from .metric_objects import MetricObjects
 
+PREPARATION = "model_preparation_time"
+"""The metric of an evaluation before training: seconds of preparing the model, which its runtime leaves out."""
+
 
 def named_eval_dataset(datasets: Any, name: str) -> Any:
     """One of several named evaluation datasets."""
@@ -75,6 +78,7 @@ class Evaluation(Part):
             except Exception as error:  # anything that the user's code raises; re-raised with a note
                 add_note_of_call(error, description.lower(), self.internals.moment())
                 raise
+        started += output.metrics.get(f"{prefix}_{PREPARATION}", 0.0)
         batches = -(-output.num_samples // max(self.args.eval_batch_size, 1))
         output.metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         self.internals.add_memory_metrics(prefix, output.metrics)

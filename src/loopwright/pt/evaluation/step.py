@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...args.names import DebugOption
-from ...core.evaluation.entry import Evaluation
+from ...core.evaluation.entry import PREPARATION, Evaluation
 from ...core.evaluation.loop import EvalPlan, EvalStep, run_evaluation
 from ...core.evaluation.metric_objects import MetricObjects
 from ...core.evaluation.predictions import map_nested
@@ -40,6 +41,8 @@ class TorchEvaluation(TorchPart, Evaluation):
 
     _is_evaluating: bool = False
     """Whether an evaluation is in progress that restores the training mode at its end."""
+    _preparation_seconds: float | None = None
+    """How long the first evaluation prepared a model that was not trained before; None if there was none."""
 
     def _eval_batches(self, eval_dataset: Any) -> Any:
         return self.trainer.get_eval_dataloader(eval_dataset)
@@ -83,10 +86,8 @@ class TorchEvaluation(TorchPart, Evaluation):
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy = self.strategy
-        if not self.trainer.is_in_train:  # a run has bound them, and may have replaced its training step by graphs
-            if self.model is not strategy.model:
-                self.internals.adopt_model(self.model)
-            self.internals.loss.bind_overrides()
+        if not self.trainer.is_in_train:
+            self._prepare()
         self.internals.changes.follow_overrides()
         casts = nullcontext() if self.trainer.is_in_train else full_eval_dtype(self.model, self.args)
         with self.evaluation_mode(), evaluation_weights(self.callback_handler.callbacks), casts:
@@ -97,7 +98,18 @@ class TorchEvaluation(TorchPart, Evaluation):
             output = run_evaluation(steps, plan, to_host=to_numpy, read=strategy.read, prefix=metric_key_prefix)
         if output.num_samples == 0 and not self._is_empty_on_purpose(dataloader):
             raise DataError(f"{description}: the data returned no batch")
+        if self._preparation_seconds is not None:
+            output.metrics[f"{metric_key_prefix}_{PREPARATION}"] = self._preparation_seconds
         return output
+
+    def _prepare(self) -> None:
+        """Place the model and bind overrides; a run has done so, and may have replaced its training step by graphs."""
+        started = time.time()
+        if self.model is not self.strategy.model:
+            self.internals.adopt_model(self.model)
+        self.internals.loss.bind_overrides()
+        if self._preparation_seconds is None and not self.run.has_begun:
+            self._preparation_seconds = round(time.time() - started, 4)
 
     def report_device(self) -> None:
         metrics = kind_of(self.device).metrics
