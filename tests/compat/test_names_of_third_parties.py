@@ -369,7 +369,9 @@ def test_the_accelerator_of_one_process(tmp_path: Path) -> None:
     other = nn.Linear(1, 1)
     assert it.prepare(other) is other and it.prepare_model(other, evaluation_mode=True).training is False
     loader = torch.utils.data.DataLoader([1])
-    assert it.prepare_data_loader(loader) is loader
+    prepared = it.prepare_data_loader(loader)
+    assert isinstance(prepared, torch.utils.data.DataLoader) and prepared.dataset == [1] and len(prepared) == 1
+    assert [batch.tolist() for batch in prepared] == [[1]] and prepared.total_batch_size == 1
     with it.main_process_first(), it.local_main_process_first(), it.autocast(), it.accumulate(other), it.no_sync(other):
         it.backward(other(torch.ones(1, 1)).sum())
     assert it.clip_grad_norm_(other.parameters(), 1.0) > 0 and other.weight.grad is not None

@@ -17,7 +17,7 @@ import loopwright
 from tests.models import CPU, VOCAB, Tokens, llama, made, pad, samples, trainer_of
 
 LENGTHS = (11, 5, 17, 3, 29, 8, 2, 9, 4, 13, 7, 6, 10, 12, 1, 15, 21, 14, 19, 16)
-TIMES = ("runtime", "per_second")
+TIMES = ("runtime", "per_second", "preparation_time")
 
 
 class Blocks(nn.Module):
@@ -390,6 +390,94 @@ def collected(folder: str) -> Any:
             "loader": loopwright.Trainer(Numbers(), it._args, train_dataset=[row(index) for index in range(5)])
             .get_train_dataloader().total_batch_size,  # fmt: skip
         }
+
+
+class _Stream(torch.utils.data.IterableDataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return iter(range(self.count))
+
+
+def _loader_to_prepare(kind: str, count: int, **options: Any) -> Any:
+    data: Any = _Stream(count) if kind == "stream" else list(range(count))
+    if kind == "batches":
+        order = torch.utils.data.SequentialSampler(data)
+        return torch.utils.data.DataLoader(data, batch_sampler=torch.utils.data.BatchSampler(order, **options))
+    return torch.utils.data.DataLoader(data, shuffle=kind == "shuffled", **options)
+
+
+def _iterated(it: Any, loader: Any) -> Any:
+    """Two epochs of a prepared loader, iterated as in a loop for accelerate."""
+    prepared = it.prepare(loader)
+    own, collected, objects, ends = [], [], [], []
+    for _ in range(2):
+        for batch in prepared:
+            own.append(batch.tolist())
+            ends.append(it.gradient_state.end_of_dataloader)
+            if it.even_batches:
+                collected.append(it.gather_for_metrics({"a": [batch]})["a"][0].tolist())
+                objects.append(it.gather_for_metrics(batch.tolist(), use_gather_object=True))
+    has_length = not isinstance(loader.dataset, _Stream)
+    return {
+        "own": own,
+        "collected": collected,
+        "objects": objects,
+        "ends": ends,
+        "outside": it.gradient_state.end_of_dataloader,
+        "length": len(prepared) if has_length else None,
+        "total": prepared.total_batch_size if has_length else None,
+        "samples": prepared.total_dataset_length if has_length else None,
+    }
+
+
+def prepared(folder: str, grid: list[Any]) -> Any:
+    """What loaders prepared by accelerate and by `trainer.accelerator` iterate, for each of the options."""
+    import accelerate
+
+    found = []
+    for kind, count, loader, options in grid:
+        config = {**options, "use_seedable_sampler": True}
+        args = loopwright.TrainingArguments(folder, **CPU, accelerator_config=config, seed=3)
+        ours = loopwright.Trainer(Numbers(), args).accelerator
+        torch.manual_seed(3)
+        shared = accelerate.DataLoaderConfiguration(**config, data_seed=3)
+        theirs = accelerate.Accelerator(cpu=True, dataloader_config=shared)
+        found.append([_iterated(it, _loader_to_prepare(kind, count, **loader)) for it in (ours, theirs)])
+    return found
+
+
+def loops_by_hand(folder: str) -> Any:
+    """Loops over loaders of a trainer, an evaluation called by hand, and a run on a prepared loader."""
+    sizes = {"per_device_eval_batch_size": 2, "per_device_train_batch_size": 2}
+    args = loopwright.TrainingArguments(folder, **{**CPU, **sizes, "max_steps": 3, "save_strategy": "no"})
+    data = [row(index) for index in range(7)]
+
+    class Prepared(loopwright.Trainer):
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(super().get_train_dataloader())
+
+    torch.manual_seed(0)
+    trainer = Prepared(Numbers(), args, train_dataset=data, eval_dataset=data, compute_metrics=lambda each: {
+        "n": len(each.predictions), "sum": float(each.label_ids.sum())})  # fmt: skip
+    it, labels, count = trainer.accelerator, [], 0
+    for batch in trainer.get_eval_dataloader():
+        count += len(batch["labels"])
+        labels += it.gather_for_metrics(batch["labels"]).flatten().tolist()
+    output = trainer.evaluation_loop(trainer.get_eval_dataloader(), description="by hand")
+    trainer.train()
+    torch.manual_seed(0)
+    plain = loopwright.Trainer(Numbers(), args, train_dataset=data)
+    plain.train()
+    return {
+        "labels": labels,
+        "count": count,
+        "lengths": [len(trainer.get_eval_dataloader()), len(trainer.get_train_dataloader())],
+        "metrics": {name: output.metrics[f"eval_{name}"] for name in ("n", "sum")},
+        "wanted": [float(each["labels"]) for each in data],
+        "same": all(map(torch.equal, trainer.model.parameters(), plain.model.parameters())),
+    }
 
 
 def saved_by_accelerator(folder: str) -> Any:

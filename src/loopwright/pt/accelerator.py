@@ -15,10 +15,12 @@ from ..args.distributed import read_accelerator_config
 from ..core.update import MicroBatch
 from ..errors import NotAvailable
 from .accelerator_saving import AcceleratorSaving
+from .accelerator_values import combined, first_samples, has_tensors, part_of, scaled
 from .arguments import TrainingArguments
 from .checkpoint.tensors import plain_module
 from .data.loaders import data_seed
-from .data.prepared import order_by_epoch
+from .data.prepared import PreparedLoader, order_by_epoch, share_evenly
+from .data.shard import is_shared
 from .hooks import TorchHooks
 from .strategies.base import ManyProcesses
 from .strategies.single import SingleDevice
@@ -63,6 +65,8 @@ class Accelerator(AcceleratorSaving):
             non_blocking=config.non_blocking,
         )
         self._accumulation_options = dict(config.gradient_accumulation_kwargs or {})
+        self._active_loaders: list[PreparedLoader] = []
+        """The prepared loaders that are being iterated, the innermost last."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -185,7 +189,7 @@ class Accelerator(AcceleratorSaving):
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This rank's part of a list, tuple, dict of them, or tensor; padding repeats the last element."""
-        yield _part(inputs, self.process_index, self.num_processes, apply_padding)
+        yield part_of(inputs, self.process_index, self.num_processes, apply_padding)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -193,12 +197,20 @@ class Accelerator(AcceleratorSaving):
         return self._strategy.gather(values)
 
     def gather_for_metrics(self, values: Any, use_gather_object: bool = False) -> Any:
-        """All-gather; evaluation pads no batches here, so there are no duplicates to remove."""
+        """All-gather; of the last batch of a prepared loader, without the samples that fill it."""
         if not self.use_distributed:
             return values
-        if use_gather_object or not _has_tensors(values):
-            return [each for part in self._of_ranks(values, objects=True) for each in part]
-        return self._strategy.gather(values)
+        if use_gather_object or not has_tensors(values):
+            found: Any = [each for part in self._of_ranks(values, objects=True) for each in part]
+            return found if self._surplus is None else found[: self._surplus]
+        found = self._strategy.gather(values)
+        return found if self._surplus is None else first_samples(found, self._surplus)
+
+    @property
+    def _surplus(self) -> int | None:
+        """How many samples to keep of the batch in use; None for all."""
+        loader = self._active_loaders[-1] if self._active_loaders else None
+        return loader.remainder if loader is not None and loader.is_at_end and loader.remainder > 0 else None
 
     def _of_ranks(self, values: Any, *, objects: bool = False) -> list[Any]:
         ranks = self._strategy
@@ -206,10 +218,10 @@ class Accelerator(AcceleratorSaving):
 
     def reduce(self, values: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum or mean of tensors over the ranks, each multiplied by `scale`; "none" returns the scaled values."""
-        each = [_scaled(value, scale) for value in self._of_ranks(values)]
+        each = [scaled(value, scale) for value in self._of_ranks(values)]
         if reduction == "none":
             return each[self.process_index]
-        return _combined(each, 1 / len(each) if reduction == "mean" else 1)
+        return combined(each, 1 / len(each) if reduction == "mean" else 1)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Tensors padded along a dimension to the largest size of all ranks."""
@@ -257,7 +269,10 @@ class Accelerator(AcceleratorSaving):
             sync_gradients=self.sync_gradients,
             num_steps=self._trainer.current_gradient_accumulation_steps,
             plugin_kwargs=self._accumulation_options,
-            end_of_dataloader=False,
+            active_dataloader=self._active_loaders[-1] if self._active_loaders else None,
+            in_dataloader=bool(self._active_loaders),
+            end_of_dataloader=bool(self._active_loaders) and self._active_loaders[-1].is_at_end,
+            remainder=self._active_loaders[-1].remainder if self._active_loaders else -1,
         )
 
     def backward(self, loss: Tensor, **ignored: Any) -> None:
@@ -294,10 +309,30 @@ class Accelerator(AcceleratorSaving):
             model.to(self.device)
         return model.eval() if evaluation_mode else model
 
-    def prepare_data_loader(self, loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The loader itself, with an order by seed and epoch: the trainer shares its batches between ranks."""
+    def prepare_data_loader(self, loader: Any, device_placement: bool | None = None, **ignored: Any) -> Any:
+        """A loader of this rank's batches on its device, in an order by seed and epoch.
+
+        Returned to the trainer, it is shared between the ranks like any other loader.
+        """
+        if not isinstance(loader, DataLoader) or isinstance(loader, PreparedLoader):
+            return loader
         order_by_epoch(loader, data_seed(self._args))
-        return loader
+        return self.share_prepared(loader, places=device_placement is not False)
+
+    def share_prepared(self, loader: Any, *, places: bool = True) -> PreparedLoader:
+        """This rank's batches of a loader, for code that iterates it by itself."""
+        data = self._trainer._loopwright.data
+        share, own = data.share(), loader
+        if share.world > 1 and not is_shared(loader):
+            own = share_evenly(
+                loader,
+                share,
+                self._strategy.broadcast,
+                even=self.even_batches,
+                dispatch=self.dispatch_batches is not False,
+            )
+        place = self._trainer._prepare_input if places else None
+        return PreparedLoader(loader, own, share.world, self._active_loaders, place)
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer
@@ -341,45 +376,3 @@ def _is_placed(model: nn.Module) -> bool:
     devices = {parameter.device for parameter in model.parameters()}
     is_fixed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
     return bool(is_fixed) or len(devices) > 1 or any(each.type == "meta" for each in devices)
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_tensors, value.values()))
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(_has_tensors, value)))
-
-
-def _scaled(value: Any, scale: float) -> Any:
-    if isinstance(value, dict):
-        return {name: _scaled(each, scale) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_scaled(each, scale) for each in value)
-    return value * scale if isinstance(value, Tensor) and scale != 1 else value
-
-
-def _combined(each: list[Any], factor: float) -> Any:
-    """The sum of the ranks' values, times a factor."""
-    first = each[0]
-    if isinstance(first, dict):
-        return {name: _combined([value[name] for value in each], factor) for name in first}
-    if isinstance(first, list | tuple):
-        return type(first)(_combined(list(values), factor) for values in zip(*each, strict=True))
-    if not isinstance(first, Tensor):
-        return first
-    total = torch.stack(each).sum(0)
-    return total * factor if factor != 1 else total
-
-
-def _part(inputs: Any, rank: int, world: int, padded: bool) -> Any:
-    if world == 1:
-        return inputs
-    if isinstance(inputs, dict):
-        return {name: _part(value, rank, world, padded) for name, value in inputs.items()}
-    size, rest = divmod(len(inputs), world)
-    start = rank * size + min(rank, rest)
-    own = inputs[start : start + size + (rank < rest)]
-    missing = (size + bool(rest) - len(own)) if padded else 0
-    if not missing:
-        return own
-    last = inputs[-1:]
-    return torch.cat([own, *[last] * missing]) if isinstance(own, Tensor) else own + last * missing

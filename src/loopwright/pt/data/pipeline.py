@@ -31,8 +31,9 @@ from .loaders import (
 )
 from .loading_errors import add_note_of_loading
 from .packing import packed_plan
+from .prepared import whole_loader
 from .sampling import Sampling
-from .shard import Share, batches_of_all, share_loader, share_stream, whole_dataset
+from .shard import Share, batches_of_all, is_shared, share_loader, share_stream, whole_dataset
 from .streams import load_stream_state, replay, stream_state
 from .workers import stop_workers, workers_end_with_errors
 
@@ -103,7 +104,7 @@ class TorchData(Sampling):
         dataloader_key: str | None = None,
     ) -> DataLoader[Any]:
         if dataloader_key in self.kept_loaders and self.kept_for[dataloader_key] is dataset:
-            return self.kept_loaders[dataloader_key]
+            return self._for_a_rank(self.kept_loaders[dataloader_key])
         given = dataset
         is_stream = isinstance(dataset, IterableDataset)
         sampler = None if is_stream or sampler_fn is None else sampler_fn(dataset)
@@ -130,7 +131,14 @@ class TorchData(Sampling):
             if dataloader_key in self.kept_loaders:
                 stop_workers(self.kept_loaders[dataloader_key])
             self.kept_loaders[dataloader_key], self.kept_for[dataloader_key] = loader, given
-        return loader
+        return self._for_a_rank(loader)
+
+    def _for_a_rank(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """The loader, which iterates the batches of this rank if code of the user iterates it."""
+        if self.strategy.data_world == 1 or is_shared(loader):
+            return loader
+        prepared: DataLoader[Any] = self.trainer.accelerator.share_prepared(loader, places=False)
+        return prepared
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of samples of a loader's dataset; an estimate if the dataset has no length."""
@@ -139,6 +147,7 @@ class TorchData(Sampling):
 
     def share_loader(self, loader: Any) -> Any:
         """A loader of this rank's part of the data."""
+        loader = whole_loader(loader)
         if self.strategy.data_world == 1:
             return loader
         return share_loader(loader, self.share(), self.strategy.broadcast, self.notices.warn_once)

@@ -40,7 +40,7 @@ def share_loader(loader: Any, share: Share, broadcast: Broadcast, tell: Callable
     if is_shared(loader):
         return loader
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
-        return _rebuilt(loader, SharedBatches(loader.batch_sampler, share, broadcast))
+        return rebuilt(loader, SharedBatches(loader.batch_sampler, share, broadcast))
     tell(
         f"{type(loader).__name__} returns the same batches on every rank, so each rank reads all of them and keeps "
         "its shard. Use a DistributedSampler, or a loader made by get_train_dataloader, to avoid this"
@@ -52,7 +52,9 @@ def is_shared(loader: Any) -> bool:
     """Whether the loader is already sharded."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    if any(_knows_ranks(part) for part in parts if part is not None):
+    # A class of the user may hold a prepared loader.
+    inside = [part for part in getattr(loader, "__dict__", {}).values() if isinstance(part, DataLoader)]
+    if any(_knows_ranks(part) for part in (*parts, *inside) if part is not None):
         return True
     dataset = getattr(loader, "dataset", None)
     return _is_shared_stream(dataset)
@@ -63,6 +65,7 @@ def _knows_ranks(part: Any) -> bool:
     if isinstance(part, (EveryNth, SharedBatches)) or type(part).__name__ in (
         "DataLoaderShard",
         "DataLoaderDispatcher",
+        "PreparedLoader",
     ):
         return True
     return (hasattr(part, "num_replicas") and hasattr(part, "rank")) or (
@@ -79,11 +82,19 @@ def _is_shared_stream(dataset: Any) -> bool:
     )
 
 
-def _rebuilt(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+def rebuilt(loader: DataLoader[Any], batch_sampler: Any, dataset: Any = None, batch_size: int = 1) -> DataLoader[Any]:
+    """A loader with the same options, of another batch sampler or of another stream."""
     names = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
              "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
     options = {name: getattr(loader, name) for name in names if hasattr(loader, name)}
+    if dataset is not None:
+        return DataLoader(dataset, batch_size=batch_size, **options)
     return DataLoader(loader.dataset, batch_sampler=batch_sampler, **options)
+
+
+def order_is_alike(batches: Any) -> bool:
+    """Whether a batch sampler draws the same batches on every rank: data in its own order."""
+    return type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
 
 class SharedBatches:
@@ -94,8 +105,7 @@ class SharedBatches:
         self.batch_size = getattr(batches, "batch_size", None)
         self.drop_last = getattr(batches, "drop_last", False)
         self.sampler = getattr(batches, "sampler", None)
-        # Data in its own order needs no set_epoch.
-        self._same_everywhere = type(batches) is BatchSampler and type(self.sampler) is SequentialSampler
+        self._same_everywhere = order_is_alike(batches)
 
     def set_epoch(self, epoch: int) -> None:
         parts: tuple[Any, ...] = (self.batches, self.sampler)

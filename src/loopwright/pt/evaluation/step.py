@@ -27,6 +27,7 @@ from ..checkpoint.callback_tensors import evaluation_weights
 from ..data.columns import LABEL_COLUMNS
 from ..data.loaders import has_length
 from ..data.loading_errors import add_note_of_loading
+from ..data.prepared import PreparedLoader
 from ..data.shard import whole_dataset
 from ..data.static_shapes import Static
 from ..device_traits import kind_of
@@ -83,6 +84,8 @@ class TorchEvaluation(TorchPart, Evaluation):
             self.notices.warn_once(
                 "trainer.gather_function was assigned and is not used: results are gathered in order"
             )
+        if isinstance(dataloader, PreparedLoader):  # of a user who calls this method
+            dataloader = self.internals.data.share_loader(dataloader)
         plan = self._evaluation_plan(dataloader, loss_only)
         self.callback_handler.context["eval_dataloader"] = dataloader
         strategy = self.strategy
