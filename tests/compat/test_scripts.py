@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import pytest
 
-from . import habits, patterns, scripts
+from . import habits, patterns, questions, scripts
 from .running import Results, compare, results_of, selected
 
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
 pytestmark = pytest.mark.xdist_group("scripts")
 
+ALWAYS = (
+    "the_arguments_of_log", "names_of_metrics_before_and_after_training", "adversarial_noise_in_a_training_step",
+    "an_evaluation_of_the_training_data_by_a_callback", "a_stream_accumulated_and_resumed",
+)  # fmt: skip
+QUESTIONS = [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.grid) for name in questions.RECIPES]
+
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    modules = {"patterns": patterns, "habits": habits, "scripts": scripts}
+    modules = {"patterns": patterns, "habits": habits, "scripts": scripts, "questions": questions}
     names = {name: selected(request, module.RECIPES) for name, module in modules.items()}
     return results_of(names, tmp_path_factory.mktemp("scripts"))
 
@@ -29,6 +35,11 @@ def test_a_script_gives_the_same_numbers(name: str, results: Results) -> None:
 
 @pytest.mark.parametrize("name", habits.RECIPES)
 def test_an_unusual_script_gives_the_same_numbers(name: str, results: Results) -> None:
+    compare(name, results)
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_trainer_of_a_forum_gives_the_same_numbers(name: str, results: Results) -> None:
     compare(name, results)
 
 
