@@ -331,7 +331,7 @@ class Accelerator(AcceleratorSaving):
                 even=self.even_batches,
                 dispatch=self.dispatch_batches is not False,
             )
-        place = self._trainer._prepare_input if places else None
+        place = self._strategy.put if places else None
         return PreparedLoader(loader, own, share.world, self._active_loaders, place)
 
     def prepare_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

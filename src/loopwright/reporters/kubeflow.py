@@ -31,7 +31,7 @@ TOKEN_SECONDS = 300.0
 
 
 class KubeflowReporter(Reporter):
-    """Progress of a TrainJob; its callback does the work, since progress is no row of metrics."""
+    """Progress of a TrainJob, which its callback reports."""
 
     name: ClassVar[str] = "kubeflow"
 
