@@ -19,6 +19,8 @@ from loopwright import ArgumentsError, DataError, EarlyStoppingCallback, EvalPre
 from tests import models
 
 SPEED = ("runtime", "samples_per_second", "steps_per_second")
+UNTRAINED = (*SPEED, "model_preparation_time")
+"""The times of an evaluation before training."""
 
 
 class Point(nn.Module):
@@ -96,7 +98,7 @@ def test_ignore_keys_reach_the_evaluations_of_training(tmp_path: Any) -> None:
 def test_the_loss_alone(tmp_path: Any) -> None:
     seen = Seen()
     trainer = make(tmp_path, compute_metrics=seen, prediction_loss_only=True)
-    assert set(trainer.evaluate(points())) == {"eval_loss", "epoch", *(f"eval_{name}" for name in SPEED)}
+    assert set(trainer.evaluate(points())) == {"eval_loss", "epoch", *(f"eval_{name}" for name in UNTRAINED)}
     output = trainer.predict(points())
     assert output.predictions is None and output.label_ids is None and "test_loss" in output.metrics
     assert seen.calls == []
@@ -272,7 +274,7 @@ def test_data_without_labels_can_be_predicted(metrics: Any, tmp_path: Any) -> No
     trainer = make(tmp_path, compute_metrics=metrics)
     output = trainer.predict(points(10, labelled=False))
     assert output.label_ids is None
-    assert {name for name in output.metrics if not name.endswith(SPEED)} == set()
+    assert {name for name in output.metrics if not name.endswith(UNTRAINED)} == set()
     np.testing.assert_array_equal(output.predictions[0], trainer.predict(points(10)).predictions[0])
 
 
@@ -287,7 +289,7 @@ def test_a_metrics_function_must_be_able_to_collect(tmp_path: Any) -> None:
 @pytest.mark.parametrize("prefix", ["eval", "valid", "eval_long"])
 def test_keys_have_the_prefix(prefix: str, tmp_path: Any) -> None:
     trainer = make(tmp_path, compute_metrics=accuracy)
-    names = {f"{prefix}_{name}" for name in ("loss", "accuracy", *SPEED)}
+    names = {f"{prefix}_{name}" for name in ("loss", "accuracy", *UNTRAINED)}
     assert set(trainer.evaluate(points(), metric_key_prefix=prefix)) == {*names, "epoch"}
     assert set(trainer.predict(points(), metric_key_prefix=prefix).metrics) == names
 
@@ -326,7 +328,7 @@ def test_named_sets_have_their_own_keys_and_events(tmp_path: Any) -> None:
     listener, sets = Listener(), {"short": points(5), "long": points(9, seed=8)}
     trainer = make(tmp_path, eval_dataset=sets, compute_metrics=accuracy, callbacks=[listener])
     metrics = trainer.evaluate()
-    each = ("loss", "accuracy", *SPEED)
+    each = ("loss", "accuracy", *UNTRAINED)
     assert set(metrics) == {"epoch", *(f"eval_{name}_{m}" for name in sets for m in each)}
     assert [{m for m in seen if m != "epoch"} for _, seen in listener.evaluated] == [
         {f"eval_{name}_{m}" for m in each} for name in sets

@@ -19,7 +19,7 @@ from loopwright import CheckpointError, EarlyStoppingCallback, Trainer, TrainerC
 from loopwright.core.state import ExportableState
 from tests.models import Regression, StopAt, kept, regression_data
 
-TIMES = ("runtime", "per_second")
+TIMES = ("runtime", "per_second", "preparation_time")
 
 
 class Noisy(torch.utils.data.Dataset):

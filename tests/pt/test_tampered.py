@@ -51,7 +51,7 @@ def make(folder: Path, **options: Any) -> Trainer:
 
 def computed(trainer: Trainer) -> dict[str, Any]:
     rows = [
-        {name: value for name, value in row.items() if not name.endswith(("_runtime", "_per_second"))}
+        {name: value for name, value in row.items() if not name.endswith(("time", "_per_second"))}
         for row in trainer.state.log_history
         if row.get("step", 0) not in (1, 2)
     ]

@@ -54,7 +54,7 @@ def reason(trainer: Trainer) -> str:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics without times."""
-    return {name: value for name, value in metrics.items() if not name.endswith(("runtime", "per_second"))}
+    return {name: value for name, value in metrics.items() if not name.endswith(("time", "per_second"))}
 
 
 def assert_alike(found: Any, expected: Any, tolerance: float = 1e-10) -> None:

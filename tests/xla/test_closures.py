@@ -12,7 +12,9 @@ import loopwright
 from tests.xla.runs import saved, trainer
 
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
-TIMES_OF_EVAL = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+TIMES_OF_EVAL = (
+    "eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_model_preparation_time",
+)  # fmt: skip
 
 
 class Listener(loopwright.TrainerCallback):
