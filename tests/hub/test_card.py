@@ -71,7 +71,7 @@ def test_results_are_those_of_the_last_evaluation() -> None:
     history = [
         {"eval_loss": 3.0, "step": 1},
         {"eval_a_loss": 1.0, "eval_a_f1": 0.5, "step": 2, "epoch": 1.0},
-        {"eval_b_loss": 2.0, "eval_b_runtime": 9.0, "step": 2, "epoch": 1.0},
+        {"eval_b_loss": 2.0, "eval_b_runtime": 9.0, "eval_b_model_preparation_time": 0.1, "step": 2, "epoch": 1.0},
         {"train_loss": 1.0, "step": 2},
     ]
     found = Results.last(history)

@@ -184,7 +184,7 @@ def default_objective(metrics: dict[str, float]) -> float:
     rest = {
         name: value
         for name, value in metrics.items()
-        if name not in ("eval_loss", "epoch") and not name.endswith(("_runtime", "_per_second"))
+        if name not in ("eval_loss", "epoch") and not name.endswith(("_runtime", "_per_second", "_preparation_time"))
     }
     if rest:
         return sum(rest.values())

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 FILE = ".eval_results/loopwright.yaml"
-SPEED = re.compile(r"_(runtime|samples_per_second|steps_per_second|jit_compilation_time|tokens_per_second)$")
+SPEED = re.compile(r"_(runtime|(samples|steps|tokens)_per_second|jit_compilation_time|model_preparation_time)$")
 """Endings of numbers that measure the machine and not the model."""
 REAL = re.compile(r"^[\w.-]+/[\w.-]+$")
 """The id of a dataset on the Hub."""
