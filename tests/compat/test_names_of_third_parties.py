@@ -425,3 +425,23 @@ def test_a_run_resumes_without_a_warning_in_strict_mode(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, **options, **given)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 3
+
+
+def test_a_prepared_loader_is_the_loader_of_the_user(tmp_path: Path) -> None:
+    """Attributes are those of the given loader, also in a copy; the trainer uses the given one."""
+    import copy
+
+    class Mine(torch.utils.data.DataLoader[Any]):
+        note = "mine"
+
+        def __iter__(self) -> Any:
+            yield {"x": torch.tensor([7.0])}
+
+    trainer = trainer_in(tmp_path)
+    prepared = trainer.accelerator.prepare(Mine([1, 2, 3]))
+    assert prepared.note == "mine" and prepared.batch_size == 1 and copy.copy(prepared).note == "mine"
+    assert [batch["x"].item() for batch in prepared] == [7.0] and not trainer.accelerator.gradient_state.in_dataloader
+    prepared.note = "changed"
+    assert prepared.given.note == "changed" and trainer._loopwright.data.share_loader(prepared) is prepared.given
+    ends = [trainer.accelerator.gradient_state.end_of_dataloader for _ in trainer.accelerator.prepare(Mine([1]))]
+    assert ends == [True] and trainer.accelerator.prepare(prepared) is prepared

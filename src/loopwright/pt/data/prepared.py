@@ -8,7 +8,7 @@ repeating samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
@@ -52,7 +52,7 @@ def order_by_epoch(loader: Any, seed: int) -> None:
 class PreparedLoader(DataLoader[Any]):
     """This rank's batches of a loader, on its device. Everything else is an attribute of the given loader."""
 
-    OWN = ("given", "own", "world", "active", "place", "is_at_end")
+    OWN: ClassVar = ("given", "own", "world", "active", "place", "is_at_end")
 
     def __init__(
         self, given: Any, own: Any, world: int, active: list[PreparedLoader], place: Callable[[Any], Any] | None
@@ -64,6 +64,8 @@ class PreparedLoader(DataLoader[Any]):
         """Whether the last batch is in use."""
 
     def __getattr__(self, name: str) -> Any:
+        if name in PreparedLoader.OWN:  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.own if name == "batch_sampler" else self.given, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
