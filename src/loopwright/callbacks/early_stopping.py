@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..core.checkpoint.schema import Shape, any_number, maybe
 from ..core.evaluation.metrics import full_name
 from ..core.events import TrainerCallback
 from ..core.state import ExportableState
@@ -27,6 +28,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     resumed run stops at the same step as an uninterrupted one. Patience and threshold are saved too, and used by a
     resumed run whose callback has the default ones. Evaluations outside training do not count.
     """
+
+    saved_shapes: ClassVar[dict[str, Shape]] = {"best_value": maybe(any_number)}
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
         if early_stopping_patience < 1:

@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..args.paths import working_folder
 from ..callbacks.metrics_file import MetricsFileCallback
+from ..core.checkpoint.schema import check_part, count, number, record
 from ..core.events import TrainerCallback
 from ..notices import logger
-from .control_files import Inbox, Request
+from .control_files import SETTINGS, Inbox, Request
 
 if TYPE_CHECKING:
     from ..args.base import BaseArguments
     from ..pt.trainer import Trainer
+
+_SHAPES = {name: number(0) if name == "learning_rate" else count(1) for name in SETTINGS}
+SAVED = record({"settings": record({}, _SHAPES, others=False)})
+"""The state of the callback in a checkpoint."""
 
 
 class RunControl(TrainerCallback):
@@ -46,7 +51,7 @@ class RunControl(TrainerCallback):
         return {"settings": dict(self.settings)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.settings = dict(state["settings"])
+        self.settings = dict(check_part(state, SAVED)["settings"])
 
     # ---- events ------------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def save_and_exit(internals: LoopActions) -> NoReturn:
     name, step = run.signals.received, internals.state.global_step
     is_ctrl_c = name == "SIGINT"
     saves = not is_ctrl_c or internals.args.save_on_interrupt
-    run.progress.pending = [wish for wish in WISHES if getattr(control, wish)]
+    run.progress.pending = [wish for wish in WISHES if getattr(control, wish) and not internals.trials.stops(wish)]
     if saves or control.should_save:
         internals.save_now()
     run.checkpoints.wait()

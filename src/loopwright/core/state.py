@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from .checkpoint.folder import STATE
 from .checkpoint.schema import (
@@ -39,6 +39,9 @@ class ExportableState:
 
     `state()` returns {"args": constructor arguments, "attributes": values set afterwards}.
     """
+
+    saved_shapes: ClassVar[dict[str, Shape]] = {}
+    """What values may be that are None in a new object, by name; those of others are like the new object's."""
 
     def state(self) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__} is exportable, so it must define state()")
@@ -256,8 +259,10 @@ def _give_back(callback: Any, state: dict[str, Any], own: dict[str, Any]) -> Non
     if "state_dict" in state:
         callback.load_state_dict(state["state_dict"])
         return
+    shapes = callback.saved_shapes if isinstance(callback, ExportableState) else {}
     for part in ("args", "attributes"):
         values = check(state.get(part, {}), like(own.get(part, {}), complete=False), Path(STATE))
+        check(values, record({}, shapes), Path(STATE))
         for name, value in values.items():
             if part == "args" and name in getattr(callback, "given", ()):
                 continue  # the user chose another value for the resumed run

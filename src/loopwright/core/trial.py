@@ -113,6 +113,10 @@ class Trials(Part):
             self.control.should_training_stop = True
             self.control.should_save |= decision == PAUSE
 
+    def stops(self, wish: str) -> bool:
+        """Whether a request is that of the search to stop here; the trial is reported again after it was resumed."""
+        return wish == "should_training_stop" and self.decision != CONTINUE
+
     def _report(self, step: int, metrics: dict[str, float]) -> Reply:
         assert self.coordinator is not None
         return self.coordinator.report(step, dict(metrics))

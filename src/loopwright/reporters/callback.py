@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..args.base import without_secrets
 from ..args.paths import working_folder
 from ..callbacks.metrics_file import kind_of
-from ..core.checkpoint.folder import folder_name
+from ..core.checkpoint.folder import STATE, folder_name
+from ..core.checkpoint.schema import anything, check_part, file_part, maybe, named, record, restoring
 from ..core.events import TrainerCallback
 from ..notices import logger
 from .base import Reporter, Row, RunInfo
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 SECTIONS = {"eval_": "eval/", "test_": "test/"}
 """Prefix of a logged name -> section of the reported name; other names are in train/."""
+SAVED = record({"run_id": maybe(file_part), "state": named(anything)})
+"""The state of a callback in a checkpoint; the run id is part of the name of a file."""
 
 
 class ReporterCallback(TrainerCallback):
@@ -120,6 +123,7 @@ class ReporterCallback(TrainerCallback):
                 f"The checkpoint was reported to {state.get('reporter')!r}; {self._name()!r} starts a new run instead."
             )
             return
+        check_part(state, SAVED)
         self._finish("finished")
         self.run_id, self._restored = state["run_id"], state["state"]
 
@@ -154,7 +158,8 @@ class ReporterCallback(TrainerCallback):
             return
         self._ids_started.add(self.run_id)
         if state:
-            self.reporter.load_state_dict(state)
+            with restoring(Path(STATE), f"the state of {self._name()}"):
+                self.reporter.load_state_dict(state)
 
     def _row(self, logs: Mapping[str, Any], step: int) -> Row:
         values = {name: value for name, value in logs.items() if name != "step"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from ..args.tracking import tensorboard_folder
+from ..core.checkpoint.schema import check_part, file_part, maybe, record, text
 from ..errors import MissingPackage, NotAvailable
 from ..notices import logger
 from .base import Reporter, RunInfo
@@ -133,6 +134,7 @@ class TensorBoardReporter(Reporter):
         return {"run_id": self._run_id, "folder": os.path.basename(self.log_dir) if self.log_dir else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_part(state, record({"run_id": maybe(text), "folder": maybe(file_part)}))
         self._run_id, self.log_dir = state["run_id"], state["folder"]
 
     def as_callback(self) -> TensorBoardCallback:

@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+from ..core.lost_output import discard_lost_output
 from ..core.parent import TIME_TO_SAVE
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.signals import STOPPED_AFTER_SAVING, WATCHED, survives_terminal
 from ..notices import logger
 
 
@@ -72,7 +73,7 @@ class Running:
 
 @contextmanager
 def stopped_by_signals(running: Running) -> Iterator[None]:
-    """A context in which SIGTERM and Ctrl-C let the trials save; SIGTERM ends the search with exit code 75."""
+    """A context in which signals let the trials save; all but Ctrl-C end the search with exit code 75."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -80,6 +81,7 @@ def stopped_by_signals(running: Running) -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         for each, handler in earlier.items():  # a second signal has its usual effect
             signal.signal(each, handler if handler is not None else signal.SIG_DFL)
+        discard_lost_output()  # the signal may be that of a closed terminal
         name = signal.Signals(number).name
         logger.warning(f"{name} received: the trials save and stop; the same command continues the search")
         running.request_stop()
@@ -87,7 +89,7 @@ def stopped_by_signals(running: Running) -> Iterator[None]:
             raise KeyboardInterrupt
         sys.exit(STOPPED_AFTER_SAVING)
 
-    earlier = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    earlier = {each: signal.getsignal(each) for each in WATCHED if not survives_terminal(each)}
     for each in earlier:
         signal.signal(each, leave)
     try:

@@ -6,6 +6,7 @@ A shape is a function that returns the problem of a value, or None: `record({"st
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ Shape = Callable[[Any, str], str | None]
 LARGEST_COUNT = 1 << 62
 LARGEST = 1e30
 """No number of a schedule, an optimizer or a position is larger."""
+NOT_IN_NAMES = re.compile(r"[/\\\x00]|^\.*$")
+"""What leads from a name to another folder."""
 DEEPEST = 100
 """Levels of nested values in a document."""
 
@@ -45,6 +48,10 @@ def number(least: float = -LARGEST, most: float = LARGEST) -> Shape:
 any_number = _a("a number", lambda value: type(value) is float or (type(value) is int and abs(value) < 1 << 1000))
 flag = _a("true or false", lambda value: type(value) is bool)
 text = _a("a string", lambda value: type(value) is str)
+file_part = _a(
+    "a name without folders", lambda value: type(value) is str and len(value) < 200 and not NOT_IN_NAMES.search(value)
+)
+"""Part of the name of a file or folder."""
 
 
 def one_of(*values: Any) -> Shape:
@@ -90,8 +97,10 @@ def named(shape: Shape = anything) -> Shape:
     return check
 
 
-def record(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> Shape:
-    """An object with these names, and possibly others."""
+def record(
+    required: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None, *, others: bool = True
+) -> Shape:
+    """An object with these names; `others`: and possibly more."""
     shapes = {**(optional or {}), **required}
 
     def check(value: Any, name: str) -> str | None:
@@ -100,6 +109,9 @@ def record(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None =
         for key in required:
             if key not in value:
                 return f"{_inside(name, key)} is missing"
+        more = [] if others else sorted(map(str, value.keys() - shapes.keys()))
+        if more:
+            return f"{_inside(name, more[0])} is unknown; there are {', '.join(shapes)}"
         known = ((key, shape) for key, shape in shapes.items() if key in value)
         return next((p for key, shape in known if (p := shape(value[key], _inside(name, key))) is not None), None)
 
