@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
+from .early_signals import StoppedEarly, stopped_early
 
 if TYPE_CHECKING:
     from ..pt.trainer import Trainer
@@ -23,12 +24,11 @@ def run(words: list[str]) -> int:
 
 
 def _train(words: Words) -> Result:
-    from ..config import build_trainer, load_config
-    from ..config.continuing import may_continue
-
-    config = load_config(words.first("a configuration file"), words.overrides)
-    resume = may_continue(config)
-    trainer = build_trainer(config)
+    try:
+        with stopped_early():
+            trainer, resume = _built(words)
+    except StoppedEarly:
+        return Result({"status": "interrupted", "step": 0, "checkpoint": None}, code=STOPPED)
     internals = trainer._loopwright
     try:
         output = trainer.train(resume_from_checkpoint=resume)
@@ -39,7 +39,17 @@ def _train(words: Words) -> Result:
     finally:
         words.is_input = not internals.run.has_begun
     data = {"status": "finished", **_place(trainer), "metrics": output.metrics}
-    return Result(data, f"finished after {output.global_step:,} steps; the run is in {config.args.output_dir}")
+    return Result(data, f"finished after {output.global_step:,} steps; the run is in {trainer.args.output_dir}")
+
+
+def _built(words: Words) -> tuple[Trainer, bool | None]:
+    """The trainer of the configuration, and whether it may resume."""
+    from ..config import build_trainer, load_config
+    from ..config.continuing import may_continue
+
+    config = load_config(words.first("a configuration file"), words.overrides)
+    resume = may_continue(config)
+    return build_trainer(config), resume
 
 
 def _stopped(trainer: Trainer, code: int) -> Result:

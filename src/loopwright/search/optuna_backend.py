@@ -81,7 +81,7 @@ class OptunaSearch:
         earlier = self.study.get_trials(deepcopy=False)
         mine = [each for each in earlier if str(each.user_attrs.get(FOLDER, "")).startswith(self._own_prefix())]
         interrupted = [each for each in mine if each.state == states.RUNNING]
-        ended = [each for each in earlier if each.state.is_finished()]
+        ended = [each for each in earlier if each.state.is_finished() and not self._is_void(each)]
         left = self.search.request.n_trials - len(ended) - len(interrupted)
         if earlier:
             logger.warning(
@@ -90,9 +90,8 @@ class OptunaSearch:
             )
         for each in interrupted:
             self._resume(each.number)
-        # A trial that was killed before it had a folder has no values yet; it is not continued.
         for each in earlier:
-            if each.state == states.RUNNING and FOLDER not in each.user_attrs and self._is_own_file():
+            if each.state == states.RUNNING and self._is_void(each):
                 self.study.tell(each.number, state=states.FAIL)
         if left > 0:
             self.study.optimize(self._objective, n_trials=left, **self.how)
@@ -108,8 +107,10 @@ class OptunaSearch:
     def _own_prefix(self) -> str:
         return os.path.join(os.path.abspath(self.search.folder), "")
 
-    def _is_own_file(self) -> bool:
-        return "storage" not in self.search.request.options
+    def _is_void(self, trial: Any) -> bool:
+        """Whether a trial was interrupted before it had a folder: it has no values yet, and another one replaces it."""
+        has_ended = trial.state in (self.optuna.trial.TrialState.COMPLETE, self.optuna.trial.TrialState.PRUNED)
+        return not has_ended and FOLDER not in trial.user_attrs and "storage" not in self.search.request.options
 
     def _objective(self, trial: Any) -> Any:
         job = self.search.job(trial.number, trial)
