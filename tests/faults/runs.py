@@ -502,3 +502,33 @@ def triggered(folder: str, *, trigger: str, step: int, **options: Any) -> None:
     trainer = make(folder, save_trigger_file=trigger, **options)
     trainer.add_callback(Touch(trigger, step))
     trainer.train()
+
+
+class Strike:
+    """Sends a signal to this process, once, in the second batch of an evaluation."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.batches = number, 0
+
+    def __call__(self, net: Net) -> None:
+        self.batches += 1
+        if self.batches == 2:
+            os.kill(os.getpid(), self.number)
+
+
+def train_and_predict(folder: str, *, moment: str = "", number: int = 0) -> None:
+    """Train, evaluate and predict, with a signal in the evaluation, between both, or in the prediction."""
+    trainer = make(folder, per_device_eval_batch_size=2)
+    finish(trainer, "auto")
+
+    def reach(place: str) -> None:
+        trainer.model.before = Strike(number) if place == moment else lambda net: None
+
+    reach("evaluation")
+    metrics = trainer.evaluate()
+    if moment == "between":
+        os.kill(os.getpid(), number)
+    reach("prediction")
+    output = trainer.predict(Rows(5))
+    numbers = {name: value for name, value in metrics.items() if not name.endswith(CLOCKED)}
+    Path(f"{folder}.after").write_text(json.dumps([numbers, output.predictions.tolist()]))
