@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from core.numpy_runs import outcome, samples, trainer_of
-from core.tampering import SavedRun, sign, tampered
+from core.tampering import PARTS, SavedRun, sign, tampered
 
 from loopwright.core.checkpoint import reading
 from loopwright.core.checkpoint.folder import STATE
@@ -67,10 +67,11 @@ def test_some_changes_of_documents_are_named_or_do_no_harm(
 
 @pytest.mark.grid
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_change_of_documents_is_named_or_does_no_harm(
-    run: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    part: int, run: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run.wrong(tmp_path / "run", caplog) == {}
+    assert run.wrong(tmp_path / "run", caplog, first=part, step=PARTS) == {}
 
 
 # ---- files that are something else -----------------------------------------------------------------------------------

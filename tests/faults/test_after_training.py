@@ -1,4 +1,4 @@
-"""A signal in `evaluate()` or `predict()` after training: it has its usual effect, and the same command ends the same."""
+"""A signal in `evaluate()` or `predict()` after training: it has its usual effect; the same command ends the same."""
 
 from __future__ import annotations
 

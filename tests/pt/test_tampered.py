@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from loopwright import CheckpointError, EarlyStoppingCallback, Trainer, TrainingArguments
 from loopwright.core.checkpoint.manifest import describe, file_entry, read_manifest
 from loopwright.pt.checkpoint.shards import INDEX, BoxReader
-from tests.core.tampering import SavedRun
+from tests.core.tampering import PARTS, SavedRun
 
 FREE = re.compile(
     r"arguments\.json|log_history\.|stateful_callbacks|best_|total_flos|meter|recent|scheduled_updates|"
@@ -81,10 +81,11 @@ def test_some_changes_of_documents_are_named_or_do_no_harm(
 
 @pytest.mark.grid
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_change_of_documents_is_named_or_does_no_harm(
-    saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    part: int, saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert saved.wrong(tmp_path / "run", caplog) == {}
+    assert saved.wrong(tmp_path / "run", caplog, first=part, step=PARTS) == {}
 
 
 OPTIONS = ("groups.0 missing", "groups.1.options.amsgrad true", "groups.0.options.maximize null",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.tampering import SavedRun
+from tests.core.tampering import PARTS, SavedRun
 
 from .tools import MARKS, TF, logged, rows, trainer, weights
 
@@ -51,8 +51,8 @@ def test_some_changes_of_documents_are_named_or_do_no_harm(
 
 @pytest.mark.grid
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
 def test_every_change_of_documents_is_named_or_does_no_harm(
-    saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    part: int, saved: SavedRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    print(len(saved.cases()))
-    assert saved.wrong(tmp_path / "run", caplog) == {}
+    assert saved.wrong(tmp_path / "run", caplog, first=part, step=PARTS) == {}
