@@ -8,6 +8,7 @@ handlers at once.
 from __future__ import annotations
 
 import _thread
+import mmap
 import multiprocessing.synchronize
 import os
 import signal
@@ -34,6 +35,8 @@ WATCHED = tuple(
 ECHO = 5.0
 """Seconds in which, under a launcher, a second signal is treated as a repetition of the first."""
 
+SPREAD = 1.0
+"""Seconds within which a signal to all processes of a run reaches each of them."""
 LINGER = 60
 """Seconds a loader worker continues after a SIGTERM."""
 
@@ -85,6 +88,9 @@ class SignalWatch:
         self._enabled = enabled
         self._earlier: dict[int, Any] = {}
         self._first = 0.0
+        self._process = os.getpid()
+        self._is_noted = mmap.mmap(-1, 1)
+        """Shared with processes that are forked while this is entered: whether this process has received a signal."""
 
     @property
     def wants_save(self) -> bool:
@@ -93,6 +99,7 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         self.received, self.noted, self.chained = None, None, lambda: None
+        self._process, self._is_noted[0] = os.getpid(), 0
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.getsignal(number) for number in WATCHED if not survives_terminal(number)}
@@ -120,6 +127,10 @@ class SignalWatch:
         self._earlier = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._note_in_child(number)
+            return
+        self._is_noted[0] = 1
         if self.noted is not None:
             self._note_again(number)
             return
@@ -137,6 +148,20 @@ class SignalWatch:
         logger.warning(f"{self.noted} received: saving the last finished step and stopping; send it again to stop now")
         if callable(earlier):
             self.chained = lambda: earlier(number, frame)  # called after saving, because it may exit
+
+    def _note_in_child(self, number: int) -> None:
+        """In a process that the user's code has forked: only a signal to this process alone has its usual effect.
+
+        One that the run has received too, because it was sent to all processes, is left to the run: it finishes its
+        update, which may need this process.
+        """
+        end = time.monotonic() + SPREAD
+        while not self._is_noted[0] and time.monotonic() < end:
+            time.sleep(0.01)
+        if self._is_noted[0] and os.getppid() == self._process:
+            return
+        self._restore()
+        os.kill(os.getpid(), number)
 
     def _note_again(self, number: int) -> None:
         """Ignore a signal that a launcher repeats; after ECHO seconds, send it to the previous handlers."""
