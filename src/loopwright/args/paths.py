@@ -21,6 +21,11 @@ def plain_path(place: str) -> str:
     return place if found is None or is_url(place) else place[found.end() :] or "/"
 
 
+def fixed_folder(place: str | os.PathLike[str] | None) -> str:
+    """`working_folder` as an absolute path, for a run whose code may change the working directory."""
+    return os.path.abspath(working_folder(place))
+
+
 def working_folder(place: str | os.PathLike[str] | None) -> str:
     """The local folder for everything but checkpoints: for s3://bucket/run it is trainer_output/s3/bucket/run.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..args.duration import DurationArgs
-from ..args.paths import working_folder
+from ..args.paths import fixed_folder
 from ..core.checkpoint.disk_errors import FULL
 from ..core.events import TrainerCallback
 from ..errors import OutputError
@@ -39,6 +39,8 @@ class MetricsFileCallback(TrainerCallback):
         self._is_training = False
         self._is_off = False
         self._has_begun = False
+        self._place: Path | None = None
+        """The file while a run trains: the working directory may change meanwhile."""
         self._mended: Path | None = None
         self._unwritten: list[dict[str, Any]] = []
         self._own_from = 0
@@ -48,7 +50,7 @@ class MetricsFileCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self._is_training, self._is_off = True, False
-        path = _path(args)
+        path = self._place = _path(args)
         try:
             if state.global_step:
                 self._resume(path, state.global_step)
@@ -68,7 +70,7 @@ class MetricsFileCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         if state.is_world_process_zero and logs and not self._is_off:
-            self._keep(_path(args), state, {**logs, "pace": pace} if pace and "loss" in logs else logs)
+            self._keep(self._place or _path(args), state, {**logs, "pace": pace} if pace and "loss" in logs else logs)
 
     def on_predict(
         self, args: BaseArguments, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
@@ -78,7 +80,7 @@ class MetricsFileCallback(TrainerCallback):
 
     def on_save(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         # The rows before a checkpoint are never logged again, so they must be as durable as the checkpoint.
-        path = _path(args)
+        path = self._place or _path(args)
         if state.is_world_process_zero and path.exists():
             try:
                 with open(path, "rb+") as file:
@@ -90,12 +92,12 @@ class MetricsFileCallback(TrainerCallback):
 
     def left(self) -> None:
         """Called when training has ended, even if on_train_end was not called."""
-        self._is_training = False
+        self._is_training, self._place = False, None
 
     def rewind(self, args: BaseArguments, state: Any) -> None:
         """Drop the rows of steps that were undone."""
         if state.is_world_process_zero:
-            self._resume(_path(args), state.global_step)
+            self._resume(self._place or _path(args), state.global_step)
 
     def on_train_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         self._is_training = False
@@ -239,7 +241,7 @@ def _replace(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _path(args: DurationArgs) -> Path:
-    return Path(working_folder(args.output_dir)) / FILE_NAME
+    return Path(fixed_folder(args.output_dir)) / FILE_NAME
 
 
 def _temporary(path: Path) -> Path:

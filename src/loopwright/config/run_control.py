@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..args.paths import working_folder
+from ..args.paths import fixed_folder
 from ..callbacks.metrics_file import MetricsFileCallback
 from ..core.checkpoint.schema import check_part, count, number, record
 from ..core.events import TrainerCallback
@@ -60,7 +60,7 @@ class RunControl(TrainerCallback):
             self.settings = {}
         ahead: list[tuple[int, Request]] = []
         if state.is_world_process_zero:
-            self._inbox = Inbox(Path(working_folder(args.output_dir)))
+            self._inbox = Inbox(Path(fixed_folder(args.output_dir)))
             try:
                 self._inbox.open(is_fresh=not state.global_step)
             except OSError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..args.paths import working_folder
+from ..args.paths import fixed_folder
 from ..errors import BusyError
 from ..notices import Notices, logger
 from .agreement import Agreement
@@ -230,7 +230,7 @@ class Internals(Updating):
     def _start_ledger(self) -> None:
         """Continue the time ledger of the run's earlier starts."""
         file, current = self.run.ledger_file, self.run.checkpoints.current
-        folder = Path(working_folder(self.args.output_dir)) if self.state.is_world_process_zero else None
+        folder = Path(fixed_folder(self.args.output_dir)) if self.state.is_world_process_zero else None
         file.run, file.launch = None if current is None else current.run, launch_id() or job_id()
         file.begin(
             None if folder is None else read_ledger(folder),

@@ -374,8 +374,8 @@ class Resuming(Part):
         """Load the weights of the best checkpoint into the model."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        if not is_url(best) and not os.path.isdir(best):  # the run was resumed in a folder that was moved
-            best = self.state.best_model_checkpoint = os.path.join(str(self.args.output_dir), os.path.basename(best))
+        if not is_url(best) and not os.path.isdir(best):  # the run was moved, or the working directory was changed
+            best = self.state.best_model_checkpoint = str(self.run.checkpoints.storage.place(os.path.basename(best)))
         if not self.run.checkpoints.holds(best):
             self.notices.warn_once(f"the best checkpoint, {best}, could not be saved; keeping the last weights")
             return

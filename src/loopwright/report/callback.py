@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..args.paths import working_folder
+from ..args.paths import fixed_folder
 from ..core.events import TrainerCallback
 from .facts import facts_of
 from .writer import ReportWriter
@@ -28,7 +28,7 @@ class ReportCallback(TrainerCallback):
         if not state.is_world_process_zero or not getattr(args, "html_report", True):
             return
         self.left()
-        folder = Path(working_folder(args.output_dir))
+        folder = Path(fixed_folder(args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         self._notes = []
         self._writer, self._is_training = ReportWriter(folder, {**facts_of(args), "notes": self._notes}), True

@@ -25,7 +25,8 @@ class LocalStorage:
     """Checkpoints in a local folder; see `Storage` for the methods."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self.root = Path(root)
+        # Absolute: a callback, a metric or a dataset may change the working directory while a run trains.
+        self.root = Path(os.path.abspath(root))
         self.allow: Allow = lambda: None
 
     def check_writable(self) -> None:
