@@ -50,7 +50,7 @@ class Forks(TrainerCallback):
             child.join(60)
             (folder / "seen").write_text(f"{found} {child.exitcode}")
 
-trainer = toy(folder / "run", [Forks()])
+trainer = toy(folder / "run", [Forks()], async_save=False)
 trainer.train(resume_from_checkpoint="auto")
 print("ended after", trainer.state.global_step)
 """

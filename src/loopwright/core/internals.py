@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..args.base import BaseArguments
-from ..args.paths import fixed_folder
+from ..args.paths import fixed_folder, is_url
 from ..errors import BusyError
 from ..notices import Notices, logger
 from .agreement import Agreement
@@ -84,8 +84,9 @@ class Internals(Updating):
 
     def new_run(self) -> None:
         """Reset `self.run` for a new run."""
+        place = self.args.output_dir  # fixed: the user's code may change the working directory while a run trains
         self.run = self.run_class(
-            checkpoints=CheckpointManager(self.args.output_dir, notices=self.notices),
+            checkpoints=CheckpointManager(place if is_url(place) else fixed_folder(place), notices=self.notices),
             signals=SignalWatch(enabled=self.args.enable_jit_checkpoint, shared=not self.is_alone),
         )
 

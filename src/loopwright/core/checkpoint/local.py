@@ -25,8 +25,7 @@ class LocalStorage:
     """Checkpoints in a local folder; see `Storage` for the methods."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        # Absolute: a callback, a metric or a dataset may change the working directory while a run trains.
-        self.root = Path(os.path.abspath(root))
+        self.root = Path(root)
         self.allow: Allow = lambda: None
 
     def check_writable(self) -> None:

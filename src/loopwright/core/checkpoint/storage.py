@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from ...args.paths import is_url, plain_path, working_folder
+from ...args.paths import is_url, plain_path, fixed_folder
 from .local import Allow, LocalStorage
 from .lock_file import Lock
 from .manifest import Manifest
@@ -76,7 +76,7 @@ class Storage(Protocol):
 def open_storage(place: str | os.PathLike[str] | None) -> Storage:
     """The storage of a folder, or of a URL with a protocol."""
     text = os.fspath(place or ".")
-    return FsspecStorage(text, working=Path(working_folder(text))) if is_url(text) else LocalStorage(plain_path(text))
+    return FsspecStorage(text, working=Path(fixed_folder(text))) if is_url(text) else LocalStorage(plain_path(text))
 
 
 def split_place(place: str | os.PathLike[str]) -> tuple[str, str]:
