@@ -117,6 +117,25 @@ def test_a_signal_at_a_moment_of_a_trial(
         assert tuple(found[:3]) == tuple(json.loads(json.dumps(undisturbed)))
 
 
+@pytest.mark.parametrize("moment", ["update", pytest.param("evaluation", marks=pytest.mark.grid)])
+def test_a_signal_to_all_processes_of_a_search(moment: str, undisturbed: Any, tmp_path: Path) -> None:
+    """As a service manager sends it: the trial gets it twice, once from the search, and still saves its last update."""
+    search = started(tmp_path, "random", moment, is_here=False)
+    try:
+        wait_until(lambda: (tmp_path / "waiting").exists() or search.poll() is not None, "it does not wait")
+        for each in [*(set(living(tmp_path)) - {search.pid}), search.pid]:
+            os.kill(each, TERM)
+        (tmp_path / "go").touch()
+        assert search.wait(SECONDS) == 75, (tmp_path / "out.txt").read_text()
+    finally:
+        search.kill()
+        search.wait()
+    again = started(tmp_path, "random", moment, is_here=False)
+    assert again.wait(SECONDS) == 0, (tmp_path / "out.txt").read_text()
+    check_complete(tmp_path, is_repeated=False)
+    assert json.loads((tmp_path / "best.json").read_text())[:3] == json.loads(json.dumps(undisturbed))
+
+
 def check_complete(folder: Path, *, is_repeated: bool) -> None:
     """Every trial has all its updates and every row once; none is made twice, unless its process was killed."""
     made = Counter(updates(folder))

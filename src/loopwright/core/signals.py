@@ -32,8 +32,10 @@ WATCHED = tuple(
 )
 
 
+FORWARDED = "LOOPWRIGHT_FORWARDED"
+"""Variable of a process whose parent forwards its signals: one that is sent to both is received twice."""
 ECHO = 5.0
-"""Seconds in which, under a launcher, a second signal is treated as a repetition of the first."""
+"""Seconds in which, under such a parent, a second signal is treated as a repetition of the first."""
 
 SPREAD = 1.0
 """Seconds within which a signal to all processes of a run reaches each of them."""
@@ -177,5 +179,5 @@ def survives_terminal(number: int) -> bool:
 
 
 def _is_launched() -> bool:
-    """Whether a launcher forwards signals to this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    """Whether a launcher or a search forwards signals to this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or FORWARDED in os.environ

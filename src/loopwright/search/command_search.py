@@ -17,7 +17,7 @@ from ..core.checkpoint.folder import STATE
 from ..core.checkpoint.manager import CheckpointManager
 from ..core.checkpoint.run_id import FINISHED, read_current
 from ..core.run_record import RESUME
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.signals import FORWARDED, STOPPED_AFTER_SAVING
 from ..core.trial import CONTINUE
 from ..errors import ArgumentsError, SearchError
 from ..notices import Notices
@@ -107,7 +107,7 @@ class CommandSearch(BaseSearch):
         words = [sys.executable, "-m", f"{__package__}.command", *self._make_words(job.values, job.folder)]
         # Also a run that has finished, such as a short one that was measured, is not repeated.
         resumes = {RESUME: "auto"} if os.path.exists(job.folder) else {}
-        return subprocess.Popen(words, start_new_session=True, env={**os.environ, **resumes})
+        return subprocess.Popen(words, start_new_session=True, env={**os.environ, FORWARDED: "1", **resumes})
 
     def measure(self, job: Job) -> Measurement | None:
         """Run the beginning of a trial, until it has logged its speed; None if it ends before that.

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from ..core.run_record import LAUNCH, RESUME, STOPPED, TAKE_OVER
-from ..core.signals import STOPPED_AFTER_SAVING
+from ..core.signals import FORWARDED, STOPPED_AFTER_SAVING
 from ..core.trial import PAUSE, Reply
 from ..errors import SearchError
 from .coordinator import TrialCoordinator
@@ -51,7 +51,7 @@ class TrialProcess:
     def __init__(self, recipe: bytes, job: Job, *, main: MainModule | None, more: Mapping[str, str]) -> None:
         self.number = job.number
         self._pipe, remote = Pipe()
-        environment = {**{k: v for k, v in os.environ.items() if k not in OF_THE_LAUNCH}, **more}
+        environment = {**{k: v for k, v in os.environ.items() if k not in OF_THE_LAUNCH}, FORWARDED: "1", **more}
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.child"],
             stdin=subprocess.PIPE,
