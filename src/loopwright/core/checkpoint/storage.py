@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from ...args.paths import is_url, plain_path, fixed_folder
+from ...args.paths import fixed_folder, is_url, plain_path
 from .local import Allow, LocalStorage
 from .lock_file import Lock
 from .manifest import Manifest
