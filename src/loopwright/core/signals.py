@@ -91,8 +91,8 @@ class SignalWatch:
         self._earlier: dict[int, Any] = {}
         self._first = 0.0
         self._process = os.getpid()
-        self._is_noted = mmap.mmap(-1, 1)
-        """Shared with processes that are forked while this is entered: whether this process has received a signal."""
+        self._is_noted: bytearray | mmap.mmap = bytearray(1)
+        """While this is entered, shared with forked processes: whether this process has received a signal."""
 
     @property
     def wants_save(self) -> bool:
@@ -101,7 +101,7 @@ class SignalWatch:
 
     def __enter__(self) -> SignalWatch:
         self.received, self.noted, self.chained = None, None, lambda: None
-        self._process, self._is_noted[0] = os.getpid(), 0
+        self._process, self._is_noted = os.getpid(), mmap.mmap(-1, 1)
         # Python allows handlers in the main thread only.
         if self._enabled and threading.current_thread() is threading.main_thread():
             self._earlier = {number: signal.getsignal(number) for number in WATCHED if not survives_terminal(number)}
@@ -113,6 +113,7 @@ class SignalWatch:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         self._restore()
+        self._is_noted = bytearray(1)
         if kind is None and self.noted is not None:
             self._pass_on()
 
