@@ -204,7 +204,7 @@ class LockFile:
         """Remove the temporary files of runs that were killed while they took the folder."""
         now = self.path.stat().st_mtime
         for each in self.path.parent.glob(f".{LOCK}.*"):
-            if now - each.stat().st_mtime > OLD:
+            if now - each.stat().st_mtime > OLD or _is_of_dead_process(each):
                 each.unlink(missing_ok=True)
 
     def _keep(self, descriptor: int) -> None:
@@ -221,6 +221,13 @@ def _temporary(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def _is_of_dead_process(path: Path) -> bool:
+    """Whether the process that has written a temporary file has certainly ended."""
+    with open(path, "rb") as file:
+        claim = decoded(file.read(MOST))
+    return claim is not None and claim.has_ended() is True
 
 
 def _write(path: Path, claim: Claim) -> int:
