@@ -83,26 +83,30 @@ def frames(trainer: Any) -> int:
 
 def collisions(library: Any, names: list[str], *, methods: bool) -> str:
     """Of names a subclass uses for itself: how many make training crash, and how many are replaced without a word."""
-    crashed = replaced = 0
-    for name in names:
-        mine = object()
+    together = _outcome(library, names, methods=methods)  # names that do no harm together do none alone
+    outcomes = [together] if together == "kept" else [_outcome(library, [name], methods=methods) for name in names]
+    return f"{outcomes.count('crashed')} / {outcomes.count('replaced')}"
 
-        def own(self: Any, *args: Any, mine: Any = mine, **kwargs: Any) -> Any:
-            return mine
 
-        kind = type("Theirs", (library.Trainer,), {name: own} if methods else {})
-        try:
-            trainer = trained(
-                library, kind, None if methods else lambda trainer, n=name, m=mine: setattr(trainer, n, m)
-            )
-        except Exception:
-            crashed += 1
-            continue
-        if methods:
-            replaced += getattr(trainer, name)() is not mine
-        else:
-            replaced += getattr(trainer, name) is not mine
-    return f"{crashed} / {replaced}"
+def _outcome(library: Any, names: list[str], *, methods: bool) -> str:
+    """What becomes of a run of a subclass that has these names."""
+    mine = {name: object() for name in names}
+
+    def method(value: object) -> Any:
+        return lambda self, *args, **kwargs: value
+
+    kind = type("Theirs", (library.Trainer,), {name: method(mine[name]) for name in names} if methods else {})
+
+    def assign(trainer: Any) -> None:
+        for name in () if methods else names:
+            setattr(trainer, name, mine[name])
+
+    try:
+        trainer = trained(library, kind, assign)
+    except Exception:
+        return "crashed"
+    found = {name: getattr(trainer, name)() if methods else getattr(trainer, name) for name in names}
+    return "kept" if all(found[name] is mine[name] for name in names) else "replaced"
 
 
 def depth(library: Any) -> int:
@@ -121,36 +125,41 @@ def loops() -> int:
     return found
 
 
-def table() -> list[tuple[str, Any, Any]]:
+def table(libraries: tuple[Any, ...]) -> list[list[Any]]:
+    """Rows of what is measured and a value for each library, of which loopwright is the first."""
     import transformers
 
-    ours, theirs = trained(loopwright), trained(transformers)
-    my_methods, my_data = names_of(ours)
-    their_methods, their_data = names_of(theirs)
-    known = their_methods | their_data
+    trainers = [trained(library) for library in libraries]
+    names = [names_of(trainer) for trainer in trainers]
+    theirs = names_of(trained(transformers))
+    known = theirs[0] | theirs[1]
     listed = set(vars(loopwright.pt.trainer.Trainer))
     points = {name for name in vars(transformers.Trainer) if not name.startswith("__")}
     have = {name for name in points if hasattr(loopwright.Trainer, name)}
-    return [
-        ("classes between Trainer and object", depth(loopwright), depth(transformers)),
-        ("methods and properties on a live trainer", len(my_methods), len(their_methods)),
-        ("  of these not transformers'", len(my_methods - known), 0),
-        ("data attributes of it", len(my_data), len(their_data)),
-        ("  of these not transformers'", len(my_data - known), 0),
-        ("override points of transformers: ours / listed", f"{len(have)} / {len(have & listed)}", len(points)),
-        ("attributes of a subclass: crash / replaced", collisions(loopwright, ATTRIBUTES, methods=False),
-         collisions(transformers, ATTRIBUTES, methods=False)),
-        ("helper methods of a subclass: crash / replaced", collisions(loopwright, METHODS, methods=True),
-         collisions(transformers, METHODS, methods=True)),
-        ("frames from train() to the model", frames(ours), frames(theirs)),
-        ("places where the loop over micro-batches is written", loops(), 1),
-        ("names behind a trainer", len([name for name in dir(ours._loopwright) if not name.startswith("__")]), "-"),
+    behind = [name for name in dir(trainers[0]._loopwright) if not name.startswith("__")]
+    rows = [
+        ("classes between Trainer and object", [depth(library) for library in libraries]),
+        ("methods and properties on a live trainer", [len(methods) for methods, _ in names]),
+        ("  of these not transformers'", [len(methods - known) for methods, _ in names]),
+        ("data attributes of it", [len(attributes) for _, attributes in names]),
+        ("  of these not transformers'", [len(attributes - known) for _, attributes in names]),
+        ("override points of transformers: ours / listed", [f"{len(have)} / {len(have & listed)}", len(points)]),
+        ("attributes of a subclass: crash / replaced",
+         [collisions(library, ATTRIBUTES, methods=False) for library in libraries]),
+        ("helper methods of a subclass: crash / replaced",
+         [collisions(library, METHODS, methods=True) for library in libraries]),
+        ("frames from train() to the model", [frames(trainer) for trainer in trainers]),
+        ("places where the loop over micro-batches is written", [loops(), 1]),
+        ("names behind a trainer", [len(behind), "-"]),
     ]  # fmt: skip
+    return [[what, *values[: len(libraries)]] for what, values in rows]
 
 
 def main() -> None:
+    import transformers
+
     print(f"{'':60} {'loopwright':>12} {'transformers':>12}")
-    for what, mine, theirs in table():
+    for what, mine, theirs in table((loopwright, transformers)):
         print(f"{what:60} {mine!s:>12} {theirs!s:>12}")
     print(f"{'modules':60} {len(list(PACKAGE.rglob('*.py'))):>12}")
     assert issubclass(type(trained(loopwright)._loopwright), Internals)

@@ -22,8 +22,10 @@ os.environ.update(
     }
 )
 
+import gc
 import logging
 import random
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -121,8 +123,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("grid")]
 
 
+_frozen_modules = 0
+"""How many modules were imported when the collector last set apart what there is."""
+
+
+def set_apart_what_is_imported() -> None:
+    """After many imports: keep the collector from going through them again, half a second each time."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        _frozen_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before the first test: the suite runs on several processes, and results must not depend on how many there are."""
+    set_apart_what_is_imported()
     if any(map(needs_torch, session.items)):
         import torch
 
@@ -131,6 +147,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before TensorFlow computes anything in this process: two logical devices, for tests of replicas."""
+    set_apart_what_is_imported()
     mark = item.get_closest_marker("xdist_group")
     if mark is not None and "tensorflow" in mark.args:
         split_cpu()

@@ -30,6 +30,7 @@ def run(text: str, tmp_path: Path, *arguments: str, command: tuple[str, ...] = (
 def test_classes_are_replaced_and_put_back(tmp_path: Path) -> None:
     done = run(
         """
+        import gc
         import sys
         from types import ModuleType
 
@@ -70,6 +71,7 @@ def test_classes_are_replaced_and_put_back(tmp_path: Path) -> None:
         assert heard == ["on_train_begin"]
 
         uninstall()
+        gc.freeze()
         assert not is_installed()
         assert (transformers.Trainer, TrainingArguments, transformers.trainer_callback.TrainerCallback) == before
         assert other.Base is before[0] and WandbCallback.__mro__[1] is before[2]

@@ -145,7 +145,12 @@ def _replace_callbacks_of_trackers(found: list[tuple[type, type]]) -> None:
 
 def _modules() -> list[ModuleType]:
     """All modules but loopwright's own; transformers may exist twice, because it replaces its entry in sys.modules."""
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # the collector does not list what gc.freeze() has set apart
+        gc.unfreeze()
     modules = [each for each in gc.get_objects() if issubclass(type(each), ModuleType)]
+    if is_frozen:
+        gc.freeze()
     # A lazy module may raise for any name that is not in its dict.
     return [each for each in modules if str(vars(each).get("__name__", "")).partition(".")[0] != "loopwright"]
 
