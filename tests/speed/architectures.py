@@ -43,6 +43,10 @@ NO_DROPOUT = {
     "mlp_dropout": 0.0,
 }
 
+DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers",
+          "decoder_layers")  # fmt: skip
+"""Names under which configurations keep how many layers there are."""
+
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": GQA,
     "qwen2": GQA,
@@ -60,18 +64,18 @@ DECODERS: dict[str, dict[str, Any]] = {
     "stablelm": GQA,
     "smollm3": GQA,
     "gpt_neox": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "n_inner": 48},
-    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt2": {"n_embd": 32, "n_head": 4, "n_positions": 64},
+    "gptj": {"n_embd": 32, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "n_inner": 48},
+    "gpt_bigcode": {"n_embd": 32, "n_head": 4, "n_positions": 64},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+    "bloom": {"n_head": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "max_seq_len": 64},
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
     "roberta": {"max_position_embeddings": 72, "pad_token_id": 0},
-    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_heads": 4},
     "electra": {"embedding_size": 16},
     "albert": {"embedding_size": 16},
     "camembert": {"max_position_embeddings": 72, "pad_token_id": 0},
@@ -79,23 +83,23 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False},
 }
 PAIRS: dict[str, dict[str, Any]] = {
-    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0},
     "bart": {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "d_model": 32, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,
     },
     "pegasus": {
-        "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "d_model": 32, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 1,
     },
 }  # fmt: skip
 
 
-def config(kind: str, extra: dict[str, Any], **more: Any) -> Any:
+def config(kind: str, extra: dict[str, Any], *, layers: int = 2, **more: Any) -> Any:
     from transformers import AutoConfig
 
     made = AutoConfig.for_model(kind)
-    for name, value in {**SIZES, **NO_DROPOUT, **extra, **more}.items():
+    for name, value in {**SIZES, **dict.fromkeys(DEPTHS, layers), **NO_DROPOUT, **extra, **more}.items():
         if name in extra or hasattr(made, name):
             setattr(made, name, value)
     values = made.to_dict()
@@ -104,7 +108,7 @@ def config(kind: str, extra: dict[str, Any], **more: Any) -> Any:
     return AutoConfig.for_model(kind, **values)
 
 
-def build(kind: str, task: str) -> nn.Module:
+def build(kind: str, task: str, layers: int = 1) -> nn.Module:
     """A model in double precision, its weights large enough that a wrong mask shows."""
     import transformers
 
@@ -117,7 +121,7 @@ def build(kind: str, task: str) -> nn.Module:
     }[task]
     extra = {**DECODERS, **ENCODERS, **PAIRS}[kind]
     torch.manual_seed(0)
-    model = head.from_config(config(kind, extra, num_labels=3))
+    model = head.from_config(config(kind, extra, layers=layers, num_labels=3))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
