@@ -1,7 +1,8 @@
-"""One of several processes with the test device: `torchrun member.py LIBRARY FOLDER`."""
+"""Trains with the test device, in one process and then in two: `member.py LIBRARY FOLDER`."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import torch
 import loopwright
 from tests.native_device import collectives, device
 from tests.native_device.contract import MODELS, losses, trainer_on
+from tests.ranks import run_ranks
 
 SITUATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "data-parallel": ("own", {}),
@@ -37,16 +39,23 @@ def report(situation: str, folder: Path) -> None:
     if run.args.process_index == 0:
         model = loopwright.load_model(MODELS[name][0](), folder / "whole")
         weights = [float(each) for tensor in model.state_dict().values() for each in tensor.reshape(-1)]
-        found = {"situation": situation, "strategy": type(run._loopwright.strategy).__name__, "losses": losses(run)}
+        found = {"world": world, "situation": situation, "strategy": type(run._loopwright.strategy).__name__, "losses": losses(run)}
         print("FOUND " + json.dumps({**found, "weights": weights}), flush=True)
+
+
+def train(library: str, folder: Path) -> None:
+    device.register(Path(library))
+    collectives.register()
+    for situation in SITUATIONS:
+        report(situation, folder / situation)
 
 
 def main(library: str, folder: str) -> None:
     torch.set_num_threads(1)
-    device.register(Path(library))
-    collectives.register()
-    for situation in SITUATIONS:
-        report(situation, Path(folder) / situation)
+    for make, _ in MODELS.values():
+        make()  # imports what the processes need
+    for world in (1, 2):
+        run_ranks(world, functools.partial(train, library, Path(folder) / str(world)))
 
 
 if __name__ == "__main__":
