@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import loopwright
 from loopwright import ArgumentsError, ModelError, NotAvailable
 from tests.models import CPU, VOCAB, Tokens, pad, samples, summed
+from tests.spreads import spread
 
 UPDATES = 6
 LENGTHS = (11, 5, 17, 3, 9, 8, 6, 14, 4, 7, 12, 10)
@@ -257,8 +258,7 @@ ACTIONS = [unfreeze, freeze, exchange, add_module, add_module_nobody_steps, add_
 IN_BETWEEN = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(("action", "event"), spread(ACTIONS, EVENTS))
 def test_a_change_counts_as_in_a_loop_written_by_hand(action: Any, event: str, tmp_path: Any) -> None:
     model = net()
     hand = by_hand(copy.deepcopy(model), event, 2, action)
@@ -452,8 +452,9 @@ def evaluate_a_part(run: Any) -> None:
     run.model.gate.eval()
 
 
-@pytest.mark.parametrize("event", [*EVENTS, "on_epoch_end", "on_save", "on_evaluate"])
-@pytest.mark.parametrize("action", [evaluate_all, evaluate_a_part])
+@pytest.mark.parametrize(
+    ("action", "event"), spread([evaluate_all, evaluate_a_part], [*EVENTS, "on_epoch_end", "on_save", "on_evaluate"])
+)
 def test_a_model_left_in_evaluation_mode_is_trained_in_training_mode(action: Any, event: str, tmp_path: Any) -> None:
     model, step = net(()), 5 if event == "on_epoch_end" else 2
     hand = by_hand(copy.deepcopy(model), "on_step_end", 0, lambda run: None)
@@ -557,9 +558,10 @@ def test_another_accumulation_counts_from_the_next_update_on(
     assert trainer.state.epoch == 1.0 and trainer._loopwright.run.progress.samples_seen == len(LENGTHS)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 1), (2, 5), (6, 1)])
-@pytest.mark.parametrize("at", [0, 2, 3])
-def test_a_run_by_steps_goes_on_to_its_last_step(before: int, after: int, at: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize(("at", "change"), spread([0, 2, 3], [(1, 3), (4, 1), (2, 5), (6, 1)]), ids=str)
+def test_a_run_by_steps_goes_on_to_its_last_step(at: int, change: tuple[int, int], tmp_path: Any) -> None:
+    before, after = change
+
     def action(run: Any) -> None:
         run.args.gradient_accumulation_steps = after
 
@@ -677,9 +679,11 @@ def assign_training_step(run: Any) -> None:
     run.training_step = training_step
 
 
-@pytest.mark.parametrize("speed", ["off", "auto", "max"])
-@pytest.mark.parametrize("action", [assign_loss_function, assign_compute_loss, assign_on_class])
-@pytest.mark.parametrize("when", [("on_step_end", 2), ("on_step_begin", 3)])
+WHEN = [("on_step_end", 2), ("on_step_begin", 3)]
+LATER_LOSSES = [assign_loss_function, assign_compute_loss, assign_on_class]
+
+
+@pytest.mark.parametrize(("when", "action", "speed"), spread(WHEN, LATER_LOSSES, ["off", "auto", "max"]))
 def test_another_loss_counts_from_the_next_update_on(action: Any, speed: str, when: Any, tmp_path: Any) -> None:
     class Own(loopwright.Trainer):
         """A class that may be changed without harm to other tests."""

@@ -28,6 +28,7 @@ from tests.models import (
     trained_gradients,
     trainer_of,
 )
+from tests.spreads import spread
 
 pytestmark = pytest.mark.usefixtures("doubles_stay")
 
@@ -68,8 +69,7 @@ def case(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], dict[str, Tenso
     return model, data, gradients_from(model, lambda model: plain(shift)(model, pad(data)))
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "split"), spread(MODELS, SPLITS), ids=str)
 def test_a_models_own_loss(name: str, split: tuple[int, int], tmp_path: Any) -> None:
     model, data, expected = case(name)
     for collator in (pad, pad_wide):
@@ -161,8 +161,7 @@ def test_a_users_loss(name: str, tmp_path: Any) -> None:
             assert_close(gradients, expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "bert classes"])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("split", "name"), spread(SPLITS, ["llama", "t5", "bert classes"]), ids=str)
 def test_smoothing_has_one_denominator(name: str, split: tuple[int, int], tmp_path: Any) -> None:
     model, data, _ = case(name)
     shift = MODELS[name][1]
@@ -253,8 +252,7 @@ def test_a_row_of_a_flattened_batch_does_not_see_its_neighbour() -> None:
         assert torch.equal(logits(first["input_ids"]), logits(first["input_ids"].flip(0)))
 
 
-@pytest.mark.parametrize("name", ["plain", "llama", "bert tokens"])
-@pytest.mark.parametrize("empty", [0, 1, 3])
+@pytest.mark.parametrize(("empty", "name"), spread([0, 1, 3], ["plain", "llama", "bert tokens"]))
 def test_a_micro_batch_without_targets_adds_nothing(name: str, empty: int, tmp_path: Any) -> None:
     model, _, _ = case(name)
     shift = MODELS[name][1]
@@ -370,8 +368,7 @@ def test_updates_and_samples_are_the_closed_form(
 # ---- logs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3, 5, 100])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("first", "interval"), spread([False, True], [1, 2, 3, 5, 100]))
 def test_every_logged_loss_is_the_mean_since_the_last_one(interval: int, first: bool, tmp_path: Any) -> None:
     model, data, _ = case("plain")
     options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_train_epochs": 2}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import loopwright
 from tests.models import CPU, regression_run, trainer_of
+from tests.spreads import spread
 
 STEPS = 8
 OPTIMIZERS = [
@@ -20,7 +21,11 @@ OPTIMIZERS = [
     {"optim": "adamw_torch", "learning_rate": 0.01},
     {"optim": "adamw_torch_fused", "learning_rate": 0.01},
 ]
-names = [str(each["optim"]) + ("+" if "optim_args" in each else "") for each in OPTIMIZERS]
+
+
+def named(value: Any) -> str:
+    is_optimizer = isinstance(value, dict)
+    return str(value["optim"]) + ("+" if "optim_args" in value else "") if is_optimizer else str(value)
 
 
 class Poison(torch.autograd.Function):
@@ -91,9 +96,7 @@ def assert_equal_state(ours: Any, theirs: Any) -> None:
             )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=names)
-@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("optimizer", "kind", "clip"), spread(OPTIMIZERS, KINDS, [0.0, 1.0]), ids=named)
 def test_a_skipped_update_never_happened(optimizer: dict[str, Any], kind: str, clip: float, tmp_path: Any) -> None:
     for step in (1, 3, STEPS):
         bad = {step: KINDS[kind]}
@@ -103,9 +106,7 @@ def test_a_skipped_update_never_happened(optimizer: dict[str, Any], kind: str, c
         assert_equal_state(skipping, without)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("interval", [1, 3, 100])
-@pytest.mark.parametrize("step", [1, 4, STEPS])
+@pytest.mark.parametrize(("step", "interval", "kind"), spread([1, 4, STEPS], [3, 100, 1], KINDS))
 def test_the_error_names_the_step(kind: str, interval: int, step: int, tmp_path: Any) -> None:
     broken = run(data({step: KINDS[kind]}), tmp_path / "a", on_nonfinite="raise", logging_steps=interval)
     assert f"at step {step};" in str(broken.error) and f"after step {step - 1}" in str(broken.error)
@@ -115,9 +116,7 @@ def test_the_error_names_the_step(kind: str, interval: int, step: int, tmp_path:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=names)
-@pytest.mark.parametrize("interval", [1, 3, 100])
+@pytest.mark.parametrize(("interval", "optimizer", "kind"), spread([1, 3, 100], OPTIMIZERS, KINDS), ids=named)
 def test_on_a_device_whose_reads_wait_nothing_moves_until_the_log_point(
     kind: str, optimizer: dict[str, Any], interval: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from loopwright import Trainer, TrainingArguments
 from loopwright.pt.data.streams import StreamLoader
 from tests.models import Regression, losses, regression_data
+from tests.spreads import spread
 
 
 class Shards(IterableDataset):
@@ -54,18 +57,28 @@ def run(folder: Path, *, resume: str | None = None, **options: Any) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("step", [1, 4, 9, 13])
-def test_resume_is_exact_and_reads_nothing_twice(step: int, persistent: bool, tmp_path: Path) -> None:
-    options = {"dataloader_persistent_workers": persistent}
-    whole = run(tmp_path / "whole", **options)
-    assert isinstance(whole._loopwright.run.loader, StreamLoader)
-    part = run(tmp_path / "part", resume=str(tmp_path / "whole" / f"checkpoint-{step}"), **options)
-    assert losses(part) == losses(whole)
-    for a, b in zip(whole.model.parameters(), part.model.parameters(), strict=True):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], tuple[Trainer, Path]]:
+    """A run with checkpoints after every step, by whether its workers are persistent; each is trained once."""
+
+    @functools.cache
+    def of(persistent: bool) -> tuple[Trainer, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+        return run(folder, dataloader_persistent_workers=persistent), folder
+
+    return of
+
+
+@pytest.mark.parametrize(("step", "persistent"), spread([1, 4, 9, 13], [False, True]))
+def test_resume_is_exact_and_reads_nothing_twice(step: int, persistent: bool, whole: Any, tmp_path: Path) -> None:
+    first, folder = whole(persistent)
+    assert isinstance(first._loopwright.run.loader, StreamLoader)
+    part = run(tmp_path, resume=str(folder / f"checkpoint-{step}"), dataloader_persistent_workers=persistent)
+    assert losses(part) == losses(first)
+    for a, b in zip(first.model.parameters(), part.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    read = len((tmp_path / "part" / "read.txt").read_text().splitlines())
-    assert read < len((tmp_path / "whole" / "read.txt").read_text().splitlines())
+    read = len((tmp_path / "read.txt").read_text().splitlines())
+    assert read < len((folder / "read.txt").read_text().splitlines())
 
 
 def test_resume_twice(tmp_path: Path) -> None:
@@ -75,8 +88,9 @@ def test_resume_twice(tmp_path: Path) -> None:
     assert losses(once) == losses(twice) == losses(whole)
 
 
-def test_another_number_of_workers_reads_again_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path / "whole")
-    part = run(tmp_path / "part", resume=str(tmp_path / "whole" / "checkpoint-4"), dataloader_num_workers=1)
+def test_another_number_of_workers_reads_again_and_says_so(
+    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    part = run(tmp_path / "part", resume=str(whole(False)[1] / "checkpoint-4"), dataloader_num_workers=1)
     assert part.state.global_step == 16
     assert "re-reading and skipping" in caplog.text

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,36 +42,48 @@ def assert_close(a: Any, b: Any) -> None:
         torch.testing.assert_close(value, b.model.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
+Runs = Callable[..., tuple[Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Whole runs with checkpoints, each trained once: a trainer and its folder, in which nothing may be changed."""
+
+    @functools.cache
+    def run(library: Any, name: str, **options: Any) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("whole")
+        return trained(library, name, folder, **options), folder
+
+    return run
+
+
 @pytest.mark.parametrize("step", [4, 12, 20])
 @pytest.mark.parametrize("name", ["regression", "llama"])
-def test_a_run_of_transformers_goes_on_here(name: str, step: int, tmp_path: Path) -> None:
-    theirs = trained(transformers, name, tmp_path / "theirs")
-    ours = trained(loopwright, name, tmp_path / "ours", resume=str(tmp_path / "theirs" / f"checkpoint-{step}"))
+def test_a_run_of_transformers_goes_on_here(name: str, step: int, whole: Runs, tmp_path: Path) -> None:
+    theirs, folder = whole(transformers, name)
+    ours = trained(loopwright, name, tmp_path / "ours", resume=str(folder / f"checkpoint-{step}"))
     assert_close(ours, theirs)
     assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
 
 
 @pytest.mark.parametrize("step", [4, 12])
 @pytest.mark.parametrize("async_save", [True, False])
-def test_a_run_of_ours_goes_on_in_transformers(step: int, async_save: bool, tmp_path: Path) -> None:
-    ours = trained(
-        loopwright, "llama", tmp_path / "ours", checkpoint_format="transformers", async_save=async_save
-    )
-    folder = tmp_path / "ours" / f"checkpoint-{step}"
-    theirs = trained(transformers, "llama", tmp_path / "theirs", resume=str(folder))
+def test_a_run_of_ours_goes_on_in_transformers(step: int, async_save: bool, whole: Runs, tmp_path: Path) -> None:
+    ours, folder = whole(loopwright, "llama", checkpoint_format="transformers", async_save=async_save)
+    theirs = trained(transformers, "llama", tmp_path / "theirs", resume=str(folder / f"checkpoint-{step}"))
     assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("step", [4, 12])
-def test_their_format_resumes_bit_by_bit_here(step: int, tmp_path: Path) -> None:
-    whole = trained(loopwright, "llama", tmp_path / "whole", checkpoint_format="transformers")
+def test_their_format_resumes_bit_by_bit_here(step: int, whole: Runs, tmp_path: Path) -> None:
+    first, folder = whole(loopwright, "llama", checkpoint_format="transformers", async_save=True)
     part = trained(
-        loopwright, "llama", tmp_path / "part", resume=str(tmp_path / "whole" / f"checkpoint-{step}"),
+        loopwright, "llama", tmp_path / "part", resume=str(folder / f"checkpoint-{step}"),
         checkpoint_format="transformers",
     )  # fmt: skip
-    for name, value in whole.model.state_dict().items():
+    for name, value in first.model.state_dict().items():
         assert torch.equal(value, part.model.state_dict()[name]), name
-    assert losses(part) == losses(whole)
+    assert losses(part) == losses(first)
 
 
 class Payload:
@@ -82,9 +97,9 @@ class Payload:
 
 
 @pytest.mark.parametrize("slot", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-def test_a_malicious_file_runs_nothing(slot: str, tmp_path: Path) -> None:
-    trained(transformers, "regression", tmp_path / "theirs")
-    folder, trace = tmp_path / "theirs" / "checkpoint-4", tmp_path / "trace"
+def test_a_malicious_file_runs_nothing(slot: str, whole: Runs, tmp_path: Path) -> None:
+    folder, trace = tmp_path / "checkpoint-4", tmp_path / "trace"
+    shutil.copytree(whole(transformers, "regression")[1] / "checkpoint-4", folder)
     (folder / slot).write_bytes(pickle.dumps(Payload(str(trace))))
     try:
         trained(loopwright, "regression", tmp_path / "ours", resume=str(folder))
@@ -95,9 +110,9 @@ def test_a_malicious_file_runs_nothing(slot: str, tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-def test_missing_optimizer_state_is_an_error_not_a_fresh_start(tmp_path: Path) -> None:
-    trained(transformers, "regression", tmp_path / "theirs")
-    folder = tmp_path / "theirs" / "checkpoint-4"
+def test_missing_optimizer_state_is_an_error_not_a_fresh_start(whole: Runs, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(whole(transformers, "regression")[1] / "checkpoint-4", folder)
     (folder / "scheduler.pt").unlink()
     with pytest.raises(CheckpointError, match="scheduler"):
         trained(loopwright, "regression", tmp_path / "ours", resume=str(folder))
