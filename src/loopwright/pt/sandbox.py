@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -31,6 +31,8 @@ DEEPEST = 8
 WEIGHTS_ON_HOST, WEIGHTS_ON_DEVICE = 8_000_000, 64_000_000
 """Sizes of models whose weights are copied; the weights of larger models are only checked for changes."""
 PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None)})
+DICTS = frozenset({dict, OrderedDict})
+NO_ITERATORS = PLAIN | DICTS | {list, tuple, set, nn.Parameter, Tensor}
 LIBRARIES = ("loopwright", "torch", "numpy", "datasets", "tokenizers", "pandas", "threading", "logging", "_io")
 """Packages whose objects hold no state that a loss changes."""
 INSTALLED = ("site-packages", "dist-packages")
@@ -158,7 +160,14 @@ class _State:
         attributes = vars(owner)
         self._undo.append(_rebinding(attributes, without))
         for name, value in list(attributes.items()):
-            if type(value) not in PLAIN and name not in without:
+            kind = type(value)
+            if kind in PLAIN or name in without:
+                continue
+            if kind in DICTS and not value:  # most attributes of a module are dicts of hooks
+                if id(value) not in self._seen:
+                    self._note(value)
+                    self._empty.append(value)
+            else:
                 self.keep(value, depth + 1)
 
     def keep(self, value: Any, depth: int = 0) -> None:
@@ -265,8 +274,12 @@ def _loss_functions(trainer: Any) -> list[Any]:
 
 
 def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()) -> Undo:
-    before = {name: value for name, value in attributes.items() if name not in without}
-    drawn = {name: _copied(value) for name, value in before.items() if isinstance(value, Iterator)}
+    before = {name: value for name, value in attributes.items() if name not in without} if without else dict(attributes)
+    drawn = {
+        name: _copied(value)
+        for name, value in before.items()
+        if type(value) not in NO_ITERATORS and isinstance(value, Iterator)
+    }
 
     def undo() -> None:
         if len(attributes) > len(before):

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import operator
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 PLAIN = (bool, int, float, str, type(None))
+DICTS = (dict, OrderedDict)
 FEW = 64
 """Longest sequence of plain values on a module that is compared."""
 HOOKS = (
@@ -29,8 +30,11 @@ ATTENTION = "_attn_implementation_internal"
 
 def plain(value: Any) -> Any:
     """A value that can be compared: number, text, function, short sequence of numbers; `...` for anything else."""
-    if isinstance(value, PLAIN):
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, PLAIN):
         return value
+    if kind in DICTS:
+        return ...
     if isinstance(value, FUNCTIONS):
         return f"function {id(value)}"
     if isinstance(value, (list, tuple, deque)) and len(value) <= FEW and all(isinstance(each, PLAIN) for each in value):
