@@ -23,6 +23,7 @@ from loopwright.speed.proof.prober import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import InOrder, gradients_of, train
 from tests.speed.windowed import AS_THEY_ARE, FLAT_OF, MODELS, made, rows_of
+from tests.spreads import some, spread
 
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
@@ -30,7 +31,7 @@ masking_utils = pytest.importorskip("transformers.masking_utils")
 IN_SINGLE_PRECISION = {"gemma2", "cohere2"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some(MODELS, step=2))
 def test_what_a_mask_holds_besides_padding_is_kept(name: str, doubles_stay: None, tmp_path: Any) -> None:
     task = {"modernbert": "masked", "modernbert by class": "class"}.get(name, "causal")
     model, data = MODELS[name](), samples(12, task, longest=40)
@@ -223,8 +224,10 @@ def test_how_long_a_batch_may_be_for_its_positions_to_stay(name: str, limit: int
     assert longest_alike(MODELS[name]()) == limit
 
 
-@pytest.mark.parametrize("name", ["LongRoPE", "dynamic NTK"])
-@pytest.mark.parametrize("order", [(12, 40, 12, 16, 15), (40, 12, 12, 40, 17), (12, 12, 12, 12, 12)])
+LONGEST = [(12, 40, 12, 16, 15), (40, 12, 12, 40, 17), (12, 12, 12, 12, 12)]
+
+
+@pytest.mark.parametrize(("order", "name"), spread(LONGEST, ["LongRoPE", "dynamic NTK"]), ids=str)
 def test_updates_of_long_samples_among_short_ones_are_those_of_padded_batches(
     name: str, order: tuple[int, ...], doubles_stay: None, tmp_path: Any
 ) -> None:
@@ -260,11 +263,14 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("kind", "task"), [("llama", "causal"), ("bert", "class")])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), spread([("llama", "causal"), ("bert", "class")], DTYPES), ids=str
+)
 def test_a_padding_mask_may_have_any_dtype(
-    kind: str, task: str, dtype: torch.dtype, doubles_stay: None, tmp_path: Any
+    architecture: tuple[str, str], dtype: torch.dtype, doubles_stay: None, tmp_path: Any
 ) -> None:
+    kind, task = architecture
+
     def with_mask(rows: list[dict[str, Any]], dtype: torch.dtype = dtype) -> dict[str, Tensor]:
         batch = collate(rows)
         return {**batch, "attention_mask": batch["attention_mask"].to(dtype)}

@@ -21,6 +21,7 @@ from loopwright.speed.planner.decision import FLAT, UNPADDED
 from tests.speed.architectures import build, collate, samples
 from tests.speed.test_graphing import ROWS, Recorder, dropping, even, exact, reason_of, recorder
 from tests.speed.training import InOrder, Run, train
+from tests.spreads import some, spread
 
 __all__ = ["recorder"]
 pytest.importorskip("transformers")
@@ -107,11 +108,13 @@ def test_a_row_without_padding_is_widened_with_that_of_the_other_rows() -> None:
 # ---- evaluation in between -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "task"), [("bert", "class"), ("llama", "causal")])
-@pytest.mark.parametrize("is_even", [True, False])
+@pytest.mark.parametrize(
+    ("is_even", "model"), spread([False, True], [("bert", "class"), ("llama", "causal")]), ids=str
+)
 def test_an_evaluation_in_between_leaves_graphs_in_their_place(
-    is_even: bool, kind: str, task: str, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    is_even: bool, model: tuple[str, str], tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind, task = model
     monkeypatch.setitem(speed_plan.PER_LAUNCH, "cpu", 1e-3)
     data = even(48, task) if is_even else samples(96, task, longest=60)
     options: dict[str, Any] = {**ROWS, "eval_strategy": "steps", "eval_steps": 5, "kind": InOrder}
@@ -160,7 +163,7 @@ class Telling(Recorder):
         return super().__call__(lambda: function() * (1 + 1e-5))
 
 
-@pytest.mark.parametrize("start", [4, 9, 14])
+@pytest.mark.parametrize("start", some([9, 4, 14], step=3))
 def test_a_resumed_run_has_graphs_of_the_same_shapes(
     start: int, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,13 +191,14 @@ def given_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Run
     return train(dropping("bert", "class"), samples(96, "class", longest=60), tmp_path, **options)
 
 
+@pytest.mark.parametrize("starts", [(1, 3, 4, 11), pytest.param(range(1, 12), marks=pytest.mark.grid)], ids=str)
 def test_a_checkpoint_knows_that_graphs_were_given_up(
-    tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    starts: Any, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever resumes there does not fill rows up again, which dropout would show."""
     whole = given_up(tmp_path, monkeypatch)
     assert not whole.plan.graphed and reason_of(whole) == "not while recording"
-    for start in range(1, 12):
+    for start in starts:
         rest = given_up(tmp_path, monkeypatch, resume=str(tmp_path / f"checkpoint-{start}"))
         assert rest.shapes == whole.shapes[start:] and exact(whole, rest), start
 

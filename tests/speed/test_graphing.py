@@ -23,6 +23,7 @@ from loopwright.speed.planner.decision import AS_MADE, FLAT, IN_GROUPS, UNPADDED
 from loopwright.speed.planner.planner import GRAPHS
 from tests.speed.architectures import build, samples
 from tests.speed.training import InOrder, Run, train
+from tests.spreads import some, spread
 
 pytest.importorskip("transformers")
 LENGTH = 12
@@ -87,14 +88,14 @@ def reason_of(run: Run) -> str:
     return next(choice.reason for choice in run.plan.choices if choice.name == GRAPHS)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    ("kind", "task", "prompts"),
-    [("bert", "class", False), ("llama", "causal", False), ("llama", "causal", True), ("bert", "masked", False)],
-)
+GRAPHED = [("bert", "class", False), ("llama", "causal", False), ("llama", "causal", True), ("bert", "masked", False)]
+
+
+@pytest.mark.parametrize(("case", "accumulation"), spread(GRAPHED, [1, 3]), ids=str)
 def test_a_graphed_run_is_the_run_without(
-    kind: str, task: str, prompts: bool, accumulation: int, tmp_path: Any, recorder: Recorder
+    case: tuple[str, str, bool], accumulation: int, tmp_path: Any, recorder: Recorder
 ) -> None:
+    kind, task, prompts = case
     data = even(72, task, prompts=prompts)
     options = {
         "max_steps": 8, "gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0, "optim": "adamw_torch",
@@ -259,7 +260,10 @@ def uneven(task: str, count: int = 96) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("kind", "task", "layout"),
-    [("bert", "class", UNPADDED), ("roberta", "class", UNPADDED), ("bert", "tokens", FLAT), ("llama", "causal", FLAT)],
+    some(
+        [("bert", "class", UNPADDED), ("roberta", "class", UNPADDED), ("llama", "causal", FLAT), ("bert", "tokens", FLAT)],
+        step=2,
+    ),
 )
 def test_rows_are_graphs_of_a_few_lengths(
     kind: str, task: str, layout: str, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
@@ -275,7 +279,7 @@ def test_rows_are_graphs_of_a_few_lengths(
         torch.testing.assert_close(run.trainer.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("start", [1, 5, 10, 15])
+@pytest.mark.parametrize("start", some([5, 1, 10, 15], step=2))
 def test_a_resumed_run_records_rows_when_the_whole_one_did(start: int, tmp_path: Any, recorder: Recorder) -> None:
     """With dropout, whose draws follow the shapes, to the last bit."""
     options: dict[str, Any] = {**ROWS, "save_strategy": "steps", "save_steps": 1, "kind": InOrder}

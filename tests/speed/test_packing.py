@@ -29,6 +29,7 @@ from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNPADDED
 from loopwright.speed.proof.distance import gradient_distance
 from tests.speed.architectures import build, collate, samples
 from tests.speed.training import Run, train
+from tests.spreads import some, spread
 
 pytest.importorskip("transformers")
 DATA = samples(40, "causal")
@@ -110,7 +111,7 @@ def test_a_micro_batch_is_what_fits_and_one_row(tmp_path: Any) -> None:
     assert sum(tokens) > 0.8 * BUDGET * len(tokens), "and not in tokens"
 
 
-@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize("accumulation", [3, pytest.param(2, marks=pytest.mark.grid)])
 def test_accumulation_takes_as_many_micro_batches_and_no_more_rows(accumulation: int, tmp_path: Any) -> None:
     run = packed(fresh(), tmp_path, gradient_accumulation_steps=accumulation, max_steps=-1, num_train_epochs=2)
     for epoch in (0, 1):
@@ -220,21 +221,21 @@ class OwnStep(Trainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "task", "layout", "kind"),
-    [
-        ("llama", "causal", FLAT, Trainer),
-        ("gpt2", "causal", FLAT, Trainer),
-        ("bert", "class", UNPADDED, Trainer),
-        ("bert", "tokens", FLAT, Trainer),
-        ("t5", "pair", GROUPED, Trainer),
-        ("llama", "causal", AS_MADE, OwnStep),
-    ],
-)
+LAID = [
+    ("llama", "causal", FLAT, Trainer),
+    ("gpt2", "causal", FLAT, Trainer),
+    ("bert", "class", UNPADDED, Trainer),
+    ("bert", "tokens", FLAT, Trainer),
+    ("t5", "pair", GROUPED, Trainer),
+    ("llama", "causal", AS_MADE, OwnStep),
+]
+
+
+@pytest.mark.parametrize(("case", "accumulation"), spread(LAID, [3, 1]), ids=str)
 def test_an_update_is_that_of_its_samples_in_one_padded_batch(
-    name: str, task: str, layout: str, kind: type[Trainer], accumulation: int, doubles_stay: None, tmp_path: Any
+    case: tuple[str, str, str, type[Trainer]], accumulation: int, doubles_stay: None, tmp_path: Any
 ) -> None:
+    name, task, layout, kind = case
     data = samples(30, task)
     run = packed(
         build(name, task), tmp_path / "packed", data, kind, gradient_accumulation_steps=accumulation, learning_rate=0.0
@@ -315,7 +316,7 @@ def different_counts(accumulation: int = 1) -> list[int]:
     return [-(-len(expected(epoch)) // accumulation) for epoch in range(4)]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.grid)])
 def test_epochs_end_at_whole_numbers_and_the_schedule_with_them(accumulation: int, tmp_path: Any) -> None:
     ends, counts = Ends(), different_counts(accumulation)
     assert len({len(expected(epoch)) for epoch in range(4)}) > 1, "epochs differ"
@@ -370,10 +371,13 @@ def same_weights(a: Run, b: Run) -> bool:
 
 @pytest.mark.parametrize(
     ("place", "accumulation", "workers"),
-    [
-        ("in epoch 0", 1, 0), ("in epoch 0", 2, 0), ("in epoch 0", 2, 2), ("after epoch 0", 1, 0),
-        ("after epoch 0", 2, 0), ("in epoch 1", 1, 0), ("in epoch 1", 2, 2),
-    ],
+    some(
+        [
+            ("in epoch 0", 1, 0), ("in epoch 0", 2, 0), ("in epoch 0", 2, 2), ("after epoch 0", 2, 0),
+            ("after epoch 0", 1, 0), ("in epoch 1", 1, 0), ("in epoch 1", 2, 2),
+        ],
+        step=3,
+    ),
 )  # fmt: skip
 def test_a_resumed_run_is_the_same_to_the_last_bit(place: str, accumulation: int, workers: int, tmp_path: Any) -> None:
     counts = different_counts(accumulation)
@@ -394,6 +398,16 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(place: str, accumulation: int
     assert logs[0] == logs[1] and rest.trainer.state.epoch == 2.0
 
 
+SAVING: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run with checkpoints, and where they are."""
+    folder = tmp_path_factory.mktemp("saved")
+    return packed(fresh(), folder, **SAVING), folder
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -405,12 +419,11 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(place: str, accumulation: int
     ids=str,
 )
 def test_with_another_budget_the_rest_of_the_epoch_still_comes_once(
-    changed: dict[str, Any], tmp_path: Any, caplog: pytest.LogCaptureFixture
+    changed: dict[str, Any], saved: tuple[Run, Path], tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saving: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
-    first = packed(fresh(), tmp_path, **saving)
+    first, folder = saved
     done = [index for update in first.trainer.seen[:3] for batch in update for index in batch]
-    rest = packed(fresh(), tmp_path, resume=str(tmp_path / "checkpoint-3"), **{**saving, **changed})
+    rest = packed(fresh(), tmp_path, resume=str(folder / "checkpoint-3"), **{**SAVING, **changed})
     seen = [index for update in rest.trainer.seen for batch in update for index in batch]
     assert sorted([*done, *seen]) == sorted([*range(40), *range(40)])
     assert sorted([*done, *seen[: 40 - len(done)]]) == list(range(40))

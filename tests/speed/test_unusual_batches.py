@@ -14,6 +14,7 @@ from loopwright import Trainer
 from loopwright.speed.planner.decision import AS_MADE, FLAT, GROUPED, UNMASKED, UNPADDED
 from tests.speed.architectures import WithFeatures, build, collate, on_the_left, samples
 from tests.speed.training import InOrder, Run, off_and_max, train
+from tests.spreads import spread
 
 transformers = pytest.importorskip("transformers")
 DATA = samples(36, "causal")
@@ -44,7 +45,7 @@ def as_made(run: Run) -> list[bool]:
     return [update[0][0] > 1 for update in run.shapes]
 
 
-@pytest.mark.parametrize("holed", [(0,), (1, 2), (4,)])
+@pytest.mark.parametrize("holed", [(0,), (1, 2), pytest.param((4,), marks=pytest.mark.grid)])
 def test_a_mask_with_a_hole_costs_its_own_update_only(holed: tuple[int, ...], tmp_path: Path) -> None:
     def change(batch: dict[str, Tensor], number: int) -> dict[str, Tensor]:
         batch["attention_mask"][0, 1] = int(number not in holed)
@@ -140,11 +141,11 @@ MOVED = torch.arange(64).clamp(max=55) + 7
 JUMPING = torch.where(torch.arange(64) < 4, torch.arange(64), (torch.arange(64) + 5).clamp(max=60))
 
 
-@pytest.mark.parametrize("later", [MOVED, JUMPING])
-@pytest.mark.parametrize(("kind", "layout"), [(Trainer, FLAT), (SameLoss, UNMASKED)])
+@pytest.mark.parametrize(("case", "later"), spread([(Trainer, FLAT), (SameLoss, UNMASKED)], [MOVED, JUMPING]))
 def test_positions_of_the_collator_are_kept_also_when_they_change(
-    kind: type[Trainer], layout: str, later: Tensor, tmp_path: Path
+    case: tuple[type[Trainer], str], later: Tensor, tmp_path: Path
 ) -> None:
+    kind, layout = case
     runs = [
         train(
             build("gpt2", "causal"), DATA, tmp_path, data_collator=Positions(later), speed=speed, max_steps=3, kind=kind
