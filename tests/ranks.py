@@ -37,8 +37,9 @@ def _fork(rank: int, world: int, port: str, work: Callable[[], None]) -> int:
     if child:
         return child
     if world > 1:
-        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                           "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})  # fmt: skip
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(value) for name, value in names.items()})
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
     code = 1
     try:
         work()

@@ -16,7 +16,7 @@ from .reference import difference
 from .running import Split, by_hand, forget, judge, observe
 
 pytest.importorskip("transformers")
-SPREAD, AT_LENGTH = 40, 3000
+SPREAD, AT_LENGTH = 20, 3000
 SPLITS = (Split(1, 8), Split(2, 4), Split(4, 2), Split(8, 1))
 SPEEDS = ("off", "auto", "max", "tight")
 

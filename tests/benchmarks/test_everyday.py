@@ -32,22 +32,25 @@ def run(folder: Path, *words: str, timeout: int = 400) -> dict[str, Any]:
     return {**json.loads(file.read_text()), "printed": done.stdout}
 
 
-def check(content: dict[str, Any], task: str) -> None:
+def check(content: dict[str, Any], task: str, arms: tuple[str, ...] = everyday.ARMS) -> None:
     results = content["tasks"][task]["results"]
-    assert {arm: result["status"] for arm, result in results.items()} == dict.fromkeys(everyday.ARMS, "ok"), results
+    assert {arm: result["status"] for arm, result in results.items()} == dict.fromkeys(arms, "ok"), results
     assert all(result["ms_per_update"] > 0 and result["first_update_s"] > 0 for result in results.values())
     timed = [result["updates"] for result in results.values()]
     assert timed == [timed[0]] * len(timed), "every arm is timed on the same updates"
     assert results["loopwright"]["curve"]["against"] == "transformers"
 
 
-def test_all_arms_of_a_task_train_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arms", [("loopwright", "transformers"), pytest.param(everyday.ARMS, marks=pytest.mark.grid)], ids=["two", "all"]
+)
+def test_arms_of_a_task_train_the_same(arms: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    content = run(tmp_path, ALWAYS)
-    check(content, ALWAYS)
+    content = run(tmp_path, ALWAYS, "--arms", *arms)
+    check(content, ALWAYS, arms)
     known = content["tasks"][ALWAYS]
     assert known["described"]["versions"]["torch"] and len(known["targets"]) == 2
-    again = run(tmp_path, ALWAYS)  # everything is in the file
+    again = run(tmp_path, ALWAYS, "--arms", *arms)  # everything is in the file
     assert again["tasks"] == content["tasks"] and "..." not in again["printed"]
 
 

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from loopwright.core.signals import STOPPED_AFTER_SAVING
+from tests.spreads import some
 
 from .numpy_child import OPTIONS as SLOW
 from .numpy_runs import Interfering, Recorder, outcome, rows, samples, steps_in, trainer_of
@@ -81,7 +82,7 @@ def test_a_run_that_crashes_anywhere_ends_with_the_same_bits(crashes: list[tuple
         assert_rows_come_once(folder)
 
 
-@pytest.mark.parametrize("step", range(1, 13))
+@pytest.mark.parametrize("step", some([1, 2, 3, 4, 6, 8, 9, 12, 10, 5, 7, 11], step=3))
 def test_every_checkpoint_leads_to_the_same_end(step: int, output_dir: str) -> None:
     trainer_of(output_dir, **{**OPTIONS, "save_steps": 1}).train()
     again = trainer_of(output_dir, **{**OPTIONS, "save_steps": 1})

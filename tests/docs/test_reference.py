@@ -28,7 +28,7 @@ def text_of(node: ast.AST) -> str:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "src" / "loopwright").rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr)]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, (ast.Constant, ast.JoinedStr))]
     return [text for text in map(text_of, nodes) if len(text) > 12]
 
 
@@ -43,12 +43,14 @@ def exists(message: str, texts: list[str]) -> bool:
     return any(pattern.search(text) for text in texts)
 
 
+@pytest.mark.xdist_group("reference")  # the sources are read once
 def test_every_message_of_the_page_is_raised_somewhere(texts):
     messages = quoted_messages()
     assert len(messages) > 30
     assert [message for message in messages if not exists(message, texts)] == []
 
 
+@pytest.mark.xdist_group("reference")
 def test_a_message_that_is_gone_is_found(texts):
     assert not exists("the model returned no loss, only …, for the outputs …", texts)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import loopwright
 from loopwright import MetricError, TrainerCallback
 from tests import models
+from tests.spreads import spread
 
 STEPS = 12
 SHAPES = {
@@ -102,9 +103,11 @@ def assert_best(trainer: Any, snapshots: Snapshots, folder: Path, step: int, val
     assert_same_weights(trainer.model, snapshots.weights[step])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("eval_steps, save_steps", [(2, 2), (3, 4), (5, 2), (2, 5), (1, 12), (3, 100)])
-def test_the_best_weights_are_loaded(shape: str, eval_steps: int, save_steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "shape"), spread([(2, 2), (3, 4), (5, 2), (2, 5), (1, 12), (3, 100)], SHAPES), ids=str
+)
+def test_the_best_weights_are_loaded(steps: tuple[int, int], shape: str, tmp_path: Path) -> None:
+    eval_steps, save_steps = steps
     script, best, value = scripted(shape, eval_steps)
     trainer, snapshots = make(
         tmp_path, script, eval_steps=eval_steps, save_steps=save_steps, load_best_model_at_end=True
@@ -114,9 +117,9 @@ def test_the_best_weights_are_loaded(shape: str, eval_steps: int, save_steps: in
     assert {*range(save_steps, STEPS + 1, save_steps), STEPS} <= set(snapshots.saved)  # resume checkpoints as ever
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("save_strategy", ["steps", "best", "epoch", "no"])
-@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize(
+    ("limit", "save_strategy", "shape"), spread([1, 2], ["steps", "best", "epoch", "no"], SHAPES)
+)
 def test_a_limit_keeps_the_best_and_the_newest(shape: str, save_strategy: str, limit: int, tmp_path: Path) -> None:
     script, best, value = scripted(shape, 2)
     trainer, snapshots = make(
@@ -199,9 +202,9 @@ def test_the_start_can_be_the_best(tmp_path: Path) -> None:
     assert_best(trainer, snapshots, tmp_path, 0, 0.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("save_strategy, limit", [("steps", None), ("steps", 1), ("best", None)])
-def test_the_best_is_remembered_after_a_resume(shape: str, save_strategy: str, limit: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saving", "shape"), spread([("steps", None), ("steps", 1), ("best", None)], SHAPES), ids=str)
+def test_the_best_is_remembered_after_a_resume(saving: tuple[str, Any], shape: str, tmp_path: Path) -> None:
+    save_strategy, limit = saving
     script, best, value = scripted(shape, 2)
     options = {"save_strategy": save_strategy, "save_steps": 3, "save_total_limit": limit}
     options["load_best_model_at_end"] = True

@@ -129,14 +129,22 @@ def traced_peak(trainer: Any, batches: int) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda name: name.replace(" ", "_"))
-def test_the_peak_of_a_thousand_batches_is_that_of_ten(kind: str, tmp_path: Any) -> None:
+MANY = [
+    (1000, "loss only, no metrics"),
+    (1000, "metric object"),
+    *((150, kind) for kind in ("prediction_loss_only", "batch_eval_metrics")),
+    *(pytest.param(1000, kind, marks=pytest.mark.grid) for kind in ("prediction_loss_only", "batch_eval_metrics")),
+]
+
+
+@pytest.mark.parametrize(("batches", "kind"), MANY, ids=lambda value: str(value).replace(" ", "_"))
+def test_the_peak_of_many_batches_is_that_of_ten(batches: int, kind: str, tmp_path: Any) -> None:
     trainer, watch = trainer_of(tmp_path, **KINDS[kind])
     trainer.evaluate(Rows(2))  # imports and caches
     watch.most = 0
     peak_of_ten = traced_peak(trainer, 10)
     few, watch.most = watch.most, 0
-    peak_of_many = traced_peak(trainer, 1000)
+    peak_of_many = traced_peak(trainer, batches)
     assert abs(peak_of_many - peak_of_ten) < ONE_BATCH  # arrays and Python objects
     assert watch.most == few <= 2  # tensors: this batch and the one before it
     assert trainer.model.alive() == 0

@@ -13,6 +13,7 @@ from loopwright import ArgumentsError, DataError
 from loopwright.pt.evaluation.metric_inputs import choices, scores
 from tests import models
 from tests.evaluation.test_arguments import Point, points
+from tests.spreads import spread
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -95,9 +96,9 @@ def make(task: str, folder: Any, metrics: Any, **options: Any) -> tuple[Any, Any
     return models.trainer_of(model(), rows, folder, collator=collator, compute_metrics=metrics, **options), rows
 
 
-@pytest.mark.parametrize("batch", [1, 4, 30])
-@pytest.mark.parametrize("task", TASKS, ids=lambda name: name.replace(" ", "_"))
-@pytest.mark.parametrize("kind", OBJECTS, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    ("kind", "task", "batch"), spread(OBJECTS, TASKS, [1, 4, 30]), ids=lambda value: str(value).replace(" ", "_")
+)
 def test_an_object_gives_what_a_function_gives(kind: str, task: str, batch: int, tmp_path: Any) -> None:
     function, classes = TASKS[task][2:]
     by_function, rows = make(task, tmp_path, function, per_device_eval_batch_size=batch)

@@ -39,7 +39,8 @@ def report(situation: str, folder: Path) -> None:
     if run.args.process_index == 0:
         model = loopwright.load_model(MODELS[name][0](), folder / "whole")
         weights = [float(each) for tensor in model.state_dict().values() for each in tensor.reshape(-1)]
-        found = {"world": world, "situation": situation, "strategy": type(run._loopwright.strategy).__name__, "losses": losses(run)}
+        strategy = type(run._loopwright.strategy).__name__
+        found = {"world": world, "situation": situation, "strategy": strategy, "losses": losses(run)}
         print("FOUND " + json.dumps({**found, "weights": weights}), flush=True)
 
 

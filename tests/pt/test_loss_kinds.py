@@ -25,6 +25,7 @@ from tests.models import (
     trained_gradients,
     trainer_of,
 )
+from tests.spreads import spread
 
 LENGTHS = (11, 31, 5, 17, 3, 29, 8, 2)
 SPLITS = [(8, 1), (4, 2), (2, 4), (1, 8), (3, 3)]
@@ -107,7 +108,9 @@ def data_of(lengths: tuple[int, ...]) -> list[dict[str, Tensor]]:
     return samples(lengths)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, ALIKE], ids=["ragged", "alike"])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, pytest.param(ALIKE, marks=pytest.mark.grid)], ids=["ragged", "alike"]
+)
 @pytest.mark.parametrize("name", EXACT)
 def test_an_update_is_that_of_one_batch(name: str, lengths: tuple[int, ...], tmp_path: Any) -> None:
     loss, kind = EXACT[name]
@@ -191,8 +194,9 @@ def paired_contrastive(outputs: Any, labels: Tensor) -> tuple[Tensor, int]:
 ODD = [class_weights, contrastive, two_means, hardest, balanced, scaled_contrastive, paired_contrastive]
 
 
-@pytest.mark.parametrize("split", [(4, 2), (2, 4), (3, 3)], ids=str)
-@pytest.mark.parametrize("loss", ODD, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    ("loss", "split"), spread(ODD, [(4, 2), (2, 4), (3, 3)]), ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_what_is_made_of_no_parts_is_said(loss: Any, split: tuple[int, int], tmp_path: Any) -> None:
     trainer = trainer_of(
         made(Tokens), data_of(LENGTHS), tmp_path, compute_loss_func=loss, max_steps=1,
@@ -311,8 +315,7 @@ class ByProperty(ByArguments):
         return self.plain(model, inputs) / self.current_gradient_accumulation_steps
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("cls", [ByArguments, ByAccelerator, ByProperty])
+@pytest.mark.parametrize(("cls", "split"), spread([ByArguments, ByAccelerator, ByProperty], SPLITS))
 def test_nothing_is_divided_by_the_accumulation_twice(cls: type, split: tuple[int, int], tmp_path: Any) -> None:
     model, data = made(Tokens), data_of(LENGTHS)
     expected = gradients_from(model, lambda model: whole(over_items)(model, data))

@@ -62,33 +62,49 @@ create_accelerator_and_postprocess
 """.split()
 
 
-def recording(name: str, calls: list[str]) -> type:
-    """A subclass that overrides one method, notes the call and hands it on."""
-    base = getattr(Trainer, name)
+def recording(names: list[str], calls: set[str]) -> type:
+    """A subclass that overrides these methods, notes their calls and hands them on."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return base(*args, **kwargs) if name == "get_optimizer_cls_and_kwargs" else base(self, *args, **kwargs)
+    def method_of(name: str) -> Any:
+        base = getattr(Trainer, name)
 
-    return type("Recording", (Trainer,), {name: method})
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.add(name)
+            return base(*args, **kwargs) if name == "get_optimizer_cls_and_kwargs" else base(self, *args, **kwargs)
+
+        return method
+
+    return type("Recording", (Trainer,), {name: method_of(name) for name in names})
 
 
-@pytest.mark.parametrize("name", POINTS)
-def test_an_override_is_reached_in_an_ordinary_run(name: str, tmp_path: Any) -> None:
-    calls: list[str] = []
+def is_accepted(name: str) -> bool:
+    try:
+        make(recording([name], set()))
+    except OverrideError:
+        return False  # refused, and that is tested below
+    return True
+
+
+GROUPS = [POINTS[start::5] for start in range(5)]
+"""Overrides that are tried together; one by one they run with `-m grid`."""
+
+
+@pytest.mark.parametrize(
+    "names", [*GROUPS, *(pytest.param([name], marks=pytest.mark.grid) for name in POINTS)], ids=lambda names: names[0]
+)
+def test_overrides_are_reached_in_an_ordinary_run(names: list[str], tmp_path: Any) -> None:
+    calls: set[str] = set()
     options = {
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
         "load_best_model_at_end": True, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
     }  # fmt: skip
-    try:
-        trainer = make(recording(name, calls), **options)
-    except OverrideError:
-        return  # refused, and that is tested below
+    accepted = [name for name in names if is_accepted(name)]
+    trainer = make(recording(accepted, calls), **options)
     trainer.train()
     trainer.train(resume_from_checkpoint=True)
     trainer.predict(DATA[:3])
     trainer.save_model()
-    assert calls, f"{name} was overridden, accepted and never called"
+    assert set(accepted) - calls == set(), "overridden, accepted and never called"
 
 
 @pytest.mark.parametrize("name", [*PRIVATE_ELSEWHERE, *(each for each in NEVER_CALLED if not hasattr(Trainer, each))])

@@ -129,7 +129,7 @@ def test_a_large_device_takes_long_rows(tmp_path: Any, monkeypatch: pytest.Monke
     assert any(line.startswith(wanted) for line in run.plan.lines())
 
 
-@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("kind", ["t5", pytest.param("bart", marks=pytest.mark.grid)])
 def test_groups_are_larger_than_the_collators_batches_where_they_fit(
     kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,8 +161,15 @@ def deep() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(settings).double()
 
 
-def memory_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> int:
-    """A device on which exactly this policy is needed, from the estimate of a run with plenty."""
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Those of four updates of the deep model without any acceleration."""
+    return train(deep(), DATA, tmp_path_factory.mktemp("plain"), speed="off", max_steps=4).losses
+
+
+@pytest.fixture(scope="module")
+def estimated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The estimate and the demand of a run of the deep model with plenty of memory."""
     import loopwright.speed.memory.token_budget as budget
 
     seen: list[Any] = []
@@ -172,11 +179,15 @@ def memory_for(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> i
         seen.append((estimate, demand))
         return choose(estimate, usable, demand, policies)
 
-    with_memory(monkeypatch, ENOUGH)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
+        with_memory(patch, ENOUGH)
         patch.setattr(budget, "choose_budget", watched)
-        train(deep(), DATA, tmp_path / "first", speed="max")
-    estimate, demand = seen[0]
+        train(deep(), DATA, tmp_path_factory.mktemp("estimated"), speed="max")
+    return seen[0]
+
+
+def memory_for(estimate: Any, demand: Any, policy: str) -> int:
+    """A device on which exactly this policy is needed."""
     before = POLICIES[POLICIES.index(policy) - 1]
     low, high = estimate.at(demand.least, policy), estimate.at(demand.least, before)
     assert low < high, "each policy saves something here"
@@ -193,11 +204,9 @@ def recomputing(run: Run) -> bool:
 
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
-    policy: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    policy: str, plain_losses: list[float], estimated: tuple[Any, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    total = memory_for(tmp_path, monkeypatch, policy)
-    plain = train(deep(), DATA, tmp_path / "plain", speed="off", max_steps=4)
-    with_memory(monkeypatch, total)
+    with_memory(monkeypatch, memory_for(*estimated, policy))
     options = {"speed": "max", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     seen: list[bool] = []
 
@@ -215,18 +224,15 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
     run = train(deep(), DATA, tmp_path / "run", **options)
     assert run.plan.activations == policy and run.plan.budget > 0, run.plan.lines()
     assert any(choice.is_on and "recomputing" in choice.name and choice.numbers for choice in run.plan.choices)
-    assert run.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert run.losses == pytest.approx(plain_losses, rel=1e-6)
     assert not recomputing(run), "undone at the end"
     monkeypatch.setattr("loopwright.speed.planner.planner.plan_memory", lambda *a, **k: pytest.fail("measured again"))
-    rest = train(deep(), DATA, tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-2"), **options)
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    rest = train(deep(), DATA, tmp_path / "run", kind=Looks, resume=checkpoint, **options)
     assert rest.plan == run.plan and rest.shapes == run.shapes[2:] and not recomputing(rest)
     for name, value in run.trainer.model.state_dict().items():
         assert torch.equal(value, rest.trainer.model.state_dict()[name])
-    # On a resumed run the policy is in place from the first update on.
-    del rest
-    train(deep(), DATA, tmp_path / "run", kind=Looks,
-          resume=str(tmp_path / "run" / "checkpoint-2"), **options)  # fmt: skip
-    assert seen and all(seen)
+    assert seen and all(seen), "on a resumed run the policy is in place from the first update on"
 
 
 def test_measuring_leaves_random_numbers_and_the_run_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,10 +261,13 @@ def uneven(task: str, count: int = 96) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("kind", "task", "layout"),
     some(
-        [("bert", "class", UNPADDED), ("roberta", "class", UNPADDED), ("llama", "causal", FLAT), ("bert", "tokens", FLAT)],
+        [
+            ("bert", "class", UNPADDED), ("roberta", "class", UNPADDED),
+            ("llama", "causal", FLAT), ("bert", "tokens", FLAT),
+        ],
         step=2,
     ),
-)
+)  # fmt: skip
 def test_rows_are_graphs_of_a_few_lengths(
     kind: str, task: str, layout: str, tmp_path: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
