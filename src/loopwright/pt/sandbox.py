@@ -165,8 +165,9 @@ class _State:
                 continue
             if kind in DICTS and not value:  # most attributes of a module are dicts of hooks
                 if id(value) not in self._seen:
-                    self._note(value)
+                    self._seen.add(id(value))
                     self._empty.append(value)
+                    self._left -= 1
             else:
                 self.keep(value, depth + 1)
 
