@@ -9,6 +9,9 @@ SOURCES = Path(__file__).resolve().parents[1] / "src"
 # Tests that start another Python run it on these sources, installed or not.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")]))
 
+# Tests run beside each other: two threads each would wait for cores most of the time, also in processes they start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Before anything imports transformers, datasets or tokenizers: they read these once.
 os.environ.update(
     {
