@@ -51,10 +51,15 @@ class Case:
 
     def __init__(self, model: nn.Module, *, shift: bool = False) -> None:
         self.model, self.shift = model.eval(), shift
+        self._logits: dict[tuple[int, ...], Tensor] = {}
+        """By the tokens of a sample: no test trains the model."""
 
     def logits(self, row: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad():
-            return self.model(input_ids=row["input_ids"][None])["logits"][0]
+        tokens = tuple(row["input_ids"].tolist())
+        if tokens not in self._logits:
+            with torch.no_grad():
+                self._logits[tokens] = self.model(input_ids=row["input_ids"][None])["logits"][0]
+        return self._logits[tokens]
 
     def loss(self, rows: list[dict[str, Tensor]]) -> float | None:
         parts = [models.summed(self.logits(row)[None], row["labels"][None], shift=self.shift) for row in rows]
