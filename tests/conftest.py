@@ -12,6 +12,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SOURCES), os.enviro
 # Tests run beside each other: two threads each would wait for cores most of the time, also in processes they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+IN_MEMORY = Path("/dev/shm")
+ENOUGH = 8 * 2**30
+"""Bytes for the folders of all tests of a run and of the one before it."""
+
+
+def is_roomy(folder: Path) -> bool:
+    """Whether the folders of tests fit there, and scripts in them can be run."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return False
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize >= ENOUGH and not found.f_flag & os.ST_NOEXEC
+
+
+# Runs wait for the disk several times in every save; most tests are about something else than the disk.
+if is_roomy(IN_MEMORY):
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
+
 # Before anything imports transformers, datasets or tokenizers: they read these once.
 os.environ.update(
     {
