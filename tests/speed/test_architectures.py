@@ -34,6 +34,9 @@ IN_SINGLE_PRECISION = {"gemma2", "cohere", "gptj", "bloom"}
 """Compute a part in single precision whatever the weights are."""
 
 
+MIXED = {"gemma2", "gemma3_text", "modernbert"}
+"""Have layers of two kinds."""
+
 ENCODED = ("class", "masked", "tokens")
 ALWAYS = {(kind, ENCODED[number % 3]) for number, kind in enumerate(ENCODERS)}
 """Of each encoder one task; the others run with `-m grid`."""
@@ -47,7 +50,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("kind", "task"), cases())
 def test_the_update_is_the_one_of_padded_batches(kind: str, task: str, doubles_stay: None, tmp_path: Any) -> None:
-    model = build(kind, task, layers=2)
+    model = build(kind, task, layers=2 if kind in MIXED else 1)
     tolerance = 1e-5 if kind in IN_SINGLE_PRECISION else 1e-10
     data = samples(12, task)
     plain: Run = gradients_of(model, data, tmp_path, speed="off")
