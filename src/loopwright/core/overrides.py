@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import OverrideError
 
@@ -109,7 +111,26 @@ def takes(function: Callable[..., Any], *values: Any) -> bool:
     return True
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
+Parameters = dict[str, inspect.Parameter]
+_known: WeakKeyDictionary[FunctionType, dict[tuple[bool, CodeType], Parameters]] = WeakKeyDictionary()
+"""Of functions that were asked about before, by whether they are bound: every trainer asks about the same ones."""
+
+
+def _parameters(function: Callable[..., Any]) -> Parameters | None:
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    if type(plain) is not FunctionType or vars(plain):  # attributes may hold another signature
+        return _read_parameters(function)
+    found = _known.setdefault(plain, {})
+    key = (plain is not function, plain.__code__)
+    if key not in found:
+        read = _read_parameters(function)
+        if read is None:
+            return None
+        found[key] = read
+    return found[key]
+
+
+def _read_parameters(function: Callable[..., Any]) -> Parameters | None:
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):

@@ -24,6 +24,7 @@ RESOLVED = "resolved_config.json"
 LONGEST_VALUE = 300
 
 Row = dict[str, str]
+_ENCODER = json.JSONEncoder(default=str)
 
 
 def facts_of(args: BaseArguments) -> dict[str, Any]:
@@ -115,5 +116,5 @@ def _row(name: str, value: Any, source: str) -> Row:
 
 
 def _text(value: Any) -> str:
-    text = masked_text(value if isinstance(value, str) else json.dumps(value, default=str))
+    text = masked_text(value if isinstance(value, str) else _ENCODER.encode(value))
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -34,8 +34,9 @@ REPORTERS: dict[str, str] = {
 def build_reporters(names: str | Iterable[str] | None) -> list[Reporter]:
     """The reporters of `report_to`: names, "all" or "none"."""
     wanted = list(dict.fromkeys(named_trackers(names)))
-    known = known_names()
-    missing = [name for name in wanted if name not in known]
+    others = [name for name in wanted if name not in REPORTERS]
+    known = known_names() if others else []  # reading the entry points of all packages takes a while
+    missing = [name for name in others if name not in known]
     if missing:
         raise _not_served(missing, known)
     return [reporter_class(name)() for name in wanted]
