@@ -14,6 +14,7 @@ import loopwright
 from loopwright.pt.checkpoint.module_state import LARGEST, ModuleState
 from tests import models
 from tests.models import Tokens, made, samples, trainer_of, weights
+from tests.spreads import spread
 
 DATA = samples((40, 9, 60, 12, 7, 30, 8, 5))
 RUN = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 1, "per_device_train_batch_size": 1,
@@ -58,8 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("step", [1, 3, 6])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "step"), spread(MODELS, [1, 3, 6]))
 def test_a_run_resumed_anywhere_is_the_run_that_was(name: str, step: int, tmp_path: Path) -> None:
     options = {**RUN, "speed": "off"}
     whole = trainer_of(MODELS[name](), DATA, tmp_path / "run", **options)

@@ -19,6 +19,7 @@ from loopwright.pt.precision import Precision
 from loopwright.pt.strategies.single import SingleDevice
 from tests import models
 from tests.models import LENGTHS, ShiftedTokens, Tokens, made, samples, trainer_of, weights
+from tests.spreads import spread
 
 
 def limited(model: nn.Module, most: int, error: type[BaseException] = torch.OutOfMemoryError) -> nn.Module:
@@ -67,9 +68,8 @@ def assert_same_run(free: Any, tight: Any) -> None:
         assert mine == pytest.approx(theirs, rel=1e-10)
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 6])
+@pytest.mark.parametrize(("cls", "most"), spread([Tokens, ShiftedTokens], [1, 2, 3, 6]))
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("cls", [Tokens, ShiftedTokens])
 def test_weights_and_logs_are_those_of_the_run_that_fits(
     cls: type, accumulation: int, most: int, tmp_path: Any
 ) -> None:

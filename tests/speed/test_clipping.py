@@ -13,6 +13,7 @@ from loopwright.pt.precision import Autocast, Precision, ScaledAutocast
 from loopwright.pt.strategies.single import SingleDevice
 from loopwright.speed.device.clipping import FoldedClip, cannot_fold, clip_norm_
 from tests.models import Regression, regression_data
+from tests.spreads import spread
 
 CPU = torch.device("cpu")
 
@@ -186,10 +187,12 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 0.7, 1e6, float("inf"), 1])
-@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e30, float("nan"), 0.0])
-@pytest.mark.parametrize("missing", [(), (1,), (0, 1, 2)])
-@pytest.mark.parametrize("formats", FORMATS)
+SCALES = [1.0, 1e-8, 1e30, float("nan"), 0.0]
+NORMS = [1e-3, 0.7, 1e6, float("inf"), 1]
+
+
+@pytest.mark.parametrize(("missing", "max_norm"), spread([(), (1,), (0, 1, 2)], NORMS))
+@pytest.mark.parametrize(("formats", "scale"), spread(FORMATS, SCALES))
 def test_clipping_is_torchs_to_the_bit(formats: str, missing: Any, scale: float, max_norm: float) -> None:
     def made() -> list[nn.Parameter]:
         g = torch.Generator().manual_seed(1)

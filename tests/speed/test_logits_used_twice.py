@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from loopwright.speed.fused_loss.lazy_logits import PendingHead, PendingLogits
 from tests.speed.architectures import build
 from tests.speed.training import InOrder, train
+from tests.spreads import spread
 
 WIDTH, CLASSES, SHAPE = 6, 11, (3, 5)
 Use = Callable[["Made"], Any]
@@ -165,8 +166,7 @@ def same(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, check_dtype=True, equal_nan=True)
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", SECOND_LOSSES)
+@pytest.mark.parametrize(("name", "change"), spread(SECOND_LOSSES, CHANGES))
 def test_a_loss_that_uses_logits_twice_is_the_one_of_real_logits(name: str, change: str) -> None:
     use, made = trained(SECOND_LOSSES[name]), [Made(CHANGES[change], pending=pending) for pending in (False, True)]
     assert type(made[0].logits) is Tensor and type(made[1].logits) is PendingLogits
