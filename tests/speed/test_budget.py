@@ -116,13 +116,13 @@ def test_scores_of_attention_are_reckoned_by_the_length(
 
 
 def test_a_cpu_has_no_budget_of_its_own(tmp_path: Any) -> None:
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     assert run.plan.layout == FLAT and run.plan.budget == 0 and run.plan.activations == "none"
 
 
 def test_a_large_device_takes_long_rows(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, ENOUGH)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max", gradient_accumulation_steps=4)
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max", gradient_accumulation_steps=4)
     assert run.plan.budget == ROW_TOKENS and run.plan.activations == "none", run.plan.lines()
     assert len(run.shapes[0]) == 1, "all micro-batches in one row"
     wanted = f"on   token budget: micro-batches of up to {ROW_TOKENS:,} tokens"
@@ -135,10 +135,10 @@ def test_groups_are_larger_than_the_collators_batches_where_they_fit(
 ) -> None:
     data = samples(64, "pair")
     many = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4, "speed": "max"}
-    plain = gradients_of(build(kind, "pair"), data, tmp_path, **{**many, "speed": "off"})
-    small = gradients_of(build(kind, "pair"), data, tmp_path, **many)
+    plain = gradients_of(build(kind, "pair", layers=2), data, tmp_path, **{**many, "speed": "off"})
+    small = gradients_of(build(kind, "pair", layers=2), data, tmp_path, **many)
     with_memory(monkeypatch, ENOUGH)
-    large = gradients_of(build(kind, "pair"), data, tmp_path, **many)
+    large = gradients_of(build(kind, "pair", layers=2), data, tmp_path, **many)
     assert large.plan.layout == GROUPED and len(plain.shapes[0]) == 8
     assert len(large.shapes[0]) < len(small.shapes[0]) and len(large.shapes[0]) <= 3
     assert large.loss == pytest.approx(plain.loss, rel=1e-9)
@@ -148,7 +148,7 @@ def test_groups_are_larger_than_the_collators_batches_where_they_fit(
 
 def test_the_users_budget_wins(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, ENOUGH)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max", per_device_train_batch_tokens=64)
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max", per_device_train_batch_tokens=64)
     assert run.plan.budget == 0 and all(rows * width <= 64 for rows, width in run.shapes[0])
 
 
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_recomputed_and_a_resumed_run_does_the_same(
 
 def test_measuring_leaves_random_numbers_and_the_run_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def dropping() -> nn.Module:
-        model = build("bert", "class")
+        model = build("bert", "class", layers=2)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.1
@@ -258,14 +258,14 @@ def test_a_model_that_cannot_be_measured_trains_as_before(tmp_path: Any, monkeyp
 
     with_memory(monkeypatch, ENOUGH)
     monkeypatch.setattr("loopwright.speed.memory.token_budget.measure_twice", fails)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     assert run.plan.layout == FLAT and run.plan.budget == 0
     assert any("could not be measured: RuntimeError: no hooks here" in line for line in run.plan.lines())
 
 
 def test_checkpointing_of_the_users_own_is_left_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 2**20)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max", gradient_checkpointing=True)
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max", gradient_checkpointing=True)
     assert run.plan.budget == 0 and run.plan.activations == "none"
     assert run.trainer.model.is_gradient_checkpointing
 
@@ -273,6 +273,6 @@ def test_checkpointing_of_the_users_own_is_left_alone(tmp_path: Any, monkeypatch
 def test_even_batches_that_do_not_fit_are_recomputed_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(monkeypatch, 2**10)
     even = [{name: value[:3] for name, value in sample.items()} for sample in DATA]
-    run = train(build("llama", "causal"), even, tmp_path, speed="max", gradient_accumulation_steps=1)
+    run = train(build("llama", "causal", layers=2), even, tmp_path, speed="max", gradient_accumulation_steps=1)
     assert run.plan.layout == AS_MADE and run.plan.activations == "full" and run.plan.budget == 0
     assert any("may not fit" in line for line in run.plan.lines())

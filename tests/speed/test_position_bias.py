@@ -25,7 +25,7 @@ def loss_and_gradients(model: nn.Module, batch: dict[str, Tensor]) -> list[Tenso
 
 
 def test_loss_and_gradients_are_the_same_and_the_bias_is_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = build("t5", "pair"), collate(DATA[:6])
+    model, batch = build("t5", "pair", layers=2), collate(DATA[:6])
     layout = make_layout(BIASED, model)
     assert isinstance(layout, Layout)
     expected = loss_and_gradients(model, batch)
@@ -49,16 +49,16 @@ def test_models_without_a_bias_have_no_use_for_it(kind: str, task: str) -> None:
 
 
 def test_another_attention_is_left_alone() -> None:
-    model = build("t5", "pair")
+    model = build("t5", "pair", layers=2)
     for part in (model, model.encoder, model.decoder):
         part.config._attn_implementation_internal = "eager"
     assert "attention implementation is 'eager'" in str(make_layout(BIASED, model))
 
 
 def test_it_is_taken_where_there_is_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = gradients_of(build("t5", "pair"), DATA, tmp_path / "off", speed="off")
-    assert gradients_of(build("t5", "pair"), DATA, tmp_path / "cpu", speed="max").plan.layout == "grouped"
+    plain = gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "off", speed="off")
+    assert gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "cpu", speed="max").plan.layout == "grouped"
     monkeypatch.setattr(PlannerInputs, "on_gpu", property(lambda self: True))
-    run = gradients_of(build("t5", "pair"), DATA, tmp_path / "gpu", speed="max")
+    run = gradients_of(build("t5", "pair", layers=2), DATA, tmp_path / "gpu", speed="max")
     assert run.plan.layout == BIASED
     torch.testing.assert_close(run.gradients, plain.gradients, rtol=1e-9, atol=1e-12)

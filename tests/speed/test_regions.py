@@ -119,7 +119,7 @@ def equal(a: Any, b: Any) -> bool:
     ("make", "data"),
     [(gpt2, texts()), pytest.param(gpt2, texts(mask=False), marks=pytest.mark.grid), (Net, images()),
      (lambda: Net(batch_norm=True), images()),
-     pytest.param(lambda: build("bert", "class"), None, marks=pytest.mark.grid)],
+     pytest.param(lambda: build("bert", "class", layers=2), None, marks=pytest.mark.grid)],
     ids=["gpt2", "gpt2 without mask", "images", "batch norm", "bert"],
 )  # fmt: skip
 def test_a_run_with_a_region_is_the_run_without(make: Any, data: Any, tmp_path: Any) -> None:

@@ -110,7 +110,7 @@ def test_whole_numbers_as_many_as_tokens_are_known_from_other_updates(tmp_path: 
 
 def test_compiled_blocks_do_not_compile_again_for_every_number_of_samples(tmp_path: Path) -> None:
     run = train(
-        build("llama", "causal"), samples(90, "causal"), tmp_path, speed="max", max_steps=6,
+        build("llama", "causal", layers=2), samples(90, "causal"), tmp_path, speed="max", max_steps=6,
         torch_compile=True, torch_compile_backend="aot_eager", learning_rate=0.05, per_device_train_batch_size=7,
     )  # fmt: skip
     assert run.plan.layout == FLAT
