@@ -113,7 +113,7 @@ def takes(function: Callable[..., Any], *values: Any) -> bool:
 
 Parameters = dict[str, inspect.Parameter]
 _known: WeakKeyDictionary[FunctionType, dict[tuple[bool, CodeType], Parameters]] = WeakKeyDictionary()
-"""Of functions that were asked about before, by whether they are bound: every trainer asks about the same ones."""
+"""Parameters already read, by whether the function is bound: every trainer reads those of the same functions."""
 
 
 def _parameters(function: Callable[..., Any]) -> Parameters | None:
