@@ -125,3 +125,15 @@ def test_an_override_that_goes_on_to_ours_is_told_from_one_that_does_not() -> No
     assert not reaches_ours(mine, "log")
     mine.log = lambda *args: Goes.log(mine, *args)
     assert reaches_ours(mine, "log")
+
+
+def test_a_function_that_has_changed_is_read_anew() -> None:
+    def one(a: int) -> None: ...
+
+    def two(a: int, b: int) -> None: ...
+
+    assert not accepts(one, "b")
+    one.__code__ = two.__code__
+    assert accepts(one, "b")
+    one.__wrapped__ = lambda c: None  # type: ignore[attr-defined]
+    assert accepts(one, "c") and not accepts(one, "b")
