@@ -71,9 +71,9 @@ def raising(*args: Any) -> Tensor:
 def test_a_wrong_kernel_is_refused_and_the_run_stays_right(
     wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    plain = gradients_of(build("llama", "causal"), DATA, tmp_path, speed="off")
+    plain = gradients_of(build("llama", "causal", layers=2), DATA, tmp_path, speed="off")
     monkeypatch.setattr(attention, "one_by_one", wrong)
-    run = gradients_of(build("llama", "causal"), DATA, tmp_path, speed="max")
+    run = gradients_of(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     flat = next(choice for choice in run.plan.choices if choice.name == FLAT)
     assert not flat.is_on and run.plan.layout not in (FLAT, AS_MADE), run.plan.lines()
     assert run.loss == pytest.approx(plain.loss, rel=1e-6)
@@ -85,7 +85,7 @@ def test_a_layout_that_loses_a_sample_is_refused(monkeypatch: pytest.MonkeyPatch
         return layouts.lay_flat(samples.select(np.arange(len(samples) - 1)), limits, **options)
 
     monkeypatch.setattr(candidates, "lay_flat", losing)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     assert run.plan.layout != FLAT
 
 
@@ -108,7 +108,7 @@ def test_a_leak_too_small_for_the_gradient_is_found(monkeypatch: pytest.MonkeyPa
         return right(q, k, v, documents, ask) + 6e-5 * v.mean(2, keepdim=True).repeat_interleave(2, 1).transpose(1, 2)
 
     monkeypatch.setattr(attention, "one_by_one", trace)
-    run = train(build("llama", "causal"), DATA, tmp_path, speed="max")
+    run = train(build("llama", "causal", layers=2), DATA, tmp_path, speed="max")
     flat = next(choice for choice in run.plan.choices if choice.name == FLAT)
     assert "affect each other" in flat.reason and flat.numbers["gradient"] < 1e-4
 
@@ -118,7 +118,7 @@ def test_proving_leaves_no_trace(tmp_path: Any) -> None:
     states = []
 
     for level in ("off", "max"):
-        model = build("llama", "causal")
+        model = build("llama", "causal", layers=2)
         torch.manual_seed(5)
         run = train(model, DATA, tmp_path, speed=level)
         states.append((torch.random.get_rng_state(), model.training))
