@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ def peaked(model: Any) -> Any:
     return model
 
 
+TALLY = SimpleNamespace(forwards=0, seconds=0.0)
+
+
 class Llama(transformers.LlamaForCausalLM):
     """A tiny decoder-only model that counts its forward passes."""
 
@@ -40,10 +44,9 @@ class Llama(transformers.LlamaForCausalLM):
         sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
         tokens = {"pad_token_id": PAD, "eos_token_id": END, "bos_token_id": START, "tie_word_embeddings": False}
         super().__init__(transformers.LlamaConfig(vocab_size=WORDS, **sizes, **tokens, **options))
-        self.forwards = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.forwards += 1
+        TALLY.forwards += 1  # not on the model: one that changes while it generates keeps the collator's batches
         return super().forward(*args, **kwargs)
 
 
@@ -185,14 +188,81 @@ def prompts_only(items: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 def test_fewer_forward_passes(tmp_path: Any) -> None:
     data = samples(72)
     plain = trainer(tmp_path, peaked(Llama()), prompts_only, speed="off")
+    TALLY.forwards = 0
     plain.predict(data)
+    alone = TALLY.forwards
     fast = trainer(tmp_path, peaked(Llama()), prompts_only, full_determinism=True)
     first = fast.predict(data)
     assert joined(fast)._is_on
-    before = fast.model.forwards
+    TALLY.forwards = 0
     again = fast.predict(data)  # proved already
     np.testing.assert_array_equal(first.predictions, again.predictions)
-    assert fast.model.forwards - before < plain.model.forwards / 4
+    assert 0 < TALLY.forwards < alone / 4
+
+
+# ---- models that are not ordinary ------------------------------------------------------------------------------------
+
+
+class Odd(Llama):
+    """Another token for some calls or batches."""
+
+    way = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.largest = 0, 1000
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if self.way == "counts":
+            self.calls += 1
+            outputs.logits[..., 3 + self.calls % 30] += 20
+        elif self.way == "draws":
+            outputs.logits = outputs.logits + 20 * torch.randn_like(outputs.logits)
+        elif self.way == "drops":
+            outputs.logits = nn.functional.dropout(outputs.logits, 0.3, training=True)
+        if len(outputs.logits) > self.largest:
+            outputs.logits = outputs.logits.flip(0)
+        return outputs
+
+
+@pytest.mark.parametrize("way", ["counts", "draws", "drops"])
+def test_models_that_change_while_they_generate_keep_their_batches(tmp_path: Any, way: str) -> None:
+    found = []
+    for speed in ("off", "max"):
+        torch.manual_seed(3)
+        model = peaked(Odd())
+        model.way = way
+        owner = trainer(tmp_path, model, prompts_only, speed=speed)
+        found.append((owner.predict(samples(30)).predictions, model.calls, torch.get_rng_state().tolist()))
+    assert joined(owner)._is_on is False and joined(owner)._made == 0, joined(owner).reason
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:], "a comparison leaves no trace"
+
+
+def mixes_rows(model: Any) -> None:
+    model.largest = 4
+
+
+def mixes_rows_by_another_forward(model: Any) -> None:
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = plain(*args, **kwargs)
+        outputs.logits = outputs.logits.flip(0) if len(outputs.logits) > 4 else outputs.logits
+        return outputs
+
+    model.forward = forward
+
+
+@pytest.mark.parametrize("change", [mixes_rows, mixes_rows_by_another_forward])
+def test_a_change_between_evaluations_is_found_in_the_first_window(tmp_path: Any, change: Any) -> None:
+    owner = trainer(tmp_path, peaked(Odd()), prompts_only, speed="max")
+    expected = owner.predict(samples(72)).predictions
+    assert joined(owner)._is_on
+    change(owner.model)
+    np.testing.assert_array_equal(owner.predict(samples(72)).predictions, expected)
+    assert joined(owner)._is_on is False and "other tokens" in joined(owner).reason
 
 
 # ---- what keeps the collator's batches ------------------------------------------------------------------------------
@@ -317,21 +387,21 @@ def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path: Any) -> 
 
 
 class Timed(Llama):
-    """A model with a clock of its own, by which a forward pass takes as long as the number of rows tells."""
+    """A model with a clock, by which a forward pass takes as long as the number of rows tells."""
 
     def __init__(self, *seconds: tuple[int, float]) -> None:
         super().__init__()
-        self.seconds, self.now = seconds, 0.0
+        self.seconds = seconds
 
     def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
-        self.now += next(seconds for most, seconds in self.seconds if len(input_ids) <= most)
+        TALLY.seconds += next(seconds for most, seconds in self.seconds if len(input_ids) <= most)
         return super().forward(input_ids=input_ids, **kwargs)
 
 
 def timed(folder: Any, *seconds: tuple[int, float], **options: Any) -> Any:
     model = peaked(Timed(*seconds))
     owner = trainer(folder, model, prompts_only, generation_max_length=2, **options)
-    joined(owner).clock = lambda: model.now
+    joined(owner).clock = lambda: TALLY.seconds
     return owner
 
 

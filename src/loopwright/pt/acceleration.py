@@ -28,7 +28,7 @@ from ..speed.engine import SpeedEngine
 from ..speed.inputs import PlannerInputs
 from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
-from ..speed.model_stamp import fingerprint, is_foreign
+from ..speed.model_stamp import fingerprint, hooks_of, is_foreign
 from ..speed.planner.decision import SpeedPlan
 from .arguments import TrainingArguments
 from .data.columns import innermost, without_wrappers
@@ -161,7 +161,7 @@ class Acceleration(TorchPart):
             wants_look=lambda batches: self.run.accounting.wants_look(batches),
             why_not_additive=lambda: self.run.accounting.reason if self.run.accounting.is_additive is False else None,
             recount=lambda update: self.internals.loss.count_update(update),
-            user_hook=lambda: hooked_module(self.model),
+            user_hook=lambda: hooked_module(self.model) or hooked_parameter(self.model),
         )
 
     def _identity(self) -> str:
@@ -331,6 +331,14 @@ def hooked_module(model: nn.Module) -> str | None:
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if is_foreign(hook):
                 return name or type(module).__name__
+    return None
+
+
+def hooked_parameter(model: nn.Module) -> str | None:
+    """The first parameter whose gradient a hook of the user gets, which is called for each micro-batch."""
+    for name, parameter in model.named_parameters():
+        if any(is_foreign(hook) for hooks in hooks_of(parameter) for hook in hooks.values()):
+            return name
     return None
 
 

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..snapshot import Snapshot
 from .devices import is_lazy
+from .shared_state import globals_of, shared_by
 
 MOST_NODES = 200_000
 """Most values inspected in all; a model of a thousand modules has about twenty thousand."""
@@ -74,6 +75,7 @@ class Sandbox:
             state.leave_out(module._parameters for module in self._modules)
         for module in self._modules:
             state.keep_attributes(module)
+        state.add(shared_by(self._modules))
         if trainer is not None:
             state.is_users = _is_written_here
             state.keep_attributes(trainer)
@@ -171,6 +173,9 @@ class _State:
             else:
                 self.keep(value, depth + 1)
 
+    def add(self, undo: Iterable[Undo]) -> None:
+        self._undo.extend(undo)
+
     def keep(self, value: Any, depth: int = 0) -> None:
         """Record a value and its contents, as far as they are plain state."""
         if type(value) in PLAIN or id(value) in self._seen or depth > DEEPEST or self._left <= 0:
@@ -238,6 +243,7 @@ class _State:
         if value.__module__ is not None and value.__module__.startswith(("loopwright.", "torch.", "transformers.")):
             return
         self._undo.append(_rebinding(vars(value)))
+        self._undo.extend(globals_of(value))
         for each in (*vars(value).values(), *(value.__closure__ or ())):
             self.keep(each, depth + 1)
 

@@ -15,6 +15,8 @@ from ..core.outputs import PredictionOutput
 from ..core.overrides import is_overridden
 from ..errors import ArgumentsError
 from ..speed.layouts.positions import longest_alike
+from ..speed.model_stamp import state_of
+from ..speed.proof.random_draws import random_streams
 from .acceleration import KEEP_INPUTS, hooked_module
 from .arguments import Seq2SeqTrainingArguments
 from .checkpoint.tensors import plain_module
@@ -25,8 +27,10 @@ from .evaluation.generation_options import GenerationOptions
 from .evaluation.joined_batches import Inputs
 from .evaluation.joined_generation import JoinedGeneration, Request, Situation
 from .evaluation.prompts import answers_of, prompts_of
+from .evaluation.read_ahead import ACTS_BETWEEN, ReadAhead, acts_between_batches
 from .hooks import TorchHooks
 from .internals import TorchInternals
+from .sandbox import sandbox
 from .strategies.base import on_host
 from .trainer import Trainer
 
@@ -123,12 +127,14 @@ class Seq2SeqEvaluation(SharedEvaluation):
             return loader
         kind = f"{type(model).__qualname__} {getattr(model, 'dtype', None)} {type(self.strategy.precision).__name__}"
         now = Situation(kind, repr(sorted(options.values.items())), self.args.speed, not self.args.full_determinism)
-        return self._joined.ahead(loader, len(loader) if has_length(loader) else None, now)
+        return ReadAhead(self._joined.ahead(loader, len(loader) if has_length(loader) else None, now))
 
     def _why_not_joined(self, model: Any, options: GenerationOptions) -> str | None:
         for name in (*SEES_BATCHES, *KEEP_INPUTS):
             if is_overridden(self.trainer, name) and name != "compute_loss":
                 return f"{name} is overridden"
+        if acts_between_batches(self.callback_handler):
+            return ACTS_BETWEEN
         if self.strategy.forward_is_collective or self.strategy.world_size > self.strategy.data_world:
             return "the ranks compute the model together"
         if self.args.torch_compile:
@@ -220,6 +226,8 @@ class Seq2SeqEvaluation(SharedEvaluation):
             start=int(has_encoder),
             alike=longest_alike(model),
             wait=partial(synchronize, self.device),
+            apart=partial(sandbox, model, self.trainer),
+            state=lambda: (random_streams(model), state_of(model)),
         )
 
     def _encoder_inputs(self, model: Any, inputs: Inputs) -> Inputs:

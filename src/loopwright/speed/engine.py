@@ -110,6 +110,8 @@ class SpeedEngine:
         here = self._here
         if not self._knows_loss or (not here.is_shared and here.wants_look(batches)):
             here.learn(batches)
+            if self._knows_loss and self._collated is not None:
+                self._collated.prove_again()  # the model may be given other values, such as the number of items
             self._knows_loss = True  # as far as it can be determined
 
     def _laid(self, batches: list[Any], samples: Samples) -> tuple[Laid, Limits]:
@@ -187,13 +189,22 @@ class SpeedEngine:
         """Prove the plan again after the model or the training has changed between updates, e.g. in a callback."""
         if self._graphed is not None:
             self._refresh_graphs(changes[0])
-        if self._collated is not None:
-            self._collated.prove_again()
         if "hooks" in changes and self._here.user_hook() is not None:
             self._put_back(update)
             self._start_again("a hook was registered")
-        elif self._layout is not None or self._head is not None:
+            return
+        if self._collated is not None:
+            self._arrange_again(update, changes[0])
+        if self._layout is not None or self._head is not None:
             self._prove_changed(update, changes[0])
+
+    def _arrange_again(self, update: Update, change: str) -> None:
+        assert self._collated is not None
+        self._put_back(update)
+        reason = self._collated.arrange_again(update, change)
+        self._here.recount(update)
+        if reason is not None:
+            self._take_back(reason)
 
     def _prove_changed(self, update: Update, change: str) -> None:
         assert self._verification is not None
@@ -217,8 +228,9 @@ class SpeedEngine:
             self._graphed.look_again()
 
     def _put_back(self, update: Update) -> None:
-        if self._last is not None:
-            update.batches, self._last = self._last[0], None
+        made = self.as_made(update)
+        if made is not update.batches:
+            update.batches, self._last = made, None
             self._here.recount(update)
 
     def _look_at_widths(self, samples: Samples) -> None:
@@ -235,7 +247,9 @@ class SpeedEngine:
 
     def as_made(self, update: Update) -> list[Any]:
         """The collator's micro-batches of the current update."""
-        return update.batches if self._last is None else self._last[0]
+        if self._last is not None:
+            return self._last[0]
+        return update.batches if self._collated is None else self._collated.as_made(update)
 
     @property
     def checks(self) -> dict[str, int]:
@@ -308,7 +322,8 @@ class SpeedEngine:
         made = self._planner.consider(batches, self._reader.read)
         if made is None:
             return
-        self.plan, self._knows_loss = made.plan, made.layout is not None
+        self.plan = made.plan
+        self._knows_loss = made.layout is not None or made.region is not None or self.plan.joined > 1
         self._carry_out(made.layout, made.head, made.region)
         if self._verification is not None and made.coverage is not None:
             self._verification.coverage = made.coverage

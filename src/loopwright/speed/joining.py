@@ -138,6 +138,8 @@ class JoinedUse:
     def __init__(self, situation: PlannerInputs, count: int, *, is_proved: bool = True) -> None:
         self._here, self.count = situation, count
         self.must_prove = not is_proved
+        self.too_often: str | None = None
+        """Which change of the model was too frequent to compare an update after each."""
         self._updates = 0
 
     def join(self, batches: list[Any]) -> list[Any] | str:
@@ -147,6 +149,8 @@ class JoinedUse:
         except CannotJoin:
             return batches
         self._updates += 1
+        if self.too_often is not None:
+            return self.too_often
         if self.must_prove or is_turn(self._updates, is_small=False):
             proof = self.prove(batches)
             if not proof.accepted and not (proof.has_no_reference and not self.must_prove):

@@ -8,6 +8,7 @@ import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ HOOKS = (
 )  # fmt: skip
 NOT_OURS = ("_compiled_call_impl", "forward")
 """Attributes of modules that accelerations set and remove."""
-_WANTS_GRADIENT = operator.attrgetter("requires_grad")
+OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes of every module, which a forward does not change, or which are read by other means."""
+DEEPEST = 3
+"""Levels of containers and objects on a module whose contents are compared."""
+LIBRARIES = ("torch", "transformers", "loopwright", "numpy", "peft", "builtins")
+_GRADIENTS = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 AROUND = "the optimizer, the loss, the accumulation or the parameters"
 ATTENTION = "_attn_implementation_internal"
 
@@ -68,7 +74,10 @@ class ModelStamp:
         self._configs = [(name, config.__dict__) for name, config in configs_of(self._model)]
         places = [place for _, place in self._modules]
         own = [(place, key) for place in places for key in place if key not in NOT_OURS]
+        self._parameters = list(self._model.named_parameters())
+        self._tensors = [parameter for _, parameter in self._parameters]
         self._hook_dicts = [place[key] for place in places for key in HOOKS if key in place]
+        self._hook_dicts += [hooks for parameter in self._tensors for hooks in hooks_of(parameter)]
         numbers = [(place, key) for place, key in own if isinstance(place[key], PLAIN)]
         numbers += [(place, key) for _, place in self._configs for key in place if _counts(key, place[key])]
         self._numbers = ([place for place, _ in numbers], [key for _, key in numbers])
@@ -77,8 +86,6 @@ class ModelStamp:
             (place, key) for place, key in own if not isinstance(place[key], PLAIN) and plain(place[key]) is not ...
         ]
         self._buffers = [(place["_buffers"], key) for place in places for key in place["_buffers"]]
-        self._parameters = list(self._model.named_parameters())
-        self._tensors = [parameter for _, parameter in self._parameters]
         self._objects = self._around()
         self._known = self._named()
         self._read = self._readings()
@@ -96,7 +103,7 @@ class ModelStamp:
             list(map(operator.getitem, *self._numbers)),
             [plain(place[key]) for place, key in self._others],
             list(map(len, self._dicts)),
-            list(map(_WANTS_GRADIENT, self._tensors)),
+            list(map(_GRADIENTS, self._tensors)),
             [None if place[key] is None else (id(place[key]), place[key]._version) for place, key in self._buffers],
         )
 
@@ -134,6 +141,12 @@ def _counts(key: str, value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or key == ATTENTION
 
 
+def hooks_of(parameter: Tensor) -> list[dict[Any, Any]]:
+    """The hooks that get a parameter's gradient, in each backward pass or after it was added."""
+    found = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return [hooks for hooks in found if hooks is not None]
+
+
 def is_foreign(hook: Any) -> bool:
     """Whether a hook belongs to the user: not to loopwright, transformers or torch."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
@@ -153,12 +166,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
-            if key == "training":
-                continue
-            if isinstance(value, Tensor):
-                found[f"{name}.{key}"] = value.detach().clone()
-            elif (kept := plain(value)) is not ...:
-                found[f"{name}.{key}"] = kept
+            if key not in OF_MODULES:
+                _add_state(found, f"{name}.{key}", value)
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 found[f"{name}.{key}"] = buffer.detach().clone()
@@ -166,6 +175,26 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         values = {f"{name}.{key}": plain(value) for key, value in config.__dict__.items() if key != ATTENTION}
         found.update((key, value) for key, value in values.items() if value is not ...)
     return found
+
+
+def _add_state(found: dict[str, Any], name: str, value: Any, depth: int = 0) -> None:
+    """Add a value under its name; of containers and objects of the user, their size and contents."""
+    if isinstance(value, Tensor):
+        found[name] = value.detach().clone()
+    elif (kept := plain(value)) is not ...:
+        found[name] = kept
+    elif depth < DEEPEST and isinstance(value, (dict, list, tuple, set, deque)):
+        found[f"the length of {name.lstrip('.')}"] = len(value)
+        for key, each in islice(value.items() if isinstance(value, dict) else enumerate(value), FEW):
+            _add_state(found, f"{name}[{key!r}]", each, depth + 1)
+    elif depth < DEEPEST and hasattr(value, "__dict__") and not _is_of_a_library(value):
+        for key, each in islice(vars(value).items(), FEW):
+            _add_state(found, f"{name}.{key}", each, depth + 1)
+
+
+def _is_of_a_library(value: Any) -> bool:
+    home = type(value).__module__.partition(".")[0]
+    return isinstance(value, (nn.Module, type)) or home in LIBRARIES or callable(value)
 
 
 def left_differently(

@@ -29,6 +29,7 @@ from ..loss.out_of_memory import is_out_of_memory
 from ..loss.targets import LossKind, check_loss, count_samples
 from ..part import TorchPart
 from .host_copies import HostCopy, sent_ahead
+from .read_ahead import ACTS_BETWEEN, acts_between_batches, kept
 from .step import logits_of, single
 
 KEEPS_BATCHES = {
@@ -99,6 +100,7 @@ class FastEvaluation(TorchPart):
             *((reason, True) for reason in overridden[:1]),
             (f"a hook on {hooked} may read batches", hooked is not None),
             ("compute_loss_func is set and may read the outputs of padded batches", trainer.compute_loss_func),
+            (ACTS_BETWEEN, acts_between_batches(self.callback_handler)),
             ("text is generated", not self.internals.evaluation.is_plain(plan.loss_only)),
             ("there is more than one rank", not self.is_alone),
             ("parameters are sharded, which is not supported yet", self.strategy.is_sharded),
@@ -234,11 +236,11 @@ class _Evaluating:
         window: list[Any] = []
         seen = tokens = 0
         for batch in batches:
-            window.append(batch)
             seen, tokens = seen + 1, tokens + _padded(batch)
-            all_tokens = tokens if total is None else tokens * max(1.0, total / seen)
+            pays = self._engine.pays(tokens if total is None else tokens * max(1.0, total / seen))
+            window.append(kept(batch) if pays else batch)
             size = sum(map(_padded, window))
-            if self._engine.pays(all_tokens) and size < self._engine.window_tokens and len(window) < WINDOW_BATCHES:
+            if pays and size < self._engine.window_tokens and len(window) < WINDOW_BATCHES:
                 continue
             yield window
             window = []

@@ -35,6 +35,7 @@ from ..loss.targets import check_loss, count_samples
 from ..part import TorchPart
 from ..precision import full_eval_dtype
 from .metric_inputs import metrics_function
+from .read_ahead import ReadAhead, kept
 
 
 class TorchEvaluation(TorchPart, Evaluation):
@@ -214,7 +215,8 @@ class TorchEvaluation(TorchPart, Evaluation):
             yield from self._loaded(loader)
             return
         batches = self._loaded(loader)
-        first = list(islice(batches, 2))
+        own = isinstance(loader, ReadAhead)
+        first = [batch if own else kept(batch) for batch in islice(batches, 2)]
         if first and self.has_loss(first[0]):
             self.internals.loss.learn_eval_loss(first)
         yield from first

@@ -160,14 +160,14 @@ class CompiledCall:
     """Calls a module's compiled form, or the module itself if it cannot be compiled."""
 
     def __init__(self, module: nn.Module, name: str, session: Compiled) -> None:
-        from torch._dynamo.exc import TorchDynamoException
+        import torch._dynamo.exc as errors
 
         self.module, self.name = module, name
         self.has_run = False
         self._compiled = module._compiled_call_impl
         self._session, self._counter = session, session.counter
-        # Failures of dynamo, a backend or inductor are of this class; errors of the model are not.
-        self._failure = TorchDynamoException
+        # Failures of dynamo, a backend or inductor are of these classes; errors of the model are not.
+        self._failure = (errors.TorchDynamoException, *_limits_of(errors))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -181,6 +181,11 @@ class CompiledCall:
         if self._counter.pending:
             self._counter.tell()
         return result
+
+
+def _limits_of(errors: Any) -> list[type[Exception]]:
+    """The error of a region that was compiled too often, if this torch has one."""
+    return [errors.FailOnRecompileLimitHit] if hasattr(errors, "FailOnRecompileLimitHit") else []
 
 
 def _settings(blocks: int) -> list[tuple[Any, str, Any]]:

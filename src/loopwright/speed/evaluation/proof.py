@@ -7,6 +7,8 @@ compared. With the fused loss there are no outputs, and only losses are compared
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +22,9 @@ from ..layouts.samples import Samples
 from ..model_stamp import state_of
 from ..planner.choice import Decision
 from ..planner.decision import SpeedPlan
-from ..proof.distance import HALF, gradient_distance
+from ..proof.distance import HALF, gradient_distance, unequal_columns
 from ..proof.disturbance import MOVED
+from ..proof.dropout import Shapes
 from ..proof.prober import Candidate, Outcome, Prepare, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
 from ..proof.prover import PROBE_SAMPLES, Prover
 from .inputs import EvaluationInputs, Forward
@@ -35,6 +38,7 @@ class EvaluationProber(Prober):
     """Compares the losses and outputs of two paths, in eval mode and without gradients."""
 
     compared = "output"
+    random = "the model uses random numbers in eval mode"
 
     def __init__(self, situation: EvaluationInputs) -> None:
         super().__init__(situation.model, self._mean_loss, sandbox=situation.sandbox)
@@ -43,6 +47,12 @@ class EvaluationProber(Prober):
         self._samples: Samples | None = None
         """The samples of the batches that run now."""
         self._repeats = True
+
+    @contextmanager
+    def quiet(self, setting: Setting) -> Iterator[Shapes]:
+        """As in training, but with dropout if the model has it in eval mode: such a model draws random numbers."""
+        with super().quiet(setting._replace(drops=True)) as shapes:
+            yield shapes
 
     def reference(
         self, samples: Samples | None, batches: list[Any], setting: Setting, *, repeats: bool = True
@@ -102,9 +112,9 @@ class EvaluationProber(Prober):
             raise Unserved("the model returns no outputs that could be compared")
         else:
             outputs = outputs[:1]
-        parts = of_each_sample(outputs, piece, chosen, self._classes)
-        thinned = [[_thinned(each) for each in part] for part in parts]
-        return {int(member): part for member, part in zip(piece.members, thinned, strict=True)}
+        copied = _copied if self._here.keeps_outputs else _thinned
+        parts = [[copied(each) for each in part] for part in of_each_sample(outputs, piece, chosen, self._classes)]
+        return {int(member): part for member, part in zip(piece.members, parts, strict=True)}
 
     def _compare(self, proof: Proof, batches: list[Any], candidate: Candidate, reference: Reference) -> Outcome:
         outcome = self._run(batches, candidate.prepare, reference.setting)
@@ -116,7 +126,20 @@ class EvaluationProber(Prober):
         self._judge(proof, outcome, before)
         if not expected:
             del proof.numbers[self.compared]
+        elif proof.accepted and self._here.keeps_outputs:
+            self._judge_columns(proof, outcome.gradient, before)
         return outcome
+
+    def _judge_columns(self, proof: Proof, found: list[Tensor | None], reference: Reference) -> None:
+        """Refuse a candidate if one column of an output differs, however small its values are beside the others."""
+        assert reference.samples is not None
+        expected = reference.outcome.gradient
+        outputs = len(expected) // len(reference.samples)
+        for place in range(outputs):
+            reason = unequal_columns(expected[place::outputs], found[place::outputs], reference.setting.tolerance)
+            if reason is not None:
+                proof.refuse(f"{reason} of output {place + 1} of {outputs} differs")
+                return
 
     def prove_in_half(self, candidate: Candidate, reference: Reference, around: Any) -> Proof:
         self._samples = reference.samples
@@ -187,6 +210,10 @@ def _mean(found: list[Forward]) -> Tensor:
     if not pairs:
         raise ProofRefused("there are no targets")
     return torch.stack([loss * weight for loss, weight in pairs]).sum() / sum(weight for _, weight in pairs)
+
+
+def _copied(output: Tensor) -> Tensor:
+    return output.detach().clone()
 
 
 def _thinned(output: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ class RegionChoice:
     def _tried(self, plan: SpeedPlan, batches: Sequence[Any], head: PendingHead | None) -> tuple[Region | None, str]:
         here, region = self._here, self._here.region()
         prover = RegionProver(here, region, in_graph=plan.graphed)
+        here.learn(list(batches))  # what the model is given, such as the number of items, depends on its loss
         proof = prover.prove(batches, name=REGION)
         reason = proof.reason
         if proof.accepted and here.may_measure and not plan.graphed:  # a graph is not bound by the launches timed here

@@ -24,6 +24,8 @@ DOUBLE = Tolerance(1e-10, 1e-9, 1e-8, 1e-12, 1e-12)
 SINGLE = Tolerance(1e-5, 1e-4, 1e-3, 2.5e-7, 1e-6)
 HALF = Tolerance(5e-3, 5e-2, 2.5e-1, 5e-3, 2e-2)
 """For comparisons in the precision of training on GPUs; a few samples are also compared in single precision."""
+COLUMN_FLOOR = 1e-2
+"""The same for a column of an output, as a fraction of that for a parameter: the others may be much larger."""
 
 
 def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:
@@ -46,6 +48,26 @@ def worst_parameter(
             relative = distance / size**0.5 if size else float("inf")
             worst = (index, relative) if worst is None or relative > worst[1] else worst
     return worst
+
+
+def unequal_columns(
+    expected: Sequence[Tensor | None], found: Sequence[Tensor | None], tolerance: Tolerance
+) -> str | None:
+    """The first column that differs between two lists of outputs of samples; None if all agree.
+
+    Whole numbers must be equal. Other columns are compared by their norm over all samples, as single parameters are.
+    """
+    a, b = (torch.cat([_in_columns(each) for each in outputs if each is not None]) for outputs in (expected, found))
+    if not a.is_floating_point() and not a.is_complex():
+        unequal = (a != b).any(0)
+    else:
+        apart, sizes = (a.double() - b.double()).norm(dim=0), a.double().norm(dim=0)
+        unequal = ~(apart <= tolerance.parameter * sizes + tolerance.floor * COLUMN_FLOOR * sizes.norm())
+    return f"column {int(unequal.int().argmax())}" if bool(unequal.any()) else None
+
+
+def _in_columns(output: Tensor) -> Tensor:
+    return output.reshape(-1, output.shape[-1] if output.dim() else 1)
 
 
 def _norms(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> list[tuple[float, float]]:

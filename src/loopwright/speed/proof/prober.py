@@ -136,6 +136,7 @@ class Prober:
 
     compared = "gradient"
     """What is compared besides the loss."""
+    random = "training uses random numbers besides dropout"
 
     def __init__(
         self, model: nn.Module, loss_of: LossOf, *, sandbox: Callable[[], AbstractContextManager[Any]]
@@ -210,10 +211,10 @@ class Prober:
                 seed_all(seed)
                 again = float(self._loss_of(batches, _as_is).detach())
             if not is_close(first, again, setting.tolerance.still):
-                what = "training uses random numbers besides dropout" if draws else "two evaluations differ"
+                what = self.random if draws else "two evaluations differ"
                 raise ProofRefused(f"the loss of the same samples differs the second time: {what}")
         if draws and not drops_no_layers(self._model):
-            raise ProofRefused("training uses random numbers besides dropout")
+            raise ProofRefused(self.random)
 
     # ---- candidates -------------------------------------------------------------------------------------------------
 
