@@ -55,7 +55,7 @@ def unequal_columns(
 ) -> str | None:
     """The first column that differs between two lists of outputs of samples; None if all agree.
 
-    Whole numbers must be equal. Other columns are compared by their norm over all samples, as single parameters are.
+    Integers must be equal. Other columns are compared by their norm over all samples, as single parameters are.
     """
     a, b = (torch.cat([_in_columns(each) for each in outputs if each is not None]) for outputs in (expected, found))
     if not a.is_floating_point() and not a.is_complex():
