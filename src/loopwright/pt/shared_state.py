@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -22,7 +23,7 @@ def shared_by(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
         if kind.__module__.partition(".")[0] in LIBRARIES:
             continue
         own = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-        found += _restoring(own, lambda name, value, kind=kind: setattr(kind, name, value))
+        found += _restoring(own, partial(setattr, kind))
         for function in own.values():
             found += globals_of(function)
     return found
