@@ -36,6 +36,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_the_python_of_a_page_runs(page, folder):
+    if "TFTrainer(" in page.read_text(encoding="utf-8"):
+        pytest.importorskip("tensorflow")
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed = ""
     for block in blocks_of(page):
