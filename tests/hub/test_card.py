@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from loopwright import TrainingArguments
 from loopwright.hub.card import BEGIN, END, CardFacts, card
 from loopwright.hub.contents import is_pickle
+from loopwright.hub.facts import changed_arguments
 from loopwright.hub.results import FILE, Results, results_file
 
 from .runs import trainer_of
@@ -44,6 +46,23 @@ def test_a_card_states_what_was_measured(tmp_path: Path) -> None:
     assert "secret" not in Path("run/README.md").read_text() and str(tmp_path) not in made.text
     (entry,) = parse_eval_result_entries(yaml.safe_load(Path("run", FILE).read_text()))
     assert (entry.dataset_id, entry.task_id, entry.value) == ("me/data", "test", last["eval_error"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"report_to": "none", "learning_rate": 5e-5, "eval_strategy": "no"},
+        {"learning_rate": 1e-3, "use_cpu": True},
+        {"eval_strategy": "epoch", "load_best_model_at_end": True},
+        {"eval_strategy": "steps", "eval_steps": 7, "metric_for_best_model": "accuracy"},
+        {"torch_compile": True, "debug": "underflow_overflow"},
+    ],
+)
+def test_a_card_lists_the_arguments_that_were_set_and_no_others(given: dict[str, Any]) -> None:
+    defaults = {"report_to": "none", "learning_rate": 5e-5, "eval_strategy": "no"}
+    expected = {name for name, value in given.items() if defaults.get(name) != value}
+    assert set(changed_arguments(TrainingArguments("run", **given))) == expected
 
 
 def test_what_the_user_wrote_is_kept() -> None:

@@ -39,7 +39,7 @@ class CardFacts:
     data: dict[str, str] = field(default_factory=dict)
     """Training and evaluation data -> a description."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """The arguments that differ from their defaults."""
+    """The arguments that the user has set."""
     training: dict[str, Any] = field(default_factory=dict)
     """Progress of the run and sizes of the model."""
     speed: str = ""
@@ -82,7 +82,7 @@ def _section(facts: CardFacts) -> str:
         _table("Training data and evaluation data", facts.data),
         _table("Training", facts.training),
         _evaluations(facts.evaluations),
-        _table("Arguments that differ from the defaults", facts.arguments),
+        _table("Arguments (the others have their defaults)", facts.arguments),
         f"## Speed\n\n```\n{facts.speed}\n```\n" if facts.speed else "",
         _table("Versions", versions()),
     ]

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..args.base import plain, without_secrets
+from ..args.derive import derive
 from ..args.field import specs
+from ..args.problems import Problems
 from .card import CardFacts
 from .results import SPEED, Results
 
@@ -98,14 +100,30 @@ def _training(internals: Internals, base: str | None) -> dict[str, Any]:
 
 
 def changed_arguments(args: BaseArguments) -> dict[str, Any]:
-    """The arguments that differ from their defaults, without secrets and paths of this machine."""
-    known, found = specs(type(args)), {}
-    for name, value in args.to_dict().items():
-        spec = known.get(name)
-        is_default = spec is not None and plain(spec.default) == plain(value)
-        if name not in OF_THE_MACHINE and not is_default and value is not None:
-            found[name] = without_secrets(plain(value))
-    return found
+    """The arguments that the user has set, without secrets and paths of this machine.
+
+    Those are the ones that differ from their defaults and do not follow from the others.
+    """
+    known, values = specs(type(args)), args.to_dict()
+    changed = {
+        name: getattr(args, name, value)
+        for name, value in values.items()
+        if value is not None and not (name in known and plain(known[name].default) == plain(value))
+    }
+    for name in reversed(list(changed)):
+        others = {each: value for each, value in changed.items() if each != name}
+        if plain(derived(type(args), others).get(name)) == plain(values[name]):
+            changed = others
+    return {name: without_secrets(plain(values[name])) for name in changed if name not in OF_THE_MACHINE}
+
+
+def derived(kind: type[BaseArguments], changed: dict[str, Any]) -> dict[str, Any]:
+    """All values of arguments of which only a few are changed."""
+    args = object.__new__(kind)
+    for name, spec in specs(kind).items():
+        object.__setattr__(args, name, changed.get(name, spec.default))
+    derive(args, Problems())
+    return {name: getattr(args, name) for name in specs(kind)}
 
 
 def described_data(data: Any) -> str:
