@@ -4,18 +4,18 @@
 #   make check   lint, types, arguments, core and structure: what to run before every commit
 #   make test    lint, types and the whole test suite; of large grids a spread
 #   make test-grid   the large grids in full, which takes long; TESTS="tests/adversary" for one of them
-#   make trackers   install W&B, MLflow and the other trackers in an environment of their own (.venv-trackers, 0.9 GB)
+#   make trackers   install W&B, MLflow and the other trackers in a separate environment (.venv-trackers, 0.9 GB)
 #   make extras   install optional packages (bitsandbytes, torchao, GaLore ...) beside .venv (.venv-extras, 0.3 GB)
-#   make test-xla   the tests on real XLA, on the CPU, in an environment of their own (.venv-xla, 2.5 GB)
+#   make test-xla   the tests on real XLA, on the CPU, in a separate environment (.venv-xla, 2.5 GB)
 #   make test-versions   chosen tests with other versions of Python, torch and transformers (.venv-versions, 8 GB)
-#   make docs    build the documentation as a site, in an environment of its own (.venv-docs)
+#   make docs    build the documentation as a site, in a separate environment (.venv-docs)
 #   make dist    wheel, source archive and bill of materials of a release, in dist (.venv-release)
 #   make interface   how completely the package is typed; public names compared with the last release
 #   make lint    ruff and mypy only
-#   make bench   print ours, the peers' and a hand-written loop
+#   make bench   measure loopwright, its peers and a hand-written loop
 #   make clean   remove everything these commands made
 #
-# PYTHON=python3.12 chooses the interpreter, PIP_ARGS="..." is handed to every pip install,
+# PYTHON=python3.12 chooses the interpreter, PIP_ARGS="..." is passed to every pip install,
 # TORCH="torch==2.13.0" the build of torch, TESTS="tests/pt -k seed" what `make test` runs, JOBS=4 on how many processes,
 # VERSIONS="python-3.12" the environments of `make test-versions`.
 
@@ -64,7 +64,7 @@ TRACKERS_VENV := .venv-trackers
 
 trackers: $(VENV)/.python
 	@$(MAKE) --no-print-directory $(TRACKERS_VENV)/.ready || \
-	  echo "  The trackers are not to be had here; the tests that need them skip themselves."
+	  echo "  The trackers could not be installed; the tests that need them are skipped."
 
 $(TRACKERS_VENV)/.ready: constraints-trackers.txt
 	@echo "Making $(TRACKERS_VENV): W&B, MLflow and other trackers ..."
@@ -82,7 +82,7 @@ PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 extras: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(EXTRAS_VENV)/.ready || \
-	  echo "  The optional packages are not to be had here; the tests that need them skip themselves."
+	  echo "  The optional packages could not be installed; the tests that need them skip themselves."
 
 $(EXTRAS_VENV)/.ready: constraints.txt
 	@echo "Making $(EXTRAS_VENV): $(EXTRAS) ..."
@@ -183,9 +183,9 @@ $(VENV)/.dev: $(VENV)/.core
 	  echo "Not everything could be installed together (see $(VENV)/dev.log); trying one by one."; \
 	  $(PIP) $(TOOLS) || exit 1; \
 	  for peer in $(PEERS); do \
-	    $(PIP) "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; the tests that need it skip themselves."; \
+	    $(PIP) "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer could not be installed; the tests that need it are skipped."; \
 	  done; }
 	@for peer in $(ALONE); do \
-	  $(PIP) --no-deps "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer is not to be had here; tests that need it skip."; \
+	  $(PIP) --no-deps "$$peer" 2>>$(VENV)/dev.log || echo "  $$peer could not be installed; the tests that need it are skipped."; \
 	done
 	@touch $@

@@ -98,8 +98,8 @@ def test_an_interrupted_run_goes_on_by_the_same_command(name: str, tmp_path: Pat
         assert f"the same command resumes from checkpoint-{step}" in said[1]
     _, again = life(tmp_path / "run", async_save=False)
     assert again is not None and again[0] == step
-    line = f"resuming the interrupted run from checkpoint-{step} (of 12 steps); resume_from_checkpoint=False"
-    assert again[1].count(f"{line} starts over") == 1
+    line = f"resuming the interrupted run from checkpoint-{step} (of 12 steps); set resume_from_checkpoint=False"
+    assert again[1].count(f"{line} to start over") == 1
     _, whole = life(tmp_path / "whole", async_save=False)
     assert whole is not None and again[2] == whole[2]
     assert status(tmp_path / "run") == "finished"

@@ -78,12 +78,12 @@ def interrupted_checkpoint(internals: Internals, earlier: CurrentRun, call: int)
             steps = read_json(Path(found) / STATE, record({"max_steps": count()}))["max_steps"]
             logger.warning(
                 f"resuming the interrupted run from {Path(found).name} (of {steps} steps); "
-                "resume_from_checkpoint=False starts over"
+                "set resume_from_checkpoint=False to start over"
             )
             return found
     logger.warning(
         f"{manager.folder}: the last run {word} and is not resumed{reason or ''}: this run starts over. "
-        f'resume_from_checkpoint="auto" resumes such a run; this one has begun, so stop it and pass "{newest}"'
+        f'Set resume_from_checkpoint="auto" to resume such a run; to resume this one now, stop and pass "{newest}"'
     )
     return None
 

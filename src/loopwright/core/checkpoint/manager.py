@@ -88,7 +88,7 @@ class CheckpointManager:
         except OSError as error:
             logger.warning(
                 f"{self.folder}: it could not be recorded that this run is {status} ({error}). The same command may "
-                "resume it; resume_from_checkpoint=False starts over"
+                "resume it; set resume_from_checkpoint=False to start over"
             )
 
     def release(self) -> None:
@@ -149,7 +149,11 @@ class CheckpointManager:
         storage = self.storage if root == str(self.folder) else open_storage(root)
         name = storage.resolve(asked)
         if name is None:
-            raise CheckpointError(f"Can't find a valid checkpoint at {asked_by}{str(place)!r}: no such folder")
+            found = ", ".join(name for name, _ in self._complete().values()) if root == str(self.folder) else ""
+            raise CheckpointError(
+                f"Can't find a valid checkpoint at {asked_by}{str(place)!r}: no such folder"
+                f"{f'; this folder has {found}' if found else ''}"
+            )
         manifest = storage.manifest(name)
         if manifest is None and storage.holds(name, MANIFEST):
             raise CheckpointError(
