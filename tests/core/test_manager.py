@@ -199,7 +199,8 @@ def test_auto_starts_fresh_where_there_is_nothing_and_true_does_not(home: Any) -
 
 def test_a_named_checkpoint_that_is_not_there_is_an_error(home: Any) -> None:
     save(home.manager(), 3)
-    with pytest.raises(CheckpointError, match="resume_from_checkpoint=.*checkpoint-4.*no such folder; this folder has checkpoint-3"):
+    words = "resume_from_checkpoint=.*checkpoint-4.*no such folder; this folder has checkpoint-3"
+    with pytest.raises(CheckpointError, match=words):
         home.manager().find(home.place(4))
 
 

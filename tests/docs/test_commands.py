@@ -101,6 +101,8 @@ SUPPOSED: dict[str, Callable[[Path, dict[str, str]], None]] = {
     "docs/launch.md": script_of_loopwright,
     "docs/guides/many-gpus.md": script_of_loopwright,
 }
+PRINTED = {"README.md": "open runs/table-regression/report.html in a browser", "docs/drill.md": "\nequal\n"}
+"""What must be among the lines that a page's commands print."""
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
@@ -121,9 +123,9 @@ def test_the_commands_of_a_page_run(page, tmp_path, environment):
     name = page.relative_to(ROOT).as_posix()
     (tmp_path / "train.py").write_text(SCRIPT)
     SUPPOSED.get(name, lambda folder, environment: None)(tmp_path, environment)
-    for block in blocks_of(page):
-        if block.language == "sh" and not block.no_run:
-            run(block.code, tmp_path, environment)
+    blocks = [block for block in blocks_of(page) if block.language == "sh" and not block.no_run]
+    printed = "".join(run(block.code, tmp_path, environment) for block in blocks)
+    assert PRINTED.get(name, "") in printed
 
 
 def test_a_command_that_fails_is_found(tmp_path, environment):

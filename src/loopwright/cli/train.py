@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..report.page import FILE
 from .command import INTERRUPTED, STOPPED, Result, Usage, Words, run_command
 from .early_signals import StoppedEarly, stopped_early
 
@@ -39,7 +41,9 @@ def _train(words: Words) -> Result:
     finally:
         words.is_input = not internals.run.has_begun
     data = {"status": "finished", **_place(trainer), "metrics": output.metrics}
-    return Result(data, f"finished after {output.global_step:,} steps; the run is in {trainer.args.output_dir}")
+    report = Path(str(trainer.args.output_dir), FILE)
+    place = f"open {report} in a browser" if report.is_file() else f"the run is in {trainer.args.output_dir}"
+    return Result(data, f"finished after {output.global_step:,} steps; {place}")
 
 
 def _built(words: Words) -> tuple[Trainer, bool | None]:
