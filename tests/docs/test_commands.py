@@ -14,8 +14,8 @@ import pytest
 from tests.docs.blocks import NOT_RUN, ROOT, blocks_of, not_run, pages
 
 pytest.importorskip("transformers")
-SLOW = {"docs/drill.md", "docs/guides/many-gpus.md", "docs/launch.md"}
-"""Pages whose commands start many processes; they run with `-m grid`."""
+SLOW = {"docs/drill.md", "docs/guides/many-gpus.md", "docs/launch.md", "docs/report.md", "docs/tool.md"}
+"""Pages whose commands start many processes or train for long; they run with `-m grid`."""
 SCRIPT = """
 import torch
 from torch import nn
