@@ -35,10 +35,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=names(PYTHON))
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Pages with TensorFlow run where the other tests of TensorFlow do, which set its devices before it starts."""
+    if "TFTrainer(" not in page.read_text(encoding="utf-8"):
+        return []
+    absent = importlib.util.find_spec("tensorflow") is None
+    return [pytest.mark.xdist_group("tensorflow"), pytest.mark.skipif(absent, reason="needs TensorFlow")]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PYTHON], ids=names(PYTHON))
 def test_the_python_of_a_page_runs(page, folder):
-    if "TFTrainer(" in page.read_text(encoding="utf-8"):
-        pytest.importorskip("tensorflow")
     namespace: dict[str, object] = {"__name__": "__main__"}
     printed = ""
     for block in blocks_of(page):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("tensorflow")
-
-from loopwright import TFTrainer, TFTrainingArguments
 from loopwright.errors import ArgumentsError
 from loopwright.neuron.arguments import REFUSED, NeuronTrainingArguments
 from tests.docs.blocks import ROOT
 
+pytestmark = [
+    pytest.mark.xdist_group("tensorflow"),
+    pytest.mark.skipif(find_spec("tensorflow") is None, reason="needs TensorFlow"),
+]
 TABLE = re.compile(r"^\| `(\w+)` \| (same|better|new|not there)", re.MULTILINE)
 MADE_BY_THE_CONSTRUCTOR = {"train_loss", "eval_loss"}
 
@@ -26,6 +28,8 @@ def rows(page: str, heading: str) -> dict[str, str]:
 
 
 def test_methods_of_the_old_tf_trainer_are_where_the_page_says():
+    from loopwright import TFTrainer
+
     for name, how in rows("tftrainer.md", "Methods and attributes").items():
         assert (hasattr(TFTrainer, name) or name in MADE_BY_THE_CONSTRUCTOR) == (how != "not there"), name
 
@@ -39,6 +43,8 @@ TOGETHER = {"load_best_model_at_end": {"eval_strategy": "steps", "eval_steps": 5
 
 @pytest.mark.parametrize("name", rows("tftrainer.md", "Arguments"))
 def test_an_argument_of_the_old_tf_trainer_is_accepted_or_refused_as_the_page_says(name, tmp_path):
+    from loopwright import TFTrainingArguments
+
     default = getattr(TFTrainingArguments(str(tmp_path)), name, None)
     value = ODD.get(name, 2 if isinstance(default, int | float) and not isinstance(default, bool) else True)
     value = 2 if name == "past_index" else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import random
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -22,6 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..snapshot import Snapshot
 from .devices import is_lazy
+from .refilling import Undo, random_stream, refilling
 from .shared_state import globals_of, shared_by
 
 MOST_NODES = 200_000
@@ -44,7 +44,6 @@ NOT_STATE = frozenset(
     }
 )  # fmt: skip
 """Attributes of a trainer that no loss changes, or that are large."""
-Undo = Callable[[], None]
 
 
 @contextmanager
@@ -188,7 +187,7 @@ class _State:
             self._keep_array(value)
         elif isinstance(value, (FunctionType, MethodType, CellType)):
             self._keep_function(value, depth)
-        elif (undo := _stream(value)) is not None:
+        elif (undo := random_stream(value)) is not None:
             self._note(value)
             self._undo.append(undo)
         elif hasattr(value, "__dict__") and not _is_of_a_library(value) and self.is_users(value):
@@ -217,7 +216,7 @@ class _State:
             if not isinstance(value, tuple):
                 self._empty.append(value)
             return
-        undo = _refilling(value)
+        undo = refilling(value)
         if undo is not None:
             self._undo.append(undo)
         if len(value) <= MOST_ENTRIES:
@@ -300,61 +299,6 @@ def _rebinding(attributes: dict[str, Any], without: frozenset[str] = frozenset()
                 attributes[name] = _copied(value)
 
     return undo
-
-
-def _refilling(value: Any) -> Undo | None:
-    """A function that restores a container's entries; None for an immutable one."""
-    if isinstance(value, (list, deque)):
-        entries = list(value)
-
-        def refill_list() -> None:
-            if len(value) != len(entries) or any(a is not b for a, b in zip(value, entries, strict=True)):
-                value.clear()
-                value.extend(entries)
-
-        return refill_list
-    if isinstance(value, dict):
-        return _refilling_dict(value)
-    if isinstance(value, set):
-        members = set(value)
-
-        def refill_set() -> None:
-            if value != members:
-                value.clear()
-                value.update(members)
-
-        return refill_set
-    return None
-
-
-def _refilling_dict(value: dict[Any, Any]) -> Undo:
-    kept = dict(value)
-
-    def refill() -> None:
-        same = len(value) == len(kept) and all(a is b and value[a] is kept[b] for a, b in zip(value, kept, strict=True))
-        if not same:
-            value.clear()
-            for key, each in kept.items():  # one at a time: works for every kind of dict
-                value[key] = each
-
-    return refill
-
-
-def _stream(value: Any) -> Undo | None:
-    """A function that restores a user's random generator; None for any other object."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state) and None
-    if isinstance(value, random.Random):
-        stands = value.getstate()
-        return lambda: value.setstate(stands)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", bits)
-    if isinstance(value, np.random.RandomState):
-        kept = value.get_state(legacy=True)
-        return lambda: value.set_state(kept)
-    return None
 
 
 def _is_of_a_library(value: Any) -> bool:

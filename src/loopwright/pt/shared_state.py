@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from .refilling import refilling
+
 NUMBERS = frozenset({int, float, bool, str, complex, type(None)})
 LIBRARIES = ("loopwright", "torch", "transformers", "numpy", "peft", "builtins")
 FEW = 64
@@ -54,22 +56,12 @@ def _restoring(values: dict[str, Any], put: Callable[[str, Any], None]) -> list[
         for name, value in numbers.items():
             put(name, value)
 
-    kept = [_refilling(value) for value in values.values() if _is_plain(value)]
-    return [put_back, *kept] if numbers else kept
+    kept = [refilling(value) for value in values.values() if _is_plain(value)]
+    undo = [each for each in kept if each is not None]
+    return [put_back, *undo] if numbers else undo
 
 
 def _is_plain(value: Any) -> bool:
     if type(value) not in (list, dict, set, deque) or len(value) > FEW:
         return False
     return all(type(each) in NUMBERS for each in (value.values() if isinstance(value, dict) else value))
-
-
-def _refilling(value: Any) -> Callable[[], None]:
-    before = value.copy()
-
-    def refill() -> None:
-        if value != before:
-            value.clear()
-            getattr(value, "extend" if isinstance(value, (list, deque)) else "update")(before)
-
-    return refill
