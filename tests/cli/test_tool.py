@@ -79,7 +79,7 @@ def test_from_init_to_export(task: str, tmp_path: Path, capsys: pytest.CaptureFi
         code, text = loopwright(tmp_path, "ctl", f"runs/{task}", "stop", "--wait", "200")
         assert code == 0 and "done: stop" in text
         assert again.wait() == 75, again.text
-    assert f"resuming from runs/{task}/checkpoint-{first[-1]}" in again.text.replace("\n", "")
+    assert f"resuming the interrupted run from checkpoint-{first[-1]} " in again.text.replace("\n", "")
     steps = steps_of(run)
     assert steps == list(range(1, steps[-1] + 1)) and steps[-1] > first[-1]
 
