@@ -23,7 +23,7 @@ PYTHON   ?= python3
 PIP_ARGS ?=
 TORCH    ?= torch==2.13.0
 TESTS    ?= tests
-JOBS     ?= 2
+JOBS     ?= 3
 CHECKED  := tests/core tests/args tests/callbacks tests/reporters tests/test_house.py tests/test_messages.py
 BENCHMARKS ?= overhead checkpoint layouts scaling
 

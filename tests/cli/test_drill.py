@@ -71,6 +71,7 @@ def test_a_plain_script_survives_every_fault_with_the_undisturbed_weights(home):
     assert {path.name for path in home.iterdir()} == {"train.py"}, "the drill wrote where the script was started"
 
 
+@pytest.mark.grid
 def test_a_script_that_loses_its_checkpoints_does_not_survive(home):
     code, rows = drill("--only", "kill", home=home, script=("train.py", "--forget"))
     assert code == 1

@@ -37,8 +37,8 @@ def test_a_campaign_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert (tmp_path / "kills.jsonl").read_text().startswith(before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("targets", [["all"], pytest.param(["all", "one rank"], marks=pytest.mark.grid)], ids=len)
+@pytest.mark.grid
+@pytest.mark.parametrize("targets", [["all"], ["all", "one rank"]], ids=len)
 def test_ranks_keep_their_random_states_in_the_format_of_transformers(targets: list[str], tmp_path: Path) -> None:
     kills = [Kill("SIGTERM", target, 0.3 / (1 + number)) for number, target in enumerate(targets)]
     with Runners(tmp_path) as runners:

@@ -124,7 +124,7 @@ CASES = [
     *((how, "train", {}) for how in ("dataset", "collator", "interrupt", "stuck")),
     ("callback", "train", {"dataloader_persistent_workers": True}),
     ("dataset", "evaluate", {}),
-    ("stuck", "predict", {}),
+    pytest.param("stuck", "predict", {}, marks=pytest.mark.grid),
     ("callback", "train", {"kind": OfTheUser}),
     ("callback", "evaluate", {"kind": OfTheUser}),
     ("dataset", "train", {"data": Stream}),
