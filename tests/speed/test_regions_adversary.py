@@ -268,6 +268,21 @@ def test_compiled_models_give_the_numbers_of_the_model_as_written(way: str, comp
     assert apart < 1e-12
 
 
+class ByCount(Net):
+    """Divides by the number of samples of the update, if it is given one."""
+
+    def forward(self, pixel_values: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> dict[str, Tensor]:
+        logits = super().forward(pixel_values, labels)["logits"]
+        if isinstance(num_items_in_batch, int):
+            return {"loss": functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch}
+        return {"loss": functional.cross_entropy(logits, labels) * 1.0}
+
+
+def test_a_region_is_proved_with_the_form_of_the_loss(compiles: None, tmp_path: Path) -> None:
+    _, apart = both(ByCount, tmp_path)
+    assert apart < 1e-12
+
+
 def test_a_region_that_is_compiled_again_and_again_is_switched_off(compiles: None, tmp_path: Path) -> None:
     """Its forward reads a global that changes with every call."""
     fast, apart = both(lambda: Net(counted_globally), tmp_path, max_steps=12)
