@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = [f"word{index}" for index in range(900)]
-STEPS = {"mlp": 300, "causal-lm": 80, "text-classification": 80}
+STEPS = {"mlp": 1200, "causal-lm": 80, "text-classification": 80}
 
 
 def measured(

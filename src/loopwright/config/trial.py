@@ -32,10 +32,10 @@ WARM = 4
 """Updates that are never timed: accelerations are proved in them."""
 OUTLIER = 4.0
 """Multiple of the usual time of an update above which it is not a usual one, such as one that compiles."""
-FEWEST, MOST = 6, 60
+FEWEST, MANY = 6, 60
 """Timed updates."""
-ENOUGH, LIMIT = 12.0, 30.0
-"""Seconds of timed updates that are enough, and of all updates that are too many."""
+SHORT, ENOUGH, LIMIT = 6.0, 12.0, 30.0
+"""Seconds of many timed updates that are enough, of few ones, and of all updates that are too many."""
 FRAGMENTATION = 1.03
 """Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
 EVALUATED = 8
@@ -175,7 +175,8 @@ class TrialClock(TrainerCallback):
         timed = len(self.ends) - WARM
         seconds = self.ends[-1] - self.ends[WARM - 1] if timed > 0 else 0.0
         is_slow = self.ends[-1] - self.began > LIMIT and len(self.ends) > SAVED + 1
-        return is_slow or timed >= MOST or (timed >= FEWEST and seconds >= ENOUGH)
+        is_settled = seconds >= (SHORT if timed >= MANY else ENOUGH)
+        return is_slow or (timed >= FEWEST and is_settled)
 
 
 def run_trial(
