@@ -13,6 +13,7 @@ from tests.docs.blocks import ROOT
 pytest.importorskip("transformers")
 EXAMPLES = {  # the last line it prints, and the least value in it
     "classify": ("accuracy", 0.9),
+    "pretrain": ("accuracy", 0.45),
     "chat_lora": ("without a mistake", 0.8),
     "translate": ("without a mistake", 0.8),
     "images": ("accuracy", 0.8),
