@@ -179,7 +179,7 @@ $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
 # All in one go when possible; otherwise the tools, which must work, and then each peer on its own.
 $(VENV)/.dev: $(VENV)/.core
 	@echo "Installing the tools of the test suite ..."
-	@$(PIP) -e '.[dev]' 2>$(VENV)/dev.log || { \
+	@$(PIP) $$($(BIN)/python release/groups.py dev) 2>$(VENV)/dev.log || { \
 	  echo "Not everything could be installed together (see $(VENV)/dev.log); trying one by one."; \
 	  $(PIP) $(TOOLS) || exit 1; \
 	  for peer in $(PEERS); do \
