@@ -23,13 +23,21 @@ accepted and has its effect; only these values are an error:
 """
 
 
+ARGUMENTS = """# Training arguments
+
+This page lists every argument of `TrainingArguments`, with its type and default, by subject. The last section has those
+that only `Seq2SeqTrainingArguments` takes. `loopwright args WORD` searches the list in a terminal.
+
+"""
+
+
 def pages() -> dict[str, str]:
     """Every generated page by its file name."""
     from ..args.reference import markdown_reference
     from ..pt.arguments import Seq2SeqTrainingArguments
 
     return {
-        "arguments.md": HEAD + markdown_reference(Seq2SeqTrainingArguments),
+        "arguments.md": HEAD + ARGUMENTS + markdown_reference(Seq2SeqTrainingArguments).partition("\n\n")[2],
         "availability.md": HEAD + AVAILABILITY,
         "tensorflow-arguments.md": HEAD + tensorflow_page(),
     }
@@ -42,7 +50,7 @@ def tensorflow_page() -> str:
     from ..keras.refusals import refusals_table
 
     added = markdown_reference(TensorFlowArgs).partition("\n\n")[2]
-    head = "# TFTrainingArguments\n\nAll of [TrainingArguments](arguments.md), and these."
+    head = "# TFTrainingArguments\n\n`TFTrainingArguments` takes all of [TrainingArguments](arguments.md), and these."
     return f"{head}\n\n{added}\n{refusals_table()}"
 
 
