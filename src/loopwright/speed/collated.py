@@ -1,22 +1,27 @@
-"""What is done with the collator's batches if nothing is rearranged: micro-batches joined, code compiled for them."""
+"""What is done with the collator's batches if no layout is used: joined, filled up, code compiled for them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ..core.update import Update
+from .changed_batches import ChangedBatches
 from .compile.region import Region
+from .cuda_graphs.recorder import shape_key
 from .inputs import PlannerInputs
 from .joining import JOINED, JoinedUse
 from .planner.decision import SpeedPlan
 from .planner.regions import REGION
 from .proof.audit import is_turn
 from .proof.region import RegionProver, region_inputs
+from .widening import WIDENED, WidenedUse
 
 MOST_CHANGES = 8
 """Changes of the model after which an update is compared; more of them switch everything off."""
 MOST_RECOMPILATIONS = 4
 """Recompilations after the proof, which take seconds each; more of them switch the region off."""
+MOST_WIDTHS = 4
+"""Shapes of filled up batches that are compiled for, each when it first occurs."""
 
 
 class RegionUse:
@@ -29,6 +34,9 @@ class RegionUse:
         """Which change of the model was too frequent to compare an update after each."""
         self._updates = 0
         self._recompiled = region.session.counter.count
+        self._adds_shapes = plan.widened
+        self._shapes: set[Any] = set()
+        """Shapes of the micro-batches that were compared, if others are compiled when they occur."""
         region.install()
 
     def differs(self, batches: list[Any]) -> str | None:
@@ -36,6 +44,8 @@ class RegionUse:
         self._updates += 1
         if self.too_often is not None:
             return self.too_often
+        if self._adds_shapes and self._is_new(batches):
+            self.must_prove = True  # compiles for the shapes of this update
         if self._region.session.fell_back:
             return next(iter(self._region.session.fell_back.values()))  # the compiler failed in training
         recompiled = self._region.session.counter.count - self._recompiled
@@ -49,6 +59,13 @@ class RegionUse:
         self.must_prove, self._recompiled = False, self._region.session.counter.count
         return None if proof.accepted else proof.reason
 
+    def _is_new(self, batches: list[Any]) -> bool:
+        shapes = {shape_key(batch) for batch in batches} - self._shapes
+        if not shapes or len(self._shapes) + len(shapes) > MOST_WIDTHS:
+            return False
+        self._shapes |= shapes
+        return True
+
     def inputs(self, batch: Any) -> Any:
         """A micro-batch as the model gets it."""
         return region_inputs(batch, self._region)
@@ -58,13 +75,17 @@ class RegionUse:
 
 
 class CollatedUse:
-    """Both of them, as the plan says; what no longer agrees is taken out of the plan."""
+    """All of them, as the plan says; what no longer agrees is taken out of the plan."""
 
     def __init__(self, situation: PlannerInputs, plan: SpeedPlan, region: Region | None, *, is_proved: bool) -> None:
         self._plan, self._changes = plan, 0
         self._made: tuple[list[Any], list[Any]] | None = None
-        """The collator's micro-batches of the current update, and the joined ones; None if they are not joined."""
-        self.joining = JoinedUse(situation, plan.joined, is_proved=is_proved) if plan.joined > 1 else None
+        """The collator's micro-batches of the current update, and the changed ones; None if they are not changed."""
+        self._changed: list[ChangedBatches] = []
+        if plan.joined > 1:
+            self._changed.append(JoinedUse(situation, plan.joined, is_proved=is_proved))
+        if plan.widened:
+            self._changed.append(WidenedUse(situation, is_proved=is_proved))
         self.region = None if region is None else RegionUse(situation, region, plan, is_proved=is_proved)
 
     @classmethod
@@ -74,20 +95,20 @@ class CollatedUse:
         """What a plan says, with the region that was proved for it, or a new one; None if it says nothing."""
         if plan.region and region is None:
             region = situation.region()
-        return cls(situation, plan, region, is_proved=is_proved) if plan.joined > 1 or region is not None else None
+        use = cls(situation, plan, region, is_proved=is_proved)
+        return use if use.is_used else None
 
     def arrange(self, update: Update) -> str | None:
-        """Join the micro-batches; returns why a part of the plan was switched off, if it was."""
-        self._made = None
-        if self.joining is not None:
-            found = self.joining.join(update.batches)
+        """Change the micro-batches; returns why a part of the plan was switched off, if it was."""
+        made, self._made = update.batches, None
+        for use in list(self._changed):
+            found = use.arrange(update.batches)
             if isinstance(found, str):
-                self.joining, self._plan.joined = None, 1
-                self._plan.take_back(JOINED, found)
-                return f"micro-batches are no longer joined: {found}"
-            if found is not update.batches:
-                self._made = (update.batches, found)
+                self._give_up(use, found)
+                return f"{use.why_off}: {found}"
             update.batches = found
+        if update.batches is not made:
+            self._made = (made, update.batches)
         reason = None if self.region is None else self.region.differs(update.batches)
         if self.region is None or reason is None:
             return None
@@ -96,25 +117,35 @@ class CollatedUse:
         self._plan.take_back(REGION, reason)
         return f"compiled code is switched off, and the model runs as written: {reason}"
 
+    def _give_up(self, use: ChangedBatches, reason: str) -> None:
+        self._changed.remove(use)
+        if use.name == JOINED:
+            self._plan.joined = 1
+        elif use.name == WIDENED:
+            self._plan.widened = False
+        self._plan.take_back(use.name, reason)
+
     def arrange_again(self, update: Update, change: str) -> str | None:
         """Compare the current update, whose batches are the collator's, because the model has changed."""
         self._changes += 1
         self.prove_again()
-        for use in (self.joining, self.region):
-            if use is not None and self._changes > MOST_CHANGES:
+        for use in self._uses():
+            if self._changes > MOST_CHANGES:
                 use.too_often = f"{change} changes during training"
         return self.arrange(update)
 
     def prove_again(self) -> None:
         """Compare the next update that is arranged."""
-        for use in (self.joining, self.region):
-            if use is not None:
-                use.must_prove = True
+        for use in self._uses():
+            use.must_prove = True
+
+    def _uses(self) -> list[ChangedBatches | RegionUse]:
+        return [*self._changed, *([] if self.region is None else [self.region])]
 
     def as_made(self, update: Update) -> list[Any]:
         """The collator's micro-batches of the current update."""
-        is_joined = self._made is not None and self._made[1] is update.batches
-        return self._made[0] if self._made is not None and is_joined else update.batches
+        is_changed = self._made is not None and self._made[1] is update.batches
+        return self._made[0] if self._made is not None and is_changed else update.batches
 
     def inputs(self, batch: Any) -> Any:
         """A micro-batch as the model gets it."""
@@ -122,7 +153,7 @@ class CollatedUse:
 
     @property
     def is_used(self) -> bool:
-        return self.joining is not None or self.region is not None
+        return bool(self._changed) or self.region is not None
 
     def finish(self) -> None:
         """Undo all changes to the model."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from ..core.update import MicroBatch, Update
+from .attention.kernel_choice import without_cudnn
 from .collated import CollatedUse
 from .compile.region import Region
 from .cuda_graphs.graphed_step import GraphedTraining
@@ -138,7 +139,8 @@ class SpeedEngine:
         self._announce(self.plan)
 
     def _settle_activity(self) -> None:
-        self.is_active = any(x is not None for x in (self._layout, self._head, self._graphed, self._collated))
+        parts = (self._layout, self._head, self._graphed, self._collated)
+        self.is_active = self.plan.varied or any(part is not None for part in parts)
         self.is_idle = not self.is_active
 
     def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
@@ -273,7 +275,8 @@ class SpeedEngine:
                 with self._layout.active():
                     yield
             else:
-                yield
+                with without_cudnn() if self.plan.varied else nullcontext():
+                    yield
         finally:
             self.is_installed = False
             if self._head is not None:

@@ -6,19 +6,16 @@ The update keeps its samples, so its gradient is the same. Losses and models tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .changed_batches import CannotChange, ChangedBatches, same
 from .inputs import PlannerInputs
 from .planner.cost import LAUNCH_SHARE, Work
 from .planner.decision import SpeedPlan
-from .proof.audit import is_turn
-from .proof.distance import HALF
-from .proof.prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
 from .proof.region import trial
 
 JOINED = "joined micro-batches"
@@ -27,7 +24,7 @@ FILLED = 0.8
 """Share of the memory beside weights, gradients and optimizer states that activations may take."""
 
 
-class CannotJoin(Exception):
+class CannotJoin(CannotChange):
     """Micro-batches cannot be joined; the message gives the reason."""
 
 
@@ -81,9 +78,7 @@ def choose_joining(plan: SpeedPlan, here: PlannerInputs, batches: list[Any], wor
         plan.note(JOINED, False, reason)
         return batches
     plan.joined, plan.made_for = count, here.described()
-    numbers = proof.numbers
-    same = f"same loss and gradient (within {max(numbers['gradient'], 1e-16):.0e})"
-    plan.note(JOINED, True, f"{count} micro-batches are computed together; {same}", numbers)
+    plan.note(JOINED, True, f"{count} micro-batches are computed together; {same(proof)}", proof.numbers)
     return joined(batches, count)
 
 
@@ -132,46 +127,15 @@ def _activation_bytes(here: PlannerInputs, batch: Any) -> int:
 # ---- in training ----------------------------------------------------------------------------------------------------
 
 
-class JoinedUse:
-    """Joins the micro-batches of updates, and compares some updates both ways."""
+class JoinedUse(ChangedBatches):
+    """Joins the micro-batches of updates."""
+
+    name = JOINED
+    why_off = "micro-batches are no longer joined"
 
     def __init__(self, situation: PlannerInputs, count: int, *, is_proved: bool = True) -> None:
-        self._here, self.count = situation, count
-        self.must_prove = not is_proved
-        self.too_often: str | None = None
-        """Which change of the model was too frequent to compare an update after each."""
-        self._updates = 0
+        super().__init__(situation, is_proved=is_proved)
+        self.count = count
 
-    def join(self, batches: list[Any]) -> list[Any] | str:
-        """The update's micro-batches, joined if they can be; or why joining them no longer agrees."""
-        try:
-            together = joined(batches, self.count)
-        except CannotJoin:
-            return batches
-        self._updates += 1
-        if self.too_often is not None:
-            return self.too_often
-        if self.must_prove or is_turn(self._updates, is_small=False):
-            proof = self.prove(batches)
-            if not proof.accepted and not (proof.has_no_reference and not self.must_prove):
-                return proof.reason
-            self.must_prove = False
-        return together
-
-    def prove(self, batches: list[Any]) -> Proof:
-        """Compare an update joined and as collated: loss, gradients, state."""
-        here = self._here
-        prober = Prober(here.model, here.loss_of, sandbox=here.sandbox)
-        in_half = here.on_gpu and here.computes_half
-        setting = Setting(HALF if in_half else tolerance_of(here.model), train=True, whole=not in_half)
-        if in_half:
-            setting = setting._replace(around=here.as_trained)
-        try:
-            together = [here.put(batch) for batch in joined(batches, self.count)]
-            reference = prober.reference(None, [here.put(batch) for batch in batches], setting)
-        except (CannotJoin, ProofRefused) as reason:
-            return Proof(JOINED, has_no_reference=True).refuse(str(reason))
-        reference.batches = together
-        candidate = Candidate(JOINED, lambda samples: together, None, None, lambda batch: batch, nullcontext)
-        return prober.prove(candidate, reference, divided=False)
-
+    def change(self, batches: list[Any]) -> list[Any]:
+        return joined(batches, self.count)

@@ -6,18 +6,42 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+MOST_DRAWS = 512
 
-def host_streams(device: torch.device) -> tuple[Any, ...]:
+
+class HostStreams(NamedTuple):
+    """The states of the host's random generators."""
+
+    others: tuple[Any, ...]
+    """Of Python and numpy."""
+    torch: bytes
+    """Of torch; empty if the host is the device."""
+
+
+def host_streams(device: torch.device) -> HostStreams:
     """The states of the host's random generators, in a form that can be compared."""
     _, keys, *rest = np.random.get_state(legacy=True)
-    own = () if device.type == "cpu" else (bytes(torch.get_rng_state().numpy()),)
-    return (random.getstate(), bytes(np.asarray(keys)), *rest, *own)
+    own = b"" if device.type == "cpu" else bytes(torch.get_rng_state().numpy())
+    return HostStreams((random.getstate(), bytes(np.asarray(keys)), *rest), own)
+
+
+def draws_between(before: HostStreams, after: HostStreams) -> int | None:
+    """How many numbers `torch.rand` drew on the host between two states; None if something else was drawn."""
+    if before.others != after.others or not before.torch:
+        return None
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(before.torch), dtype=torch.uint8))
+    for count in range(MOST_DRAWS):
+        if bytes(generator.get_state().numpy()) == after.torch:
+            return count
+        torch.rand((), generator=generator)
+    return None
 
 
 @contextmanager

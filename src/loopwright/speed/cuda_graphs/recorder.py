@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ...snapshot import restored
+from ..proof.random_draws import draws_without_effect
 from .contexts import (
+    HostStreams,
     any_wait_is_fine,
     as_if_recording,
     autocast_without_cache,
     buffers_of,
+    draws_between,
     host_streams,
     no_wait,
     side_stream,
@@ -62,6 +65,8 @@ class Graph:
     gradients: list[tuple[nn.Parameter, Tensor]]
     """Parameters that get a gradient, each with the tensor to which the graph adds it."""
     checks: int = CHECKS
+    draws: int = 0
+    """Random numbers that the forward pass draws on the host without effect; a replay draws as many."""
 
     def load(self, inputs: Inputs, weight: Any) -> None:
         """Copy a batch of the same shapes to the static inputs."""
@@ -133,6 +138,8 @@ class GraphedStep:
         graph.load(inputs, weight)
         graph.place_gradients()
         graph.replay()
+        if graph.draws:
+            torch.rand(graph.draws)
         return graph.loss.clone()
 
     def forget(self) -> None:
@@ -192,7 +199,7 @@ class GraphedStep:
         }
         weight = torch.ones((), device=self.device)
         with restored(self._model, self._parameters), autocast_without_cache(), any_wait_is_fine():
-            reached = self._warm_up(static, weight)
+            reached, draws = self._warm_up(static, weight)
             gradients = [(p, self._place_of(p)) for p in reached]
             for parameter, place in gradients:
                 parameter.grad = place
@@ -200,23 +207,32 @@ class GraphedStep:
             replay, loss = self._recorder(lambda: self._run(static, weight))
             if any(parameter.grad is not place for parameter, place in gradients):
                 raise Uncapturable("the backward pass replaces gradients instead of accumulating them")
-        return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS)
+        return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS, draws)
 
-    def _warm_up(self, inputs: Inputs, weight: Tensor) -> list[nn.Parameter]:
-        """Run eagerly until all one-time initialization is done; returns the parameters with gradients."""
-        before = host_streams(self.device)
+    def _warm_up(self, inputs: Inputs, weight: Tensor) -> tuple[list[nn.Parameter], int]:
+        """Run eagerly until all one-time initialization is done; returns the parameters with gradients, and draws."""
         with side_stream(self.device), as_if_recording(self.device):
+            before = host_streams(self.device)
             self._run_alone(inputs, weight)
+            draws = self._draws_since(before)
             with no_wait(self.device):  # an error here is harmless; during a capture it would break torch's state
                 self._run_alone(inputs, weight)
             if not self._graphs:
                 self._run_alone(inputs, weight)
-        if host_streams(self.device) != before:
-            raise Uncapturable("the forward pass draws random numbers on the host")
         reached = [p for p in self._parameters if p.grad is not None]
         if any(p.grad.layout is not torch.strided for p in reached if p.grad is not None):
             raise Uncapturable("a gradient is sparse")
-        return reached
+        return reached, draws
+
+    def _draws_since(self, before: HostStreams) -> int:
+        """Random numbers drawn on the host; raises unless they are known to have no effect."""
+        after = host_streams(self.device)
+        if after == before:
+            return 0
+        draws, idle = draws_between(before, after), draws_without_effect(self._model)
+        if draws != idle:
+            raise Uncapturable("the forward pass draws random numbers on the host")
+        return idle
 
     def _run_alone(self, inputs: Inputs, weight: Any) -> Tensor:
         for parameter in self._parameters:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..attention.dispatch import HALF
 from ..attention.document_mask import as_given
+from ..attention.kernel_choice import without_cudnn
 from ..attention.switch import AttentionSwitch
 from ..attention.t5_bias import switch_for
 from ..planner.decision import AS_MADE, BIASED, FLAT, GROUPED, LAYOUTS, UNMASKED, UNPADDED
@@ -35,7 +36,8 @@ class Layout:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Install the layout around the forward and backward of an update."""
-        yield
+        with without_cudnn():
+            yield
 
 
 class Biased(Layout):
@@ -47,7 +49,7 @@ class Biased(Layout):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._switch.active():
+        with super().active(), self._switch.active():
             yield
 
 

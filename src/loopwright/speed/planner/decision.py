@@ -40,6 +40,10 @@ class SpeedPlan:
     """What is compiled as one region: "model", "trunk", or nothing."""
     joined: int = 1
     """How many of the collator's micro-batches are computed together."""
+    widened: bool = False
+    """Whether targets are filled up to a few widths."""
+    varied: bool = False
+    """Whether the collator's micro-batches have many shapes, for which cuDNN's attention is not used."""
     graphed: bool = False
     """Whether forward and backward of a micro-batch are one CUDA graph."""
     budget: int = 0
@@ -55,7 +59,10 @@ class SpeedPlan:
 
     @property
     def changes_anything(self) -> bool:
-        switches = (self.linear_loss, self.compiled, bool(self.region), self.graphed, self.activations != "none")
+        switches = (
+            self.linear_loss, self.compiled, bool(self.region), self.widened, self.varied, self.graphed,
+            self.activations != "none",
+        )  # fmt: skip
         return self.layout != AS_MADE or self.joined > 1 or any(switches)
 
     @property
@@ -77,6 +84,10 @@ class SpeedPlan:
         for choice in self.choices:
             if choice.name == name and choice.is_on:
                 choice.numbers.update((f"update_{key}", value) for key, value in numbers.items())
+
+    def number(self, name: str) -> float:
+        """The largest number of this name among the proofs of what is on; 0 if there is none."""
+        return max((choice.numbers.get(name, 0.0) for choice in self.choices if choice.is_on), default=0.0)
 
     def forget(self, name: str) -> None:
         """Remove an entry, so that it can be recorded again."""

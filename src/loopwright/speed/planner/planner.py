@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..attention.kernel_choice import VARIED
 from ..compile.blocks import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
+from ..cuda_graphs.recorder import MOST_SHAPES
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
 from ..joining import choose_joining
@@ -19,6 +21,7 @@ from ..layouts.samples import NoSamples, OddSamples, Samples
 from ..memory.token_budget import limits_for, plan_memory
 from ..proof.guard import Coverage
 from ..proof.prober import Proof
+from ..widening import WidthChoice
 from .choice import HEAD, Decision
 from .decision import AS_MADE, COMPILED, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
 from .regions import RegionChoice
@@ -61,13 +64,15 @@ class Planner:
         """The micro-batches of that update, without their padding."""
         self._graphs = GraphChoice(situation)
         self._regions = RegionChoice(situation)
+        self._widths = WidthChoice(situation)
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         """The plan, as soon as an update shows a benefit or that there is none; None before that."""
         here = self._here
         self._looks += 1
-        self._graphs.look(batches)
-        self._regions.look(batches)
+        seen = self._widths.look(batches)
+        self._graphs.look(seen)
+        self._regions.look(seen)
         if here.user_hook() is None and self._regions.waits(batches):
             return None
         made = self._planned(batches, take_apart)
@@ -75,6 +80,8 @@ class Planner:
             return made
         if made.plan.layout == AS_MADE:
             batches = choose_joining(made.plan, here, batches, self._regions.count(batches))
+            batches = self._widened(made.plan, batches)
+            self._choose_attention(made.plan)
         return made._replace(region=self._regions.choose(made.plan, batches, made.head))
 
     def _planned(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
@@ -227,6 +234,25 @@ class Planner:
     def _wants_compiling(self) -> bool:
         here = self._here
         return here.on_gpu and (here.level == "max" or self._regions.blocks_pay(self._micro_batches))
+
+    def _choose_attention(self, plan: SpeedPlan) -> None:
+        """Avoid kernels that are prepared for each shape if the collator's batches have many."""
+        here = self._here
+        plan.varied = here.device.type == "cuda" and not plan.graphed and len(self._graphs.shapes) > MOST_SHAPES
+        if plan.varied:
+            plan.made_for = here.described()
+            plan.note(VARIED, True, "cuDNN's are left out: they are prepared anew for each shape")
+
+    def _widened(self, plan: SpeedPlan, batches: list[Any]) -> list[Any]:
+        """The micro-batches, filled up if that is proved; otherwise graphs are chosen again, by their own shapes."""
+        found = self._widths.choose(plan, batches)
+        if found is not None:
+            return found
+        self._graphs.look(batches)
+        self._regions.look(batches)
+        plan.forget(GRAPHS)
+        self._note_graphs(plan, "micro-batches have many shapes")
+        return batches
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

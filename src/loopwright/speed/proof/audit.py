@@ -13,7 +13,7 @@ from ..layouts.samples import Samples
 from ..planner.decision import FLAT, SpeedPlan
 from .guard import Coverage, Seen
 from .prober import Proof, ProofRefused
-from .prover import WHOLE_TOKENS, Prover
+from .prover import NOISE, WHOLE_TOKENS, Prover
 
 MOST_FAILURES = 3
 """Failed proofs after which updates with new inputs keep the collator's batches without being compared."""
@@ -68,7 +68,7 @@ class Verification:
 
     def prove(self, batches: Sequence[Any], samples: Samples | None, limits: Limits | None, *, covers: bool) -> Proof:
         """Compare a whole update with the normal path; with `covers`, inputs that agree are covered from now on."""
-        prover, plan = Prover(self._here), self._plan
+        prover, plan = self._prover(), self._plan
         try:
             reference = prover.update(samples, batches, repeats=covers)
         except ProofRefused as reason:
@@ -79,6 +79,9 @@ class Verification:
             assert limits is not None
             self.coverage.add(prover.covered(plan, self._layout, self._head, reference, limits))
         return proof
+
+    def _prover(self) -> Prover:
+        return Prover(self._here, noise=self._plan.number(NOISE))
 
     # ---- audits -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +117,7 @@ class Verification:
         return self.updates - self._last_audit
 
     def _prove_part(self, samples: Samples) -> Proof:
-        prover, plan = Prover(self._here), self._plan
+        prover, plan = self._prover(), self._plan
         try:
             reference = prover.part(samples, self.updates)
         except ProofRefused as reason:

@@ -24,8 +24,22 @@ DOUBLE = Tolerance(1e-10, 1e-9, 1e-8, 1e-12, 1e-12)
 SINGLE = Tolerance(1e-5, 1e-4, 1e-3, 2.5e-7, 1e-6)
 HALF = Tolerance(5e-3, 5e-2, 2.5e-1, 5e-3, 2e-2)
 """For comparisons in the precision of training on GPUs; a few samples are also compared in single precision."""
+NOISE_APART = 1.5
+"""How far two half-precision gradients may be apart, in units of the rounding error of the normal path."""
+MOST_NOISE = 0.2
+"""Largest rounding error of a gradient, relative to its norm, up to which it says anything about another one."""
 COLUMN_FLOOR = 1e-2
 """The same for a column of an output, as a fraction of that for a parameter: the others may be much larger."""
+
+
+def half_tolerance(noise: float) -> Tolerance:
+    """HALF, or more for a model whose half-precision gradients have a rounding error `noise` that is larger than that.
+
+    Deep models with few trained weights (adapters) have gradients of which bf16 rounds away a tenth.
+    """
+    apart = NOISE_APART * min(noise, MOST_NOISE)
+    more = max(apart / HALF.gradient, 1.0)
+    return HALF._replace(gradient=HALF.gradient * more, parameter=min(HALF.parameter * more, 0.5))
 
 
 def gradient_distance(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> float:

@@ -17,7 +17,7 @@ from ..layouts.rows import PLACES, Limits, longest_row
 from ..layouts.samples import IGNORED, SOURCE, Samples, few_of
 from ..memory.token_budget import limits_for
 from ..planner.decision import FLAT, IN_ROWS, SpeedPlan
-from .distance import HALF
+from .distance import half_tolerance
 from .guard import Seen
 from .prober import Candidate, Prober, Proof, ProofRefused, Reference, Setting, tolerance_of
 from .sample_lengths import joined, longest_possible, shortened_to, stretched
@@ -27,6 +27,10 @@ SHORT, STRETCH = 2, 2
 """Tokens of the shortest sample compared, and the factor by which the longest sample is extended."""
 WHOLE_TOKENS = 2048
 """Padded tokens up to which a later update is compared as a whole; of larger updates, a few samples are compared."""
+
+
+NOISE = "half_gradient_before"
+"""The number of a proof that is the rounding error of the normal path in half precision."""
 
 
 class Lengths(NamedTuple):
@@ -39,8 +43,11 @@ class Lengths(NamedTuple):
 class Prover:
     """Compares the path of a plan with the normal path."""
 
-    def __init__(self, situation: PlannerInputs) -> None:
-        self._here = situation
+    _noise = 0.0
+    """The rounding error of the normal path's gradient in half precision, as far as it was measured."""
+
+    def __init__(self, situation: PlannerInputs, *, noise: float = 0.0) -> None:
+        self._here, self._noise = situation, noise
         self._prober = Prober(situation.model, situation.loss_of, sandbox=situation.sandbox)
         self._exact = tolerance_of(situation.model)
 
@@ -80,7 +87,7 @@ class Prover:
         """Train mode; on GPUs in the precision of training, in which the update is known to fit into memory."""
         here = self._here
         if here.on_gpu and here.computes_half:
-            return Setting(HALF, train=True, whole=False, around=here.as_trained)
+            return Setting(half_tolerance(self._noise), train=True, whole=False, around=here.as_trained)
         return Setting(self._exact, train=True)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
@@ -96,6 +103,7 @@ class Prover:
                 return replace(proof, numbers=numbers)
         if here.on_gpu and here.computes_half:
             proof = self._prober.prove_in_half(candidate, references[0], here.as_trained)
+            self._noise = max(self._noise, proof.numbers.get(NOISE, 0.0))
         return replace(proof, numbers={**proof.numbers, **numbers})
 
     def prove_part(self, candidate: Candidate, reference: Reference) -> Proof:
@@ -120,10 +128,16 @@ class Prover:
             seen.cover(lengths.shortest, lengths.longest)
         most = min(2 * row, limits.budget) if self._here.on_gpu else 2 * row
         longer = replace(limits, budget=max(limits.budget, 2 * most))
-        together = self.candidate(plan.layout, plan, layout, head, limits=longer)
+        together = self.candidate(plan.layout, plan, layout, head, limits=longer, more=self._sparing(plan))
         if row and (most <= row or self.prove_longer_rows(together, reference, most)):
             seen.row = max(row, most)
         return seen
+
+    def _sparing(self, plan: SpeedPlan) -> Callable[[ExitStack], Any]:
+        """Recomputes whole blocks on GPUs: rows of the token budget, not compiled, would need more than training."""
+        here = self._here
+        is_possible = here.on_gpu and "full" in here.policies and plan.activations == "none" and not here.recomputes
+        return lambda stack: stack.callback(here.recompute("full")) if is_possible else None
 
     def prove_lengths(self, candidate: Candidate, samples: Samples) -> Lengths | None:
         """The shortest and longest lengths that agree beyond those of the update; None if they cannot be compared."""

@@ -25,6 +25,14 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def draws_without_effect(model: nn.Module) -> int:
+    """How many numbers a forward pass in training draws for layerdrop rates of zero: one for each layer."""
+    if not drops_no_layers(model):
+        return 0
+    lists = (getattr(module, "layers", ()) for module in model.modules() if "layerdrop" in module.__dict__)
+    return sum(len(layers) for layers in lists if isinstance(layers, nn.ModuleList))
+
+
 def drops_no_layers(model: nn.Module) -> bool:
     """Whether all layerdrop rates are zero: transformers then draws numbers to compare with them, without effect."""
     rates = [module.__dict__["layerdrop"] for module in model.modules() if "layerdrop" in module.__dict__]

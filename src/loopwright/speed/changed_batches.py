@@ -1,0 +1,72 @@
+"""Changing the collator's micro-batches without changing the update: what joining and widening have in common."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from .inputs import PlannerInputs
+from .proof.audit import is_turn
+from .proof.distance import HALF
+from .proof.prober import Candidate, Prober, Proof, ProofRefused, Setting, tolerance_of
+
+
+class CannotChange(Exception):
+    """Micro-batches cannot be changed; the message gives the reason."""
+
+
+class ChangedBatches:
+    """Changes the micro-batches of updates, and compares some updates both ways."""
+
+    name: str
+    why_off: str
+    """The beginning of the message when a comparison fails in training."""
+
+    def __init__(self, situation: PlannerInputs, *, is_proved: bool = True) -> None:
+        self._here = situation
+        self.must_prove = not is_proved
+        self.too_often: str | None = None
+        """Which change of the model was too frequent to compare an update after each."""
+        self._updates = 0
+
+    def change(self, batches: list[Any]) -> list[Any]:
+        """The changed micro-batches of an update; raises `CannotChange`."""
+        raise NotImplementedError
+
+    def arrange(self, batches: list[Any]) -> list[Any] | str:
+        """The update's micro-batches, changed if they can be; or why the change no longer agrees."""
+        try:
+            changed = self.change(batches)
+        except CannotChange:
+            return batches
+        self._updates += 1
+        if self.too_often is not None:
+            return self.too_often
+        if self.must_prove or is_turn(self._updates, is_small=False):
+            proof = self.prove(batches)
+            if not proof.accepted and not (proof.has_no_reference and not self.must_prove):
+                return proof.reason
+            self.must_prove = False
+        return changed
+
+    def prove(self, batches: list[Any]) -> Proof:
+        """Compare an update changed and as collated: loss, gradients, state."""
+        here = self._here
+        prober = Prober(here.model, here.loss_of, sandbox=here.sandbox)
+        in_half = here.on_gpu and here.computes_half
+        setting = Setting(HALF if in_half else tolerance_of(here.model), train=True, whole=not in_half)
+        if in_half:
+            setting = setting._replace(around=here.as_trained)
+        try:
+            changed = [here.put(batch) for batch in self.change(batches)]
+            reference = prober.reference(None, [here.put(batch) for batch in batches], setting)
+        except (CannotChange, ProofRefused) as reason:
+            return Proof(self.name, has_no_reference=True).refuse(str(reason))
+        reference.batches = changed
+        candidate = Candidate(self.name, lambda samples: changed, None, None, lambda batch: batch, nullcontext)
+        return prober.prove(candidate, reference, divided=False)
+
+
+def same(proof: Proof) -> str:
+    """How equal loss and gradient are, for the report."""
+    return f"same loss and gradient (within {max(proof.numbers['gradient'], 1e-16):.0e})"

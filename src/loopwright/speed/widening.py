@@ -1,0 +1,108 @@
+"""Filling up the targets of encoder-decoder batches to a few widths, so that the shapes of micro-batches repeat.
+
+Speech to text, for example: recordings have one length and transcripts do not, so every batch would have a new shape,
+for which there is no graph, no compiled code, and for which cuDNN prepares its attention kernels again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .changed_batches import CannotChange, ChangedBatches, same
+from .inputs import PlannerInputs
+from .layouts.samples import IGNORED
+from .planner.decision import SpeedPlan
+
+WIDENED = "targets of a few widths"
+WIDENING_DEVICES = ("cuda",)
+WIDTH_STEP = 64
+"""Widths are multiples of this."""
+LABELS = "labels"
+BESIDE = ("decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "decoder_position_ids")
+"""Other inputs of a decoder; batches that have one are left as they are."""
+LIMITS = ("max_target_positions", "max_position_embeddings", "n_positions")
+
+
+def widened(batches: Sequence[Any], most: int | None) -> list[Any]:
+    """The micro-batches with labels as wide as the next multiple of `WIDTH_STEP`; raises `CannotChange`."""
+    return [_wide(batch, most) for batch in batches]
+
+
+def _wide(batch: Any, most: int | None) -> dict[str, Any]:
+    labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        raise CannotChange("labels are no rows of tokens")
+    if any(name in batch for name in BESIDE):
+        raise CannotChange("batches have inputs of the decoder besides labels")
+    missing = -labels.shape[1] % WIDTH_STEP
+    if most is not None and labels.shape[1] + missing > most:
+        missing = max(most - labels.shape[1], 0)
+    wide = nn.functional.pad(labels, (0, missing), value=IGNORED) if missing else labels
+    return {**batch, LABELS: wide}
+
+
+def widest(model: nn.Module) -> int | None:
+    """The longest target that the model's positions allow; None if there is no limit in its configuration."""
+    config = getattr(model, "config", None)
+    found = (getattr(config, name, None) for name in LIMITS)
+    return next((value for value in found if isinstance(value, int) and value > 0), None)
+
+
+# ---- choosing -------------------------------------------------------------------------------------------------------
+
+
+class WidthChoice:
+    """Decides whether targets are filled up, before graphs and compiled code are chosen by the shapes of batches."""
+
+    def __init__(self, situation: PlannerInputs) -> None:
+        self._here = situation
+        self._widths: set[int] = set()
+
+    def look(self, batches: list[Any]) -> list[Any]:
+        """The micro-batches in the shapes they would have."""
+        found = self._changed(batches)
+        if found is None:
+            return batches
+        self._widths |= {batch[LABELS].shape[1] for batch in batches}
+        return found
+
+    def _changed(self, batches: list[Any]) -> list[Any] | None:
+        here = self._here
+        is_text = any(isinstance(each, Mapping) and "input_ids" in each for each in batches)
+        if here.device.type not in WIDENING_DEVICES or not here.is_pair or is_text or here.is_shared:
+            return None
+        if here.only_grouped is not None or here.user_hook() is not None:
+            return None
+        try:
+            return widened(batches, widest(here.model))
+        except CannotChange:
+            return None
+
+    def choose(self, plan: SpeedPlan, batches: list[Any]) -> list[Any] | None:
+        """The update's micro-batches, filled up if that is needed and proved; None if it is refused."""
+        here, changed = self._here, self._changed(batches)
+        if changed is None or len(self._widths) < 2:
+            return batches
+        proof = WidenedUse(here).prove(batches)
+        if not proof.accepted:
+            plan.note(WIDENED, False, proof.reason)
+            return None
+        plan.widened, plan.made_for = True, here.described()
+        plan.note(WIDENED, True, f"widths are multiples of {WIDTH_STEP}; {same(proof)}", proof.numbers)
+        return changed
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+class WidenedUse(ChangedBatches):
+    """Fills up the targets of updates."""
+
+    name = WIDENED
+    why_off = "targets are no longer filled up"
+
+    def change(self, batches: list[Any]) -> list[Any]:
+        return widened(batches, widest(self._here.model))
