@@ -21,8 +21,9 @@ import loopwright.speed.planner.regions as regions
 from loopwright import Trainer, TrainerCallback, TrainingArguments
 from loopwright.pt.acceleration import Acceleration
 from loopwright.pt.model.options import compile_key
+from loopwright.speed.attention.needless_masks import without_needless_masks
 from loopwright.speed.compile.cache import cache_file
-from loopwright.speed.compile.region import BLOCKS, MODEL, causal_without_mask
+from loopwright.speed.compile.region import BLOCKS, MODEL
 from loopwright.speed.cuda_graphs.contexts import autocast_without_cache
 from loopwright.speed.planner.regions import REGION
 from tests.speed.architectures import build
@@ -322,9 +323,39 @@ def test_causal_attention_gets_no_mask_while_it_is_traced() -> None:
         return graph
 
     model, row = gpt2(), texts()[0]["input_ids"][None]
-    with causal_without_mask():
+    with without_needless_masks():
         torch.compile(model, backend=backend, fullgraph=True)(input_ids=row, labels=row)
     assert len(seen) == 2 and all("'attn_mask': None" in each and "'is_causal': True" in each for each in seen)
+
+
+def test_attention_to_all_patches_gets_no_mask_while_it_is_traced() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.kwargs) for node in graph.graph.nodes if "scaled_dot_product" in str(node.target))
+        return graph
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **small))
+    with without_needless_masks():
+        torch.compile(model, backend=backend)(pixel_values=torch.ones(1, 3, 16, 16))
+    assert len(seen) == 2 and all("'attn_mask': None" in each for each in seen)
+
+
+def test_masks_that_mask_something_are_made() -> None:
+    import transformers.masking_utils as masking
+
+    before = masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa
+    padding = torch.tensor([[True, False]])
+    with without_needless_masks():
+        causal, all_seen = masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa
+        assert causal(None, 4, 4, 0, 0, None) and causal(None, 4, 4, 0, 0, 5) and all_seen(None, 4, None)
+        assert not causal(None, 4, 4, 0, 0, 3) and not all_seen(None, 4, 3), "a window"
+        assert not causal(padding, 2, 2, 0, 0, None) and not all_seen(padding, 2, None), "padding"
+        assert not causal(None, 2, 4, 2, 0, None), "a cache"
+    assert (masking._ignore_causal_mask_sdpa, masking._ignore_bidirectional_mask_sdpa) == before
 
 
 def test_work_is_counted_not_timed() -> None:

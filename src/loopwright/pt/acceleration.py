@@ -30,6 +30,7 @@ from ..speed.memory.estimate import model_bytes
 from ..speed.memory.host_heap import keep_heap
 from ..speed.model_stamp import fingerprint, hooks_of, is_foreign
 from ..speed.planner.decision import SpeedPlan
+from ..speed.planner.planner import VARYING_DEVICES
 from .arguments import TrainingArguments
 from .data.columns import innermost, without_wrappers
 from .device_traits import kind_of
@@ -84,8 +85,9 @@ class Acceleration(TorchPart):
                 self.notices.warn_once(
                     f"per_device_train_batch_tokens is not enforced because batches are padded: {reason}"
                 )
-            return None
-        return SpeedEngine(self.situation, announce=self.announce, tell=self.notices.warn_once)
+            if self.device.type not in VARYING_DEVICES or self.strategy.world_size > 1:
+                return None
+        return SpeedEngine(lambda: self.situation(reason), announce=self.announce, tell=self.notices.warn_once)
 
     def _why_not(self) -> str | None:
         for name, reason in KEEP_BATCHES.items():
@@ -116,8 +118,8 @@ class Acceleration(TorchPart):
             return "use_liger_kernel replaces the layers that layouts are made for"
         return None
 
-    def situation(self) -> PlannerInputs:
-        """The inputs of the planner and of proofs."""
+    def situation(self, keeps: str | None = None) -> PlannerInputs:
+        """The inputs of the planner and of proofs; `keeps` is why batches and model stay as they are."""
         model, loss = innermost(self.model), self.internals.loss
         weights = next((p for p in model.parameters() if p.is_floating_point()), None)
         operations = operations_per_token(model) or 6 * sum(p.numel() for p in model.parameters())
@@ -140,6 +142,7 @@ class Acceleration(TorchPart):
             why_not_compile=self._why_not_compile(),
             operations_per_token=float(operations),
             token_budget=self.args.per_device_train_batch_tokens,
+            keeps=keeps,
             packs=self.args.batch_packing is not None,
             only_grouped=self._why_only_grouped(),
             is_shared=self.strategy.world_size > 1,

@@ -11,7 +11,7 @@ from .cuda_graphs.recorder import shape_key
 from .inputs import PlannerInputs
 from .joining import JOINED, JoinedUse
 from .planner.decision import SpeedPlan
-from .planner.regions import REGION
+from .planner.regions import MOST_WIDTHS, REGION
 from .proof.audit import is_turn
 from .proof.region import RegionProver, region_inputs
 from .widening import WIDENED, WidenedUse
@@ -20,8 +20,6 @@ MOST_CHANGES = 8
 """Changes of the model after which an update is compared; more of them switch everything off."""
 MOST_RECOMPILATIONS = 4
 """Recompilations after the proof, which take seconds each; more of them switch the region off."""
-MOST_WIDTHS = 4
-"""Shapes of filled up batches that are compiled for, each when it first occurs."""
 
 
 class RegionUse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -139,8 +139,7 @@ class SpeedEngine:
         self._announce(self.plan)
 
     def _settle_activity(self) -> None:
-        parts = (self._layout, self._head, self._graphed, self._collated)
-        self.is_active = self.plan.varied or any(part is not None for part in parts)
+        self.is_active = any(x is not None for x in (self._layout, self._head, self._graphed, self._collated))
         self.is_idle = not self.is_active
 
     def _holds(self, batches: list[Any], samples: Samples | None, limits: Limits | None) -> bool:
@@ -275,12 +274,16 @@ class SpeedEngine:
                 with self._layout.active():
                     yield
             else:
-                with without_cudnn() if self.plan.varied else nullcontext():
+                with self.attention():
                     yield
         finally:
             self.is_installed = False
             if self._head is not None:
                 self._head.remove()
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Context for the attention kernels of an update with the collator's batches."""
+        return without_cudnn() if self.plan.varied else nullcontext()
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the function that runs an update in `active`."""

@@ -45,6 +45,8 @@ class PlannerInputs:
     operations_per_token: float
     token_budget: int | None = None
     """Tokens per micro-batch, if set by the user."""
+    keeps: str | None = None
+    """Why the collator's micro-batches and the model stay as they are; None if they may be changed."""
     packs: bool = False
     """Whether updates take as many samples as fit, so that one may consist of a single sample."""
     only_grouped: str | None = None

@@ -225,7 +225,10 @@ class TorchLoss(LossCalls):
         run.before_update = self.strategy.snapshot() if self.args.auto_find_batch_size else None
 
     def around_update(self) -> AbstractContextManager[Any]:
-        return self.run.speed.active() if self.run.speed is not None and self.run.speed.is_active else nullcontext()
+        speed = self.run.speed
+        if speed is None:
+            return nullcontext()
+        return speed.active() if speed.is_active else speed.attention()
 
     def end_update(self, update: Update, loss: Any) -> Any:
         run = self.run

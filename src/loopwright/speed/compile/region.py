@@ -8,7 +8,6 @@ run as written.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...notices import Notices
+from ..attention.needless_masks import without_needless_masks
 from ..cuda_graphs.recorder import shape_key
 from .blocks import Compiled, CompiledCall, have_equal_numbers, repeated_blocks
 
@@ -29,41 +29,11 @@ ITEMS = "num_items_in_batch"
 
 
 @contextmanager
-def causal_without_mask() -> Iterator[None]:
-    """Have transformers make no mask where plain causal attention is meant, and ignore its log messages.
-
-    While it is traced it would build a mask of ones and zeros, and lose the fast attention kernels.
-    """
-    masks = sys.modules.get("transformers.masking_utils")
-    original = getattr(masks, "_ignore_causal_mask_sdpa", None)
-    if masks is None or original is None:
-        yield
-        return
+def traced_without_masks() -> Iterator[None]:
+    """Have transformers make no masks that are not needed, and ignore its log messages."""
     _ignore_logging()
-    masks._ignore_causal_mask_sdpa = _without_mask(original)  # type: ignore[attr-defined]
-    try:
+    with without_needless_masks():
         yield
-    finally:
-        masks._ignore_causal_mask_sdpa = original  # type: ignore[attr-defined]
-
-
-_CHANGED: dict[Any, Any] = {}
-
-
-def _without_mask(original: Any) -> Any:
-    """One function for each original, because compiled code checks that it is the same."""
-    if original not in _CHANGED:
-
-        def may_ignore(padding_mask: Any, q_length: Any, kv_length: Any, *rest: Any, **named: Any) -> bool:
-            offsets = (*rest[:-1], named.get("q_offset", 0), named.get("kv_offset", 0))
-            window = named.get("local_attention_size", rest[-1] if rest else None)
-            is_plain = padding_mask is None and q_length == kv_length and all(each == 0 for each in offsets)
-            if is_plain and (window is None or window > kv_length):
-                return True
-            return bool(original(padding_mask, q_length, kv_length, *rest, **named))
-
-        _CHANGED[original] = may_ignore
-    return _CHANGED[original]
 
 
 def _ignore_logging() -> None:
@@ -145,7 +115,7 @@ class Region:
 class RegionCall(CompiledCall):
     """Calls a compiled module in training, for the shapes it was compiled for; otherwise the module itself."""
 
-    _around: Callable[[], AbstractContextManager[None]] = staticmethod(causal_without_mask)
+    _around: Callable[[], AbstractContextManager[None]] = staticmethod(traced_without_masks)
 
     def __init__(self, module: nn.Module, name: str, session: Compiled) -> None:
         super().__init__(module, name, session)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...snapshot import restored
+from ..attention.needless_masks import without_needless_masks
 from ..proof.random_draws import draws_without_effect
 from .contexts import (
     HostStreams,
@@ -204,7 +205,8 @@ class GraphedStep:
             for parameter, place in gradients:
                 parameter.grad = place
             assert self._recorder is not None
-            replay, loss = self._recorder(lambda: self._run(static, weight))
+            with without_needless_masks():
+                replay, loss = self._recorder(lambda: self._run(static, weight))
             if any(parameter.grad is not place for parameter, place in gradients):
                 raise Uncapturable("the backward pass replaces gradients instead of accumulating them")
         return Graph(static, weight, loss, replay, gradients, LATER_CHECKS if self._graphs else CHECKS, draws)

@@ -11,7 +11,7 @@ from ..attention.kernel_choice import VARIED
 from ..compile.blocks import get_ready
 from ..compile.region import Region
 from ..cuda_graphs.graphed_step import GraphChoice
-from ..cuda_graphs.recorder import MOST_SHAPES
+from ..cuda_graphs.recorder import MOST_SHAPES as MOST_GRAPHS, shape_key
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
 from ..joining import choose_joining
@@ -24,13 +24,17 @@ from ..proof.prober import Proof
 from ..widening import WidthChoice
 from .choice import HEAD, Decision
 from .decision import AS_MADE, COMPILED, IN_GROUPS, IN_ROWS, SHORT_ROW, SpeedPlan, is_worth_it
-from .regions import RegionChoice
+from .regions import MOST_SHAPES, MOST_WIDTHS, RegionChoice
 
 LOOKS = 20
 """Updates inspected before padding counts as too little to remove."""
+SHAPE_LOOKS = 5
+"""Updates inspected before shapes count as repeating, if they are very few."""
 PACKED_LOOKS = 5
 """Updates without padding after which packed samples are assumed to have none."""
 GRAPHS = "micro-batches as CUDA graphs"
+VARYING_DEVICES = ("cuda",)
+"""Where attention kernels may be prepared for each shape."""
 
 
 class Made(NamedTuple):
@@ -65,12 +69,19 @@ class Planner:
         self._graphs = GraphChoice(situation)
         self._regions = RegionChoice(situation)
         self._widths = WidthChoice(situation)
+        self._varied: set[str] = set()
+        """The shapes of the collator's micro-batches, until there are many."""
 
     def consider(self, batches: list[Any], take_apart: Callable[[list[Any]], Samples]) -> Made | None:
         """The plan, as soon as an update shows a benefit or that there is none; None before that."""
         here = self._here
         self._looks += 1
+        if len(self._varied) <= MOST_GRAPHS:
+            self._varied |= {repr(shape_key(dict(batch))) for batch in batches if isinstance(batch, Mapping)}
+        if here.keeps is not None:
+            return self._kept(here.keeps)
         seen = self._widths.look(batches)
+        self._regions.most = MOST_SHAPES if seen is batches else MOST_WIDTHS
         self._graphs.look(seen)
         self._regions.look(seen)
         if here.user_hook() is None and self._regions.waits(batches):
@@ -138,7 +149,8 @@ class Planner:
 
     def _waits_for_shapes(self, batches: list[Any]) -> bool:
         """Whether more updates are needed to see if shapes repeat, before micro-batches become graphs."""
-        if self._looks >= LOOKS or self._here.insists:
+        are_few = len(self._graphs.shapes) <= self._regions.most
+        if self._looks >= (min(SHAPE_LOOKS, LOOKS) if are_few else LOOKS) or self._here.insists:
             return False
         return self._graphs.why_not(SpeedPlan(), batches, work=self._regions.count(batches)) is None
 
@@ -235,10 +247,22 @@ class Planner:
         here = self._here
         return here.on_gpu and (here.level == "max" or self._regions.blocks_pay(self._micro_batches))
 
+    def _kept(self, reason: str) -> Made | None:
+        """A plan that changes neither batches nor model; None until it is known whether their shapes vary."""
+        if not self._do_vary and self._looks < LOOKS:
+            return None
+        plan = _nothing(reason)
+        self._choose_attention(plan)
+        return Made(plan)
+
+    @property
+    def _do_vary(self) -> bool:
+        return self._here.device.type in VARYING_DEVICES and len(self._varied) > MOST_GRAPHS
+
     def _choose_attention(self, plan: SpeedPlan) -> None:
         """Avoid kernels that are prepared for each shape if the collator's batches have many."""
         here = self._here
-        plan.varied = here.device.type == "cuda" and not plan.graphed and len(self._graphs.shapes) > MOST_SHAPES
+        plan.varied = self._do_vary and not plan.graphed and not plan.widened
         if plan.varied:
             plan.made_for = here.described()
             plan.note(VARIED, True, "cuDNN's are left out: they are prepared anew for each shape")
@@ -249,6 +273,7 @@ class Planner:
         if found is not None:
             return found
         self._graphs.look(batches)
+        self._regions.most = MOST_SHAPES
         self._regions.look(batches)
         plan.forget(GRAPHS)
         self._note_graphs(plan, "micro-batches have many shapes")
@@ -257,7 +282,8 @@ class Planner:
     # ---- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        seen = {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "tokens": self._tokens,
+        seen = {"looks": self._looks, "shapes": sorted(self._graphs.shapes), "varied": sorted(self._varied),
+                "tokens": self._tokens,
                 "micro_batches": self._micro_batches}  # fmt: skip
         return {**seen, **self._regions.state_dict()}
 
@@ -265,4 +291,5 @@ class Planner:
         self._looks, self._tokens = state.get("looks", 0), state.get("tokens", 0)
         self._micro_batches = state.get("micro_batches", 1.0)
         self._graphs.shapes = set(state.get("shapes", ()))
+        self._varied = set(state.get("varied", ()))
         self._regions.load_state_dict(state)

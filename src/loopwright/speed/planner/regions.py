@@ -20,6 +20,8 @@ COMPILING_DEVICES = ("cuda",)
 LOOKS = 3
 """Updates whose shapes must be the same before a region is compiled for them."""
 MOST_SHAPES = 2
+MOST_WIDTHS = 4
+"""The same for batches whose targets are filled up, of which the others are compiled when they occur."""
 FASTER = 0.97
 """Largest share of the time as written that a region may take."""
 
@@ -32,13 +34,14 @@ class RegionChoice:
         self.shapes: set[str] = set()
         """The shapes seen so far, as text, because they are saved with the run."""
         self.looks = 0
+        self.most = MOST_SHAPES
         self._work: Work | None = None
         self._is_counted = False
 
     # ---- when -------------------------------------------------------------------------------------------------------
 
     def look(self, batches: Sequence[Any]) -> None:
-        if self._here.why_not_region is None and len(self.shapes) <= MOST_SHAPES:
+        if self._here.why_not_region is None and len(self.shapes) <= self.most:
             self.looks += 1
             self.shapes |= {repr(_key(batch)) for batch in batches}
 
@@ -53,7 +56,7 @@ class RegionChoice:
             return here.why_not_region
         if here.device.type not in COMPILING_DEVICES:
             return f"{here.device.type} is not compiled for unless torch_compile is set"
-        if len(self.shapes) > MOST_SHAPES:
+        if len(self.shapes) > self.most:
             return "micro-batches have many shapes"
         return "batches hold more than tensors and plain values" if repr(None) in self.shapes else None
 
