@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..attention.kernel_choice import without_cudnn
 from ..layouts.samples import Samples
 from ..model_stamp import counted_by, left_differently, state_of
 from .distance import DOUBLE, HALF, SINGLE, Tolerance, gradient_distance, is_close, relative, worst_parameter
@@ -153,6 +154,8 @@ class Prober:
             stack.enter_context(whole_precision(self._model) if setting.whole else nullcontext())
             stack.enter_context(setting.around())
             shapes: Shapes = [] if setting.drops else stack.enter_context(without_dropout())
+            if not setting.drops:  # shapes of a comparison occur once; compiled code is compared as it is used
+                stack.enter_context(without_cudnn())
             self._model.train(setting.train)
             try:
                 yield shapes
