@@ -26,7 +26,7 @@ def read_audio(path: Path) -> tuple[np.ndarray, int]:
         raise MissingPackage("soundfile", needed_for=f"{path}: sound files other than .wav") from None
     try:
         samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    except RuntimeError as error:  # of a file that is no sound
+    except RuntimeError as error:  # libsndfile cannot read it
         raise DataError(f"{path} is not a readable sound file ({error}); replace or remove it") from None
     return _checked(samples.mean(axis=1), path), int(rate)
 
