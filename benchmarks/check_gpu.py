@@ -1,9 +1,10 @@
 """What `loopwright check` predicts on a GPU, against a real run: peak memory and time of three models.
 
-python benchmarks/check_gpu.py OUT.json [--limit SECONDS] [--device cpu]
+python benchmarks/check_gpu.py OUT.json [NAME ...] [--limit SECONDS] [--device cpu]
 
-The file is written again after each model, so that nothing is lost if the time ends. A small run from `train` to the
-report comes last. `--device cpu` tries the script with models of a small size.
+Each part of the prediction is beside that of the run's time ledger. The file is written again after each model, so that
+nothing is lost if the time ends; what does not fit into the limit is left out: last come a model that is compiled, and
+a small run from `train` to the report. `--device cpu` tries the script with models of a small size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from check import _texts, _tokenizer, measured, mlp
+from check import PARTS, _texts, _tokenizer, measured, mlp, parts_of
 from machine import described
 
 CHILD = """
@@ -73,7 +74,21 @@ def bert(folder: Path, *, is_small: bool) -> dict[str, Any]:
     return {**_saved(model, folder), "task": "text-classification", "data": data, "per_device_train_batch_size": 32}
 
 
-MODELS = {"gpt2-124m": gpt2, "bert-base": bert, "llama-156m": llama}
+def compiled(folder: Path, *, is_small: bool) -> dict[str, Any]:
+    """The Llama, compiled."""
+    return {**llama(folder, is_small=is_small), "torch_compile": True}
+
+
+MODELS = {"gpt2-124m": gpt2, "bert-base": bert, "llama-156m": llama, "llama-156m compiled": compiled}
+LAST = "end to end"
+WARM_UP = """
+import torch, transformers
+import loopwright.pt.trainer
+if torch.cuda.is_available():
+    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+"""
+"""Reads the libraries once: the first process of a machine takes longer to start."""
 
 
 def _saved(model: Any, folder: Path) -> dict[str, Any]:
@@ -91,18 +106,19 @@ def _language(folder: Path, *, words: int, count: int) -> dict[str, Any]:
 def config_of(name: str, folder: Path, *, is_small: bool) -> None:
     """Write the configuration of a run."""
     config = MODELS[name](folder, is_small=is_small)
-    options = {"max_steps": 20, "use_cpu": True} if is_small else {"max_steps": 250, "bf16": True}
-    (folder / "run.json").write_text(json.dumps({**config, **options, "save_total_limit": 1}))
+    options = {"max_steps": 20, "use_cpu": True} if is_small else {"max_steps": 150, "bf16": True}
+    (folder / "run.json").write_text(json.dumps({**config, **options, "save_total_limit": 1, "output_dir": "out"}))
 
 
 def compared(name: str, folder: Path, *, is_small: bool) -> dict[str, Any]:
     """The predictions for a model and what a run takes, with their ratios."""
     config_of(name, folder, is_small=is_small)
-    predicted = json.loads(measured(["check", "run.json", "--json"], folder)[2])
-    seconds, host, text = measured(["train", "run.json", "--json"], folder, program=["-c", CHILD, "peak.json"])
+    checked, _, text = measured(["check", "run.json", "--json"], folder)
+    predicted = json.loads(text)
+    began = time.time()
+    seconds, host, _ = measured(["train", "run.json", "--json"], folder, program=["-c", CHILD, "peak.json"])
     peak = json.loads((folder / "peak.json").read_text())["peak"] or host
-    trained = json.loads(text)["metrics"]["train_runtime"]
-    expected = predicted["seconds"]
+    expected, spent = predicted["seconds"], parts_of(folder / "out", began=began, seconds=seconds)
     return {
         "peak_predicted": predicted["memory"]["peak"],
         "peak": peak,
@@ -110,11 +126,12 @@ def compared(name: str, folder: Path, *, is_small: bool) -> dict[str, Any]:
         "seconds_predicted": expected["total"],
         "seconds": seconds,
         "seconds_ratio": expected["total"] / seconds,
-        "training_ratio": (expected["total"] - expected["start"]) / trained,
-        "predicted": expected,
+        "check_seconds": checked,
+        "parts": {part: [expected[part], spent[part]] for part in PARTS},
+        "ms_per_step": expected["per_step"] * 1000,
         "memory": predicted["memory"],
-        "train_runtime": trained,
         "speed": predicted["speed"],
+        "ledger": json.loads((folder / "out/time_ledger.json").read_text())["seconds"],
     }
 
 
@@ -133,15 +150,32 @@ def end_to_end(folder: Path, *, is_small: bool) -> dict[str, Any]:
     }
 
 
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print what was found, by parts."""
+    each = found["models"].get(name)
+    if each is None:
+        print(name, found.get("failed", {}).get(name) or found.get("end_to_end"), flush=True)
+        return
+    print(
+        f"{name}: peak {each['peak_ratio']:.3f} of {each['peak'] / 2**20:,.0f} MiB; time {each['seconds_ratio']:.3f} "
+        f"of {each['seconds']:.1f} s; check took {each['check_seconds']:.1f} s"
+    )
+    for part, (predicted, seconds) in each["parts"].items():
+        print(f"  {part:<14}predicted {predicted:>8.2f} s, was {seconds:>8.2f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds; what would take longer is left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(MODELS)}; all if there is none")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds; what would take longer is left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = parser.parse_args()
     is_small, began, longest = given.device == "cpu", time.time(), 0.0
     found: dict[str, Any] = {**described(), "device": given.device, "models": {}}
-    for name in (*MODELS, "end to end"):
+    with tempfile.TemporaryDirectory() as folder:
+        found["warm_up_seconds"] = measured([], Path(folder), program=["-c", WARM_UP])[0]
+    for name in given.names or (*MODELS, LAST):
         start = time.time()
         if start - began + longest > given.limit:
             found.setdefault("left_out", []).append(name)
@@ -157,7 +191,7 @@ def main() -> None:
         longest = max(longest, (time.time() - start) if name in MODELS else 0.0)
         found["seconds"] = time.time() - began
         given.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(name, json.dumps(found["models"].get(name, found.get("end_to_end")))[:400], flush=True)
+        show(name, found)
 
 
 if __name__ == "__main__":

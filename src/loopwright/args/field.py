@@ -169,6 +169,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def advised(problem: str, name: str, names: Iterable[str], more: str) -> str:
+    """A problem, the similar name if there is one, and what else helps, as one text."""
+    near = nearest(name, names)
+    return f"{problem}{near} {more[0].upper()}{more[1:]}" if near else f"{problem}; {more}"
+
+
 # Checks. Each returns the end of the sentence "<name>=<value>: ...".
 
 

@@ -69,10 +69,10 @@ def report_of(config: Config, trainer: Trainer, found: Measured) -> dict[str, An
     saves = saves_of(config, trainer)
     evaluations = occurrences(args.eval_strategy, args.eval_steps or args.logging_steps, steps, per_epoch)
     evaluation = (found.evaluation_seconds or 0.0) * evaluations
-    training = found.first_seconds + found.update_seconds * max(0, steps - found.first_updates)
     seconds = {
-        "start": found.build_seconds,
-        "updates": training,
+        "start": found.start_seconds,
+        "once": found.once_seconds,
+        "updates": found.update_seconds * steps + found.warm_up_seconds,
         "evaluations": evaluation,
         "saves": found.save_seconds * saves,
         "end": found.end_seconds,
@@ -143,8 +143,9 @@ def text_of(report: dict[str, Any]) -> str:
         f"checkpoint: {size(saved['bytes'])}; the run needs {size(saved['needed'])} of {size(saved['free'])} free",
         (
             f"time: {duration(seconds['total'])} ({seconds['per_step'] * 1000:,.1f} ms a step; start "
-            f"{duration(seconds['start'])}, updates {duration(seconds['updates'])}, evaluations "
-            f"{duration(seconds['evaluations'])}, saves {duration(seconds['saves'])}, end {duration(seconds['end'])})"
+            f"{duration(seconds['start'])}, proofs and compiling {duration(seconds['once'])}, updates "
+            f"{duration(seconds['updates'])}, evaluations {duration(seconds['evaluations'])}, saves "
+            f"{duration(seconds['saves'])}, end {duration(seconds['end'])})"
         ),
     ]
     if report["metrics"]:

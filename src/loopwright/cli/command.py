@@ -11,7 +11,7 @@ from typing import Any
 
 from ..args.field import nearest
 from ..args.secrets import masked_text
-from ..errors import ArgumentsError, LoopwrightError
+from ..errors import ArgumentsError, DataError, LoopwrightError
 
 DONE, FAILED, BAD_INPUT, STOPPED, INTERRUPTED = 0, 1, 2, 75, 130
 CODES = {
@@ -93,7 +93,8 @@ def run_command(usage: Usage, words: Sequence[str], work: Callable[[Words], Resu
         else:
             result = _worked(usage, words, found, work)
     except LoopwrightError as error:
-        return _report(error, as_json, BAD_INPUT if found.is_input else FAILED)
+        is_input = found.is_input or isinstance(error, DataError)  # an unreadable sample may come late
+        return _report(error, as_json, BAD_INPUT if is_input else FAILED)
     if as_json:
         print(json.dumps(_masked({**result.data, "code": result.code}), default=str))
     elif result.text:

@@ -42,6 +42,8 @@ def _export(words: Words) -> Result:
 
     config = load_config(words.first("the configuration file of the run"), words.overrides)
     target = _target(words)
+    if config.lora is None and "--adapter" in words.options:
+        raise ArgumentsError(f"--adapter: {config.path} has no block 'lora', so the run has no adapter; leave it out")
     full = _without_quantization(config)
     trainer, checkpoint = loaded_trainer(full, words.options.get("--checkpoint"))
     words.is_input = False

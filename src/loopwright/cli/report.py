@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from ..errors import ArgumentsError
 from ..report.data_file import write_data
 from ..report.document import document
 from ..report.folder import open_run
@@ -32,6 +33,10 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps(found))
         return 0
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        raise ArgumentsError(f"--output {options.output}: there is no folder {options.output.parent}; create it first")
+    if options.output is not None and options.output.is_dir():
+        raise ArgumentsError(f"--output {options.output} is a folder; name a file in it, such as {FILE}")
     beside = len(views) == 1 and options.output is None
     path = views[0].folder / FILE if beside else options.output or Path(FILE)
     write_page(path, found, follows=beside)

@@ -41,7 +41,10 @@ def trainer_of(config: Config, materials: Materials) -> Trainer:
     """The trainer of a configuration whose model and data were loaded."""
     from ..pt.seq2seq import Seq2SeqTrainer
     from ..pt.trainer import Trainer
+    from ..tasks.models import check_ids
 
+    check_ids(materials.model, materials.train_dataset)
+    check_ids(materials.model, materials.eval_dataset)
     kind = Seq2SeqTrainer if config.task.generates else Trainer
     notices = Notices(strict=config.args.strict, quiet=not config.args.should_log)
     for note in materials.notes:

@@ -26,6 +26,8 @@ class Override(NamedTuple):
     def value(self, spec: Spec | None) -> Any:
         """The value for a field: text for one that is text, else read as YAML."""
         if self.text is None:
+            if spec is not None and reader_for(spec.hint) is not read_bool and spec.default is not None:
+                raise ArgumentsError(f"command line: {self.shown} needs a value: {self.shown}=VALUE")
             return True
         if spec is not None and _is_text(spec):
             return None if self.text in ("null", "~") and spec.default is None else self.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks.printer import PrinterCallback
 from ..core.events import TrainerCallback
 from ..core.host_memory import host_memory, host_peak
+from ..core.ledger import COMPILING, DATA, EVALUATION, PROVING, SAVING, UPDATES, Seconds
 from .building import trainer_of
 from .config import Config
 from .run_control import RunControl
@@ -29,7 +31,7 @@ HEAVIEST = 2
 SAVED = 2
 """The update, from 0, after which a checkpoint is saved."""
 WARM = 4
-"""Updates that are never timed: accelerations are proved in them."""
+"""Updates that are never timed: the first ones are slower."""
 OUTLIER = 4.0
 """Multiple of the usual time of an update above which it is not a usual one, such as one that compiles."""
 FEWEST, MANY = 6, 60
@@ -38,6 +40,12 @@ SHORT, ENOUGH, LIMIT = 6.0, 12.0, 30.0
 """Seconds of many timed updates that are enough, of few ones, and of all updates that are too many."""
 FRAGMENTATION = 1.03
 """Factor on the memory of the process: that of a longer run grows a little, because freed memory is fragmented."""
+STRIDE = 8
+"""Updates between two moments at which the trial waits for a device that computes later than the host."""
+INTERPRETER = 1.0
+"""Seconds in which Python itself begins and ends with these libraries: no command can measure its own end."""
+CACHED = 0.3
+"""Share of the time of compiling that remains if the code is in the compile cache, as it is after the trial."""
 EVALUATED = 8
 """Batches of the evaluation."""
 SETTINGS = (
@@ -57,10 +65,12 @@ SETTINGS = (
 class Measured:
     """What a trial has measured, in seconds and bytes."""
 
-    build_seconds: float = 0.0
-    first_seconds: float = 0.0
-    """Of getting ready and of the updates that are not timed."""
-    first_updates: int = 0
+    start_seconds: float = 0.0
+    """From the beginning of the command to the first update."""
+    once_seconds: float = 0.0
+    """Of proving and compiling."""
+    warm_up_seconds: float = 0.0
+    """By which the first updates were slower than later ones."""
     update_seconds: float = 0.0
     timed_updates: int = 0
     evaluation_seconds: float | None = None
@@ -103,78 +113,98 @@ class Part:
 
 
 class TrialClock(TrainerCallback):
-    """Times the updates, requests a save and an evaluation, and stops the trial."""
+    """Follows the time ledger of the updates, requests a save and an evaluation, and stops the trial."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None], spent: Callable[[], Seconds]) -> None:
         self._wait = wait
         """Waits until the device has computed everything."""
+        self._spent = spent
+        """The time ledger of the trial now."""
         self.began = time.perf_counter()
-        self.ends: list[float] = []
-        """When each update ended."""
+        self.before: Seconds = {}
+        """The ledger when the first update began."""
+        self.marks: list[Seconds] = []
+        """The ledger at the end of each update."""
+        self.stops: list[int] = []
+        """Numbers of updates after which the device had computed everything."""
+        self.stride = 1
+        """Updates between two stops."""
         self.save_seconds = 0.0
         self.evaluation_seconds: float | None = None
         self.metrics: dict[str, float] = {}
         self.evaluates = False
+        self.has_heavy = False
+        """Whether early updates got the samples of the heaviest ones."""
         self.saves_early = True
         """Whether a save may happen while updates continue, as in a run that saves more than once."""
         self.is_load = False
         """Whether the run only shows that a checkpoint can be loaded."""
 
+    def on_train_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before = self.before or self._spent()
+
     def on_step_begin(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        if len(self.ends) == SAVED + 1 and self.saves_early:
-            self.save_seconds = time.perf_counter() - self.ends[-1]
+        if len(self.marks) == SAVED + 1 and self.saves_early:
+            self.save_seconds = self._spent()[SAVING] - self.marks[-1][SAVING]
 
     def on_step_end(self, args: BaseArguments, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_load:
             control.should_training_stop = True
             return
-        self._tick()
+        self._mark(len(self.marks) < WARM or (len(self.marks) + 1 - WARM) % self.stride == 0)
         is_last = self._is_enough() or state.global_step >= state.max_steps
         if is_last:
-            self._wait()
-            self.ends[-1] = time.perf_counter()
+            self.marks.pop()
+            self._mark(is_stop=True)
             control.should_evaluate = self.evaluates
             control.should_training_stop = True
-        if self.saves_early and len(self.ends) > SAVED:
-            control.should_save = len(self.ends) == SAVED + 1
+        if self.saves_early and len(self.marks) > SAVED:
+            control.should_save = len(self.marks) == SAVED + 1
         elif is_last:
             control.should_save = True
 
-    def _tick(self) -> None:
-        if len(self.ends) < WARM:  # a device computes later updates while the next ones are being prepared
+    def _mark(self, is_stop: bool) -> None:
+        """Note the end of an update; at a stop, when the device has computed it too."""
+        if is_stop:
             self._wait()
-        self.ends.append(time.perf_counter())
+        self.marks.append(self._spent())
+        if is_stop and len(self.marks) not in self.stops[-1:]:
+            self.stops.append(len(self.marks))
 
     def on_evaluate(self, args: BaseArguments, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        self.evaluation_seconds = time.perf_counter() - self.ends[-1]
+        self.evaluation_seconds = self._spent()[EVALUATION] - self.marks[-1][EVALUATION]
         self.metrics = dict(metrics or {})
+
+    def seconds(self) -> list[float]:
+        """The seconds of each update with its wait for data, without proofs, compiling and saves."""
+        sums = [mark[UPDATES] + mark[DATA] for mark in (self.before, *self.marks)]
+        return [after - before for before, after in pairwise(sums)]
 
     @property
     def first(self) -> int:
-        """Updates that do not count for the speed: accelerations are proved in them, or something is compiled."""
-        count = len(self.ends)
+        """Updates that do not count for the speed: the device warms up in them, or the heaviest samples are in them."""
+        count = len(self.marks)
         if count <= WARM:
             return min(1, count - 1)
-        seconds = [after - before for before, after in pairwise(self.ends[WARM - 1 :])]
-        usual = OUTLIER * statistics.median(seconds)
-        slow = [number for number, each in enumerate(seconds[: len(seconds) // 2]) if each > usual]
-        return WARM + slow[-1] + 1 if slow else WARM
+        seconds = self.seconds()
+        ends = self.stops[self.stops.index(WARM) :]
+        blocks = [(end, statistics.mean(seconds[begin:end])) for begin, end in pairwise(ends)]
+        usual = OUTLIER * statistics.median(each for _, each in blocks)
+        slow = [end for end, each in blocks[: len(blocks) // 2] if each > usual]
+        return slow[-1] if slow else WARM
 
     def times(self) -> tuple[float, float]:
-        """Seconds until the updates that count, and of one of these."""
-        first = self.first
-        start = self.ends[first - 1] if first else self.began
-        before, timed = start - self.began, self.ends[-1] - start
-        if first > SAVED + 1:
-            before -= self.save_seconds
-        else:
-            timed -= self.save_seconds
-        return before, timed / (len(self.ends) - first)
+        """Seconds by which the first updates were slower, and of a later update."""
+        first, seconds = self.first, self.seconds()
+        usual = statistics.mean(seconds[first:])
+        heavy = range(HEAVIEST - 1, HEAVIEST + 1) if self.has_heavy else ()  # they are not slower, only larger
+        return sum(max(0.0, each - usual) for n, each in enumerate(seconds[:first]) if n not in heavy), usual
 
     def _is_enough(self) -> bool:
-        timed = len(self.ends) - WARM
-        seconds = self.ends[-1] - self.ends[WARM - 1] if timed > 0 else 0.0
-        is_slow = self.ends[-1] - self.began > LIMIT and len(self.ends) > SAVED + 1
+        timed, seconds = len(self.marks) - WARM, 0.0
+        if timed > 0:
+            seconds = sum(self.marks[-1][part] - self.marks[WARM - 1][part] for part in (UPDATES, DATA))
+        is_slow = time.perf_counter() - self.began > LIMIT and len(self.marks) > SAVED + 1
         is_settled = seconds >= (SHORT if timed >= MANY else ENOUGH)
         return is_slow or (timed >= FEWEST and is_settled)
 
@@ -188,37 +218,50 @@ def run_trial(
     """
     found = Measured()
     trainer = trainer_of(config, materials)
-    clock = TrialClock(lambda: _synchronize(trainer))
-    clock.saves_early = saves(trainer) > 1
+    clock = TrialClock(lambda: _synchronize(trainer), lambda: _spent(trainer))
+    clock.saves_early, clock.stride = saves(trainer) > 1, STRIDE if trainer.args.device.type == "cuda" else 1
     for kind in (RunControl, PrinterCallback):
         trainer.remove_callback(kind)
     trainer.add_callback(clock)
-    _put_heaviest_first(trainer)
+    clock.has_heavy = _put_heaviest_first(trainer)
     whole = trainer.eval_dataset
     if whole is not None:
         clock.evaluates = True
         trainer.eval_dataset = Part(whole, EVALUATED * trainer.args.eval_batch_size)
     gc.collect()
     before = host_memory()
-    found.build_seconds = time.time() - started
+    found.start_seconds = time.time() - started
     clock.began = time.perf_counter()
     trainer.train()
-    ended = time.perf_counter()
     found.memory = memory_of(trainer, before)
     _take_times(found, clock, trainer, whole)
-    found.end_seconds = max(0.0, ended - clock.ends[-1] - (clock.evaluation_seconds or 0.0))
     found.speed = trainer.speed_report()
     _load_again(trainer, clock, found)
     return trainer, found
 
 
 def _take_times(found: Measured, clock: TrialClock, trainer: Trainer, whole: Any) -> None:
-    found.first_updates = clock.first
-    found.timed_updates = len(clock.ends) - clock.first
-    found.first_seconds, found.update_seconds = clock.times()
+    found.start_seconds += sum(clock.before.values())
+    found.timed_updates = len(clock.marks) - clock.first
+    found.warm_up_seconds, found.update_seconds = clock.times()
+    end, last = _spent(trainer), clock.marks[-1]
+    found.once_seconds = end[PROVING] + end[COMPILING] * cached_share()
+    found.end_seconds = INTERPRETER + sum(end[part] - last[part] for part in (UPDATES, DATA, SAVING))
     found.save_seconds, found.metrics = clock.save_seconds, clock.metrics
     if clock.evaluation_seconds is not None:
         found.evaluation_seconds = clock.evaluation_seconds * len(whole) / max(1, len(trainer.eval_dataset))
+
+
+def cached_share() -> float:
+    """The share of the trial's time of compiling that the next run needs: it finds in the cache what was compiled."""
+    utils = sys.modules.get("torch._dynamo.utils")  # not imported here, which would take seconds
+    counts = {} if utils is None else utils.counters["inductor"]
+    hits, misses = counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0)
+    return (hits + CACHED * misses) / (hits + misses) if hits + misses else 1.0
+
+
+def _spent(trainer: Trainer) -> Seconds:
+    return dict(trainer._loopwright.run.ledger.settle().seconds)
 
 
 def _synchronize(trainer: Trainer) -> None:
@@ -244,25 +287,28 @@ def _load_again(trainer: Trainer, clock: TrialClock, found: Measured) -> None:
 # ---- the heaviest updates --------------------------------------------------------------------------------------------
 
 
-def _put_heaviest_first(trainer: Trainer) -> None:
+def _put_heaviest_first(trainer: Trainer) -> bool:
     """Let early updates have the samples of the heaviest updates of the run: no other needs more memory.
+
+    Returns whether samples were moved.
 
     The order of the samples is known before training, so these updates are too. One has the most tokens with padding,
     one the most without.
     """
     lengths, sampler = _lengths(trainer.train_dataset), trainer._get_train_sampler()
     if lengths is None or sampler is None or max(lengths) == min(lengths):
-        return
+        return False
     count = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
     steps = trainer.args.max_steps if trainer.args.max_steps > 0 else len(lengths)
     order = _first_items(sampler, min(len(lengths), steps * count))
     updates = [order[start : start + count] for start in range(0, len(order) - count + 1, count)]
     if len(updates) <= HEAVIEST:
-        return
+        return False
     padded = max(updates, key=lambda update: max(lengths[index] for index in update))
     whole = max(updates, key=lambda update: sum(lengths[index] for index in update))
     places = dict(zip(updates[HEAVIEST - 1] + updates[HEAVIEST], padded + whole, strict=True))
     trainer.train_dataset = Remapped(trainer.train_dataset, places)
+    return True
 
 
 def _first_items(sampler: Iterable[Any], count: int) -> list[int]:

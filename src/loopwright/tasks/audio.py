@@ -24,8 +24,11 @@ def read_audio(path: Path) -> tuple[np.ndarray, int]:
         import soundfile
     except ImportError:
         raise MissingPackage("soundfile", needed_for=f"{path}: sound files other than .wav") from None
-    samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
-    return samples.mean(axis=1), int(rate)
+    try:
+        samples, rate = soundfile.read(str(path), dtype="float32", always_2d=True)
+    except RuntimeError as error:  # libsndfile cannot read it
+        raise DataError(f"{path} is not a readable sound file ({error}); replace or remove it") from None
+    return _checked(samples.mean(axis=1), path), int(rate)
 
 
 def _read_wav(path: Path) -> tuple[np.ndarray, int]:
@@ -34,9 +37,17 @@ def _read_wav(path: Path) -> tuple[np.ndarray, int]:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             content = file.readframes(file.getnframes())
     except (wave.Error, EOFError) as error:
-        raise DataError(f"{path} is not a WAV file with integer samples ({error}); convert it") from None
+        reason = str(error) or "it ends too early"
+        raise DataError(f"{path} is not a WAV file with integer samples ({reason}); convert it") from None
     if width not in WIDTHS:
         raise DataError(f"{path} has samples of {8 * width} bits; convert it to 16 bits")
     kind, zero, scale = WIDTHS[width]
-    values: Any = np.frombuffer(content, dtype=kind).astype(np.float32)
-    return ((values - zero) / scale).reshape(-1, channels).mean(axis=1), rate
+    whole = len(content) - len(content) % (width * channels)
+    values: Any = np.frombuffer(content[:whole], dtype=kind).astype(np.float32)
+    return _checked(((values - zero) / scale).reshape(-1, channels).mean(axis=1), path), rate
+
+
+def _checked(samples: np.ndarray, path: Path) -> np.ndarray:
+    if not len(samples):
+        raise DataError(f"{path} has no samples; replace or remove it")
+    return samples

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..args.field import Group, arg
 from ..args.problems import short
-from ..errors import DataError, ModelError
+from ..errors import ArgumentsError, DataError, ModelError
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
 from .language import METRICS, token_metrics
@@ -61,7 +61,10 @@ def _set_template(tokenizer: Any, request: Request) -> None:
         place = request.place("data.chat_template")
         if not Path(file).is_file():
             raise missing_file(place, file)
-        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        try:
+            tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ArgumentsError(f"{place}: {file} is not UTF-8 text; save it as UTF-8") from None
     if not tokenizer.chat_template:
         raise ModelError(
             f"{request.place('model.name')}: its tokenizer has no chat template; set data.chat_template to a file "
@@ -85,9 +88,12 @@ def _encoded(rows: Rows, tokenizer: Any, request: Request, notes: list[str]) -> 
         else:
             without += 1
     if not samples:
+        messages = [message for row in rows for message in row[request.data.messages_column]]
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise DataError(
             f"{rows.name}: none of its {len(rows)} conversations has a trained token within max_length="
-            f"{request.data.max_length}; raise data.max_length, or check the roles of the messages"
+            f"{request.data.max_length}; raise data.max_length, or check the roles of the messages ({roles}): the "
+            "answers of 'assistant' are trained"
         )
     if without:
         notes.append(
@@ -119,11 +125,11 @@ def _mask(rows: Rows, index: int, tokenizer: Any, request: Request) -> Any:
     try:
         return masked(messages, render, tokenizer, data.max_length)
     except TemplateError as error:
-        raise TemplateError(f"{rows.name}: row {index + 1}: {error}") from None
+        raise TemplateError(f"{rows.row(index)}: {error}") from None
 
 
 def _check_messages(messages: Any, rows: Rows, index: int) -> None:
-    place = f"{rows.name}: row {index + 1}"
+    place = f"{rows.row(index)}"
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{place}: the messages are {short(messages)}; write a list of objects with role and content")
     for number, message in enumerate(messages, start=1):
@@ -131,6 +137,11 @@ def _check_messages(messages: Any, rows: Rows, index: int) -> None:
             raise DataError(f"{place}: message {number} is {short(message)}; it needs a role and a content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise DataError(f"{place}: message {number} ({message['role']}) has neither content nor tool_calls")
+        if not isinstance(message.get("content"), str | list | None):
+            raise DataError(
+                f"{place}: message {number} ({message['role']}) has the content {short(message['content'])}, which is "
+                "not text; put it in quotes"
+            )
 
 
 def _first_sample(rows: Rows, tokenizer: Any, request: Request) -> list[tuple[str, bool]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..args.field import Group, arg, positive
-from ..errors import DataError
+from ..errors import ArgumentsError, DataError
 from .declaration import Materials, Task
 from .fields import DataFields
 from .request import Request
@@ -57,6 +57,8 @@ def build(request: Request) -> Materials:
         label2id={name: index for index, name in enumerate(names)},
     )
     transform = transform_for(request, getattr(model, "config", None))
+    if data.image_size is not None:
+        _check_size(model, transform, request)
 
     def samples(chosen: list[tuple[Path, int]]) -> Any:
         return Images([file for file, _ in chosen], [label for _, label in chosen], transform)
@@ -69,6 +71,25 @@ def build(request: Request) -> Materials:
         data_collator=DefaultDataCollator(),
         compute_metrics=class_metrics(request.metrics),
     )
+
+
+def _check_size(model: Any, transform: Any, request: Request) -> None:
+    """Raise if the model does not take images of the requested size."""
+    import torch
+
+    images = torch.zeros(2, len(transform.mean), transform.height, transform.width)
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(images.to(next(model.parameters())))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArgumentsError(
+            f"{request.place('data.image_size')}={transform.height}: the model does not take images of this size "
+            f"({reason}); remove it to use the size of the model"
+        ) from None
+    finally:
+        model.train(was_training)
 
 
 def _check_classes(names: list[str], held: Any, request: Request) -> None:

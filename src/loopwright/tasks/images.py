@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentsError, DataError, MissingPackage
+from ..errors import ArgumentsError, DataError, MissingPackage, ModelError
 from .readers import missing_file
 from .request import Request
 
@@ -35,8 +35,9 @@ class ImageTransform:
                 image = file.convert("RGB" if len(self.mean) == 3 else "L")
                 image = image.resize((self.width, self.height), Image.Resampling.BILINEAR)
                 pixels: Any = np.asarray(image, dtype=np.float32) / 255
-        except OSError as error:
-            raise DataError(f"{path} is not a readable image ({error}); replace or remove it") from None
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # Pillow's, by format
+            reason = str(error).replace(f" {str(path)!r}", "")
+            raise DataError(f"{path} is not a readable image ({reason}); replace or remove it") from None
         pixels = pixels.reshape(self.height, self.width, len(self.mean))
         scaled = (pixels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return np.ascontiguousarray(scaled.transpose(2, 0, 1))
@@ -103,9 +104,15 @@ def _check_pillow(place: str) -> None:
 
 def transform_for(request: Request, config: Any) -> ImageTransform:
     """The transform that a model expects: that of its folder, or the size of its configuration."""
-    values = _saved_values(str(request.model.tokenizer or request.model.name))
+    name = str(request.model.tokenizer or request.model.name)
+    try:
+        return _transform(_saved_values(name), config, request.data.image_size)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{Path(name, FILE)} cannot be used ({error}); correct it, or remove it") from None
+
+
+def _transform(values: dict[str, Any], config: Any, asked: int | None) -> ImageTransform:
     size: Any = values.get("size") or getattr(config, "image_size", None) or 224
-    asked = request.data.image_size
     if isinstance(size, dict):
         size = (size.get("height") or size.get("shortest_edge"), size.get("width") or size.get("shortest_edge"))
     elif not isinstance(size, (list, tuple)):

@@ -11,13 +11,16 @@ import os
 import re
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 from ..args.field import nearest
-from ..errors import ArgumentsError
+from ..errors import ArgumentsError, LoopwrightError, ModelError
 
 PATTERN = re.compile(r"([A-Za-z_][\w.\-]*(?:/[\w.\-]+)*):([A-Za-z_]\w*)")
 MODEL_FILES = (
@@ -74,8 +77,23 @@ def _from_file(home: str, folder: Path, place: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with user_code(f"{place}: {home}", "cannot be imported:"):
+        spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def user_code(what: str, happened: str) -> Iterator[None]:
+    """Errors of a user's code in one line with its place; the whole traceback is that of the error's cause."""
+    try:
+        yield
+    except LoopwrightError:
+        raise
+    except Exception as error:  # anything may be raised there
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = (error.filename, error.lineno) if isinstance(error, SyntaxError) else (at.filename, at.lineno)
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ModelError(f"{what} {happened} {type(error).__name__}: {reason} ({where[0]}:{where[1]})") from error
 
 
 def _from_package(home: str, place: str) -> Any:

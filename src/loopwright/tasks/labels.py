@@ -30,17 +30,16 @@ def label_names(
 
     `nested`: each row has a list of classes. `order_of_model`: a model with the same classes determines the order.
     """
-    found: dict[str, tuple[str, int]] = {}
+    found: dict[str, str] = {}
     for rows in splits:
         for index, row in enumerate(rows):
             for value in row[column] if nested else [row[column]]:
-                found.setdefault(_name(value, rows, index, column), (rows.name, index))
+                found.setdefault(_name(value, rows, index, column), rows.row(index))
     if given is not None:
         unknown = next((name for name in found if name not in given), None)
         if unknown is not None:
-            name, index = found[unknown]
             raise DataError(
-                f"{name}: row {index + 1}: {column}={unknown!r} is not one of the classes that "
+                f"{found[unknown]}: {column}={unknown!r} is not one of the classes that "
                 f"{request.place('data.labels')} lists"
             )
         return list(given)
@@ -63,9 +62,9 @@ def _order(name: str) -> tuple[bool, float, str]:
 def _name(value: Any, rows: Rows, index: int, column: str) -> str:
     if isinstance(value, bool | int | str) and value != "":
         return str(value)
-    if isinstance(value, float) and value == int(value):
+    if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    raise DataError(f"{rows.name}: row {index + 1}: {column}={short(value)} is not a class; use a text or an integer")
+    raise DataError(f"{rows.row(index)}: {column}={short(value)} is not a class; use a text or an integer")
 
 
 def name_of(value: Any) -> str:

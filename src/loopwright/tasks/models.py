@@ -9,7 +9,7 @@ from typing import Any
 from ..args.field import nearest
 from ..errors import ArgumentsError, MissingPackage, ModelError
 from ..notices import logger
-from .import_path import imported, is_import_path
+from .import_path import imported, is_import_path, user_code
 from .lora import with_adapter
 from .readers import missing_file
 from .request import Request
@@ -66,7 +66,8 @@ def _made_by_user(request: Request, name: str, place: str) -> Any:
     except ValueError:
         pass  # a class whose signature is unknown
     torch.manual_seed(request.seed)
-    model = make(**options)
+    with user_code(f"{place}: {name}", "raised"):
+        model = make(**options)
     if not isinstance(model, torch.nn.Module):
         raise ModelError(f"{place}: {name} returned {type(model).__name__}; it must return a torch.nn.Module")
     if request.model.from_scratch:
@@ -135,11 +136,29 @@ def load_tokenizer(request: Request) -> Any:
     transformers = transformers_package("a tokenizer")
     name, place = _tokenizer_name(request)
     tokenizer = _loaded(transformers.AutoTokenizer, name, place)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one if it finds no files
+        raise ModelError(
+            f"{place}={name!r} has no vocabulary of a tokenizer; set model.tokenizer to a folder or name that has one"
+        )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise ModelError(f"{place}: the tokenizer {name!r} has neither a padding nor an end token; add one")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_ids(model: Any, samples: Any) -> None:
+    """Raise if a sample has a token that the model has no embedding for."""
+    if not isinstance(samples, list) or not samples or "input_ids" not in samples[0]:
+        return
+    find = getattr(model, "get_input_embeddings", None)
+    known = getattr(find() if callable(find) else None, "num_embeddings", None)
+    largest = max(max(sample["input_ids"], default=0) for sample in samples)
+    if known is not None and largest >= known:
+        raise ModelError(
+            f"the tokenizer makes the token {largest}, but the model has embeddings for {known:,} tokens (0 to "
+            f"{known - 1:,}); set model.tokenizer to the tokenizer of this model"
+        )
 
 
 def load_processor(request: Request, auto: str) -> Any:
@@ -198,8 +217,11 @@ def _with_weights(kind: Any, name: str, place: str, **options: Any) -> Any:
 
 def _made(make: Any, name: str, place: str) -> Any:
     """Call a function of transformers; its errors become one line with the place."""
+    from safetensors import SafetensorError
+
     try:
         return make()
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(f"{place}={name!r} cannot be loaded: {lines[0]}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+        reason = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+        raise ModelError(f"{place}={name!r} cannot be loaded: {reason}") from error

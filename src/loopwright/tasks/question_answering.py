@@ -73,13 +73,13 @@ def _check_rows(rows: Rows, request: Request) -> None:
         answers = row[data.answers_column]
         if not isinstance(answers, dict) or not {"text", "answer_start"} <= answers.keys():
             raise DataError(
-                f"{rows.name}: row {index + 1}: {data.answers_column}={short(answers)} needs the lists text and "
+                f"{rows.row(index)}: {data.answers_column}={short(answers)} needs the lists text and "
                 "answer_start"
             )
         for text, start in zip(answers["text"], answers["answer_start"], strict=False):
             if row[data.context_column][start : start + len(text)] != text:
                 raise DataError(
-                    f"{rows.name}: row {index + 1}: the answer {short(text)} is not at character {start} of its context"
+                    f"{rows.row(index)}: the answer {short(text)} is not at character {start} of its context"
                 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..args.field import nearest
+from ..args.field import advised
 from ..args.problems import short
 from ..errors import ArgumentsError, DataError, MissingPackage
 from .fields import DataFields
@@ -24,13 +24,19 @@ LARGEST_FIELD = 2**27
 class Rows(list[Row]):
     """The rows of a source, with its name for messages."""
 
-    def __init__(self, rows: Sequence[Row], name: str) -> None:
+    def __init__(self, rows: Sequence[Row], name: str, numbers: Sequence[int] | None = None) -> None:
         super().__init__(rows)
         self.name = name
+        self.numbers = range(1, len(rows) + 1) if numbers is None else numbers
+        """The number of each row in its source."""
 
     def part(self, indices: Sequence[int]) -> Rows:
         """Some of the rows, in the given order."""
-        return Rows([self[index] for index in indices], self.name)
+        return Rows([self[index] for index in indices], self.name, [self.numbers[index] for index in indices])
+
+    def row(self, index: int) -> str:
+        """A row for messages: the source and its number there."""
+        return f"{self.name}: row {self.numbers[index]}"
 
 
 def read_splits(request: Request, read: Callable[[Request, str], Rows] | None = None) -> tuple[Rows, Rows | None]:
@@ -87,10 +93,9 @@ def missing_file(place: str, source: str) -> ArgumentsError:
     folder = Path(source).parent
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     where = "" if folder.is_dir() else f" (there is no folder {str(folder)!r})"
-    return ArgumentsError(
-        f"{place}: there is no file or folder {source!r}{where}{nearest(Path(source).name, names)}; "
-        "paths in a configuration are relative to its folder"
-    )
+    problem = f"{place}: there is no file or folder {source!r}{where}"
+    more = "paths in a configuration are relative to its folder"
+    return ArgumentsError(advised(problem, Path(source).name, names, more))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -114,7 +119,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}:{number}: not JSON ({error}); a line holds one object") from None
                 yield _object(row, f"{path}:{number}")
 
@@ -122,7 +127,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: not JSON ({error})") from None
     if not isinstance(rows, list):
         raise DataError(f"{path}: a JSON file of data is a list of objects, not {type(rows).__name__}")
@@ -141,6 +146,7 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         try:
+            _check_header(reader.fieldnames or (), path, delimiter)
             for row in reader:
                 if None in row or None in row.values():
                     names = len(reader.fieldnames or ())
@@ -148,6 +154,18 @@ def _csv(path: Path, delimiter: str = ",") -> Iterator[Row]:
                 yield row
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: not CSV ({error})") from None
+
+
+def _check_header(names: Sequence[str], path: Path, delimiter: str) -> None:
+    twice = next((name for name in names if list(names).count(name) > 1), None)
+    if twice is not None:
+        raise DataError(f"{path}:1: the header has the column {twice!r} more than once; rename or remove one of them")
+    other = next((each for each in ";\t|" if each != delimiter and len(names) == 1 and each in names[0]), None)
+    if other is not None:
+        raise DataError(
+            f"{path}:1: the columns are separated by {other!r}; separate them by {delimiter!r}"
+            + (", or name the file .tsv" if other == "\t" else "")
+        )
 
 
 def _tsv(path: Path) -> Iterator[Row]:
@@ -237,11 +255,9 @@ def need_column(rows: Rows, column: str, key: str, request: Request) -> None:
         return
     names = list(dict.fromkeys(name for row in rows[:100] for name in row))
     if column in names:
-        raise DataError(f"{rows.name}: row {missing + 1} has no column {column!r}; add it, or remove the row")
-    raise ArgumentsError(
-        f"{request.place(key)}={column!r}: {rows.name} has no such column{nearest(column, names)}; "
-        f"it has {', '.join(names)}"
-    )
+        raise DataError(f"{rows.row(missing)} has no column {column!r}; add it, or remove the row")
+    problem = f"{request.place(key)}={column!r}: {rows.name} has no such column"
+    raise ArgumentsError(advised(problem, column, names, f"it has {', '.join(names)}"))
 
 
 def need_text(rows: Rows, column: str, key: str, request: Request) -> None:
@@ -249,4 +265,14 @@ def need_text(rows: Rows, column: str, key: str, request: Request) -> None:
     need_column(rows, column, key, request)
     for index, row in enumerate(rows):
         if not isinstance(row[column], str):
-            raise DataError(f"{rows.name}: row {index + 1}: {column}={short(row[column])} is not text")
+            raise DataError(f"{rows.row(index)}: {column}={short(row[column])} is not text")
+
+
+def need_tokens(rows: Rows, samples: Sequence[Row], column: str) -> None:
+    """Raise unless the tokenizer made tokens of every row."""
+    empty = next((index for index, sample in enumerate(samples) if not len(sample["input_ids"])), None)
+    if empty is not None:
+        raise DataError(
+            f"{rows.row(empty)}: the tokenizer makes no token of {column}={short(rows[empty][column])}; "
+            "remove the row"
+        )

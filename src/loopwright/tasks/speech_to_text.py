@@ -71,7 +71,7 @@ def _encoded(rows: Rows, tokenizer: Any, extractor: Any, request: Request, notes
         values, rate = read_audio(Path(rows.name).parent / row[data.audio_column])
         if rate != extractor.sampling_rate:
             raise DataError(
-                f"{rows.name}: row {index + 1}: {row[data.audio_column]} has {rate} samples per second and the model "
+                f"{rows.row(index)}: {row[data.audio_column]} has {rate} samples per second and the model "
                 f"needs {extractor.sampling_rate}; convert it"
             )
         if len(values) > data.max_seconds * rate:

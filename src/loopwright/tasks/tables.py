@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from .fields import DataFields
 from .readers import Rows, missing_file, need_column, read_splits
 from .request import Request
 
+LARGEST = 3.4028234e38
+"""The largest 32-bit float."""
 MLP = "mlp"
 """The name of the model that is made here."""
 
@@ -116,7 +119,7 @@ def _arrays(path: Path, request: Request, split: str) -> Rows:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{place}: {path} is not a file of numpy's savez with plain arrays ({error})") from None
     lengths = {len(array) for array in arrays.values() if array.ndim}
     if len(lengths) != 1 or any(not array.ndim for array in arrays.values()):
@@ -166,15 +169,16 @@ def _not_a_number(rows: Rows, columns: list[str]) -> DataError:
     for index, row in enumerate(rows):
         for column in columns:
             try:
-                good = abs(float(row[column])) < float("inf")
+                good = abs(float(row[column])) <= LARGEST
             except (TypeError, ValueError):
                 good = False
             if not good:
+                value = f"{rows.row(index)}: {column}={short(row[column])}"
                 return DataError(
-                    f"{rows.name}: row {index + 1}: {column}={short(row[column])} is not a finite number; replace it, "
-                    "or list the other columns in data.feature_columns"
+                    f"{value} is not a finite number of 32 bits; replace it, or list the other columns in "
+                    "data.feature_columns"
                 )
-    return DataError(f"{rows.name}: some values are too large for 32-bit floats")
+    return DataError(f"{rows.name}: some values are not finite numbers of 32 bits")
 
 
 def build_regression(request: Request) -> Materials:

@@ -8,7 +8,7 @@ from typing import Any
 from ..args.field import Group, arg, list_of_names
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import need_column, need_text, read_splits
+from .readers import need_column, need_text, need_tokens, read_splits
 from .request import Request
 
 
@@ -53,10 +53,12 @@ def build(request: Request) -> Materials:
         pair = None if data.text_pair_column is None else [row[data.text_pair_column] for row in rows]
         texts = tokenizer([row[data.text_column] for row in rows], pair, truncation=True, max_length=data.max_length)
         labels = with_numbers(rows, data.label_column, names)
-        return [
+        samples = [
             {**{key: values[index] for key, values in texts.items()}, "labels": labels[index]}
             for index in range(len(rows))
         ]
+        need_tokens(rows, samples, data.text_column)
+        return samples
 
     model = load_model(
         request,

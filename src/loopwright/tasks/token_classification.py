@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..args.field import Group, arg, list_of_names
+from ..args.problems import short
 from ..errors import DataError
 from .declaration import Materials, Task
 from .fields import DataFields, LengthFields
-from .readers import Rows, need_column, read_splits
+from .readers import Rows, need_column, need_tokens, read_splits
 from .request import Request
 
 
@@ -69,12 +70,15 @@ def _check_rows(rows: Rows, request: Request) -> None:
     need_column(rows, tags, "data.tags_column", request)
     for index, row in enumerate(rows):
         if not isinstance(row[words], list) or not isinstance(row[tags], list):
-            raise DataError(f"{rows.name}: row {index + 1}: {words} and {tags} must be lists")
+            raise DataError(f"{rows.row(index)}: {words} and {tags} must be lists")
         if len(row[words]) != len(row[tags]):
             raise DataError(
-                f"{rows.name}: row {index + 1} has {len(row[words])} {words} and {len(row[tags])} {tags}; each word "
+                f"{rows.row(index)} has {len(row[words])} {words} and {len(row[tags])} {tags}; each word "
                 "needs one tag"
             )
+        other = next((word for word in row[words] if not isinstance(word, str)), None)
+        if other is not None:
+            raise DataError(f"{rows.row(index)}: the word {short(other)} is not text; put it in quotes")
 
 
 def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> list[dict[str, Any]]:
@@ -84,7 +88,7 @@ def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> l
     numbers = {name: index for index, name in enumerate(names)}
     samples = []
     for row in rows:
-        words = [str(word) for word in row[data.tokens_column]]
+        words = row[data.tokens_column]
         encoding = tokenizer(words, is_split_into_words=True, truncation=True, max_length=data.max_length)
         labels, before = [], None
         for word in encoding.word_ids():
@@ -92,6 +96,7 @@ def _encoded(rows: Rows, tokenizer: Any, names: list[str], data: TokenData) -> l
             labels.append(numbers[name_of(row[data.tags_column][word])] if is_first else -100)
             before = word
         samples.append({**encoding, "labels": labels})
+    need_tokens(rows, samples, data.tokens_column)
     return samples
 
 

@@ -1,0 +1,119 @@
+"""What a trial makes of the time ledger of its updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loopwright.config import trial
+from loopwright.config.trial import HEAVIEST, STRIDE, WARM, TrialClock
+from loopwright.core.ledger import COMPILING, DATA, PARTS, PREPARING, PROVING, SAVING, UPDATES, Seconds
+
+pytestmark = pytest.mark.usefixtures("no_limit")
+
+
+@pytest.fixture
+def no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "ENOUGH", 1e9)
+    monkeypatch.setattr(trial, "SHORT", 1e9)
+
+
+class Device:
+    """A ledger whose updates take given seconds; an asynchronous device delays them to the next wait."""
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        self.seconds: Seconds = {**dict.fromkeys(PARTS, 0.0), PREPARING: 3.0}
+        self.is_late, self.queued, self.waits = is_late, 0.0, 0
+
+    def wait(self) -> None:
+        self.seconds[UPDATES] += self.queued
+        self.queued = 0.0
+        self.waits += 1
+
+    def spent(self) -> Seconds:
+        return dict(self.seconds)
+
+    def add(self, updates: float, **more: float) -> None:
+        if self.is_late:
+            self.queued += updates
+        else:
+            self.seconds[UPDATES] += updates
+        for part, seconds in more.items():
+            self.seconds[part] += seconds
+
+
+def run(device: Device, updates: list[dict[str, float]], *, stride: int = 1, has_heavy: bool = False) -> TrialClock:
+    clock = TrialClock(device.wait, device.spent)
+    clock.stride, clock.has_heavy, clock.saves_early = stride, has_heavy, False
+    state: Any = SimpleNamespace(global_step=0, max_steps=len(updates))
+    args: Any = None
+    clock.on_train_begin(args, state, SimpleNamespace())
+    for each in updates:
+        clock.on_step_begin(args, state, SimpleNamespace())
+        device.add(**each)
+        state.global_step += 1
+        clock.on_step_end(args, state, SimpleNamespace())
+    return clock
+
+
+def same(seconds: float, count: int) -> list[dict[str, float]]:
+    return [{"updates": seconds}] * count
+
+
+def test_slower_first_updates_are_counted_once() -> None:
+    clock = run(Device(), [{"updates": 5.0}, *same(1.0, 29)])
+    assert clock.times() == pytest.approx((4.0, 1.0))
+
+
+def test_the_heaviest_updates_are_not_a_warm_up() -> None:
+    heavy = [{"updates": 3.0}] * HEAVIEST
+    clock = run(Device(), [{"updates": 2.0}, *heavy, *same(1.0, 27)], has_heavy=True)
+    assert clock.times() == pytest.approx((1.0, 1.0))
+
+
+def test_waiting_for_data_belongs_to_an_update() -> None:
+    clock = run(Device(), [{"updates": 1.0, DATA: 0.5}] * 20)
+    assert clock.times() == pytest.approx((0.0, 1.5))
+
+
+def test_proofs_compiling_and_saves_are_no_part_of_an_update() -> None:
+    other = {PROVING: 7.0, COMPILING: 20.0, SAVING: 2.0}
+    clock = run(Device(), [*same(1.0, 9), {"updates": 1.0, **other}, *same(1.0, 10)])
+    assert clock.times() == pytest.approx((0.0, 1.0))
+
+
+def test_a_slow_update_in_the_first_half_is_counted_once() -> None:
+    clock = run(Device(), [*same(1.0, 6), {"updates": 30.0}, *same(1.0, 23)])
+    assert clock.first == 7
+    assert clock.times() == pytest.approx((29.0, 1.0))
+
+
+def test_updates_of_a_device_that_computes_later_are_timed_between_waits() -> None:
+    device = Device(is_late=True)
+    clock = run(device, [{"updates": 4.0}, *same(1.0, WARM + 5 * STRIDE)], stride=STRIDE)
+    assert clock.times() == pytest.approx((3.0, 1.0))
+    assert device.waits == WARM + 6, "a device that is waited for in every update is slower"
+
+
+def test_a_late_device_that_was_slow_is_timed_from_the_next_wait() -> None:
+    slow = [*same(1.0, WARM + 2), {"updates": 80.0}, *same(1.0, 6 * STRIDE)]
+    clock = run(Device(is_late=True), slow, stride=STRIDE)
+    assert clock.first == WARM + STRIDE
+    assert clock.times()[1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("hits", "misses", "share"), [(0, 0, 1.0), (4, 0, 1.0), (0, 4, 0.3), (2, 2, 0.65)])
+def test_the_run_after_the_trial_compiles_from_the_cache(
+    hits: int, misses: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counter({"fxgraph_cache_hit": hits, "fxgraph_cache_miss": misses})
+    monkeypatch.setitem(trial.sys.modules, "torch._dynamo.utils", SimpleNamespace(counters={"inductor": counts}))
+    assert trial.cached_share() == pytest.approx(share)
+
+
+@pytest.mark.parametrize("count", [1, 2, WARM, WARM + 1])
+def test_a_run_of_few_updates_can_be_timed(count: int) -> None:
+    assert run(Device(), same(1.0, count)).times() == pytest.approx((0.0, 1.0))
