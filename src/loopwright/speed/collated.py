@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.update import Update
 from .changed_batches import ChangedBatches
+from .channels_last import images_last
 from .compile.region import Region
 from .cuda_graphs.recorder import shape_key
 from .inputs import PlannerInputs
@@ -26,7 +27,8 @@ class RegionUse:
     """Installs a region in the model until `finish`, and compares some updates."""
 
     def __init__(self, situation: PlannerInputs, region: Region, plan: SpeedPlan, *, is_proved: bool) -> None:
-        self._region, self._prover = region, RegionProver(situation, region, in_graph=plan.graphed)
+        prepare = images_last if plan.channels_last else lambda batch: batch
+        self._region, self._prover = region, RegionProver(situation, region, in_graph=plan.graphed, prepare=prepare)
         self.must_prove = not is_proved
         self.too_often: str | None = None
         """Which change of the model was too frequent to compare an update after each."""

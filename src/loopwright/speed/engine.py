@@ -10,6 +10,7 @@ import numpy as np
 
 from ..core.update import MicroBatch, Update
 from .attention.kernel_choice import without_cudnn
+from .channels_last import images_last
 from .collated import CollatedUse
 from .compile.region import Region
 from .cuda_graphs.graphed_step import GraphedTraining
@@ -353,6 +354,8 @@ class SpeedEngine:
             self._undo.append(self._graphed.close)
             if layout is not None:
                 self._graphed.take_rows(layout.for_model)
+            elif self.plan.channels_last:
+                self._graphed.take_images(images_last)
         self._collated = CollatedUse.of(self._here, self.plan, proved, is_proved=not is_saved)
         if self._collated is not None:
             self._undo.append(self._collated.finish)

@@ -176,6 +176,10 @@ class GraphedTraining:
         self._prepare = prepare
         self.step.most, self.step.from_time = MOST_ROWS, 2
 
+    def take_images(self, prepare: Callable[[Any], Any]) -> None:
+        """Convert the images of each micro-batch on the device."""
+        self._prepare = prepare
+
     def _loss_of(self, inputs: dict[str, Any], items: Any) -> Tensor:
         return self._given_loss_of(self._prepare(inputs), items)
 

@@ -42,6 +42,8 @@ class SpeedPlan:
     """How many of the collator's micro-batches are computed together."""
     widened: bool = False
     """Whether targets are filled up to a few widths."""
+    channels_last: bool = False
+    """Whether images are computed with their channels as the last dimension in memory; only in graphs."""
     varied: bool = False
     """Whether the collator's micro-batches have many shapes, for which cuDNN's attention is not used."""
     graphed: bool = False

@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from ..channels_last import CHANNELS_LAST, images_last, may_help
 from ..compile.blocks import get_ready, repeated_blocks
 from ..compile.region import MODEL, Region
 from ..cuda_graphs.recorder import shape_key
 from ..fused_loss.lazy_logits import PendingHead
 from ..inputs import PlannerInputs
+from ..proof.prober import Proof
 from ..proof.region import RegionProver, trial
 from .cost import Work, count_work, pays_to_compile
 from .decision import AS_MADE, COMPILED, SpeedPlan
@@ -119,7 +121,7 @@ class RegionChoice:
         here, region = self._here, self._here.region()
         prover = RegionProver(here, region, in_graph=plan.graphed)
         here.learn(list(batches))  # what the model is given, such as the number of items, depends on its loss
-        proof = prover.prove(batches, name=REGION)
+        proof = self._proved_with_images_last(plan, region, batches) or prover.prove(batches, name=REGION)
         reason = proof.reason
         if proof.accepted and here.may_measure and not plan.graphed:  # a graph is not bound by the launches timed here
             reason = self._measured(prover, batches, head, proof.numbers)
@@ -132,6 +134,24 @@ class RegionChoice:
         plan.region, plan.made_for = region.scope, here.described()
         plan.note(REGION, True, _described(region, proof.numbers), proof.numbers)
         return region, ""
+
+    def _proved_with_images_last(self, plan: SpeedPlan, region: Region, batches: Sequence[Any]) -> Proof | None:
+        """The proof with channels-last images, if they are faster and give the same; otherwise None."""
+        here = self._here
+        if not plan.graphed or not may_help(here, batches[0]):
+            return None
+        prover = RegionProver(here, region, in_graph=True, prepare=images_last)
+        before = prover.seconds(batches, with_region=False)
+        after = prover.seconds(batches, with_region=False, is_prepared=True)
+        times = f"{1000 * after:.1f} ms for a micro-batch as written instead of {1000 * before:.1f}"
+        if after > FASTER * before and here.level != "max":
+            plan.note(CHANNELS_LAST, False, f"they are not faster: {times}")
+            return None
+        proof = prover.prove(batches, name=REGION)
+        plan.channels_last = proof.accepted
+        reason = f"{times}; proved with the compiled code" if proof.accepted else proof.reason
+        plan.note(CHANNELS_LAST, proof.accepted, reason)
+        return proof if proof.accepted else None
 
     def _measured(
         self, prover: RegionProver, batches: Sequence[Any], head: PendingHead | None, numbers: dict[str, float]

@@ -32,8 +32,17 @@ def region_inputs(batch: Any, region: Region) -> Any:
 class RegionProver:
     """Compares updates, and times micro-batches, with a region and without it."""
 
-    def __init__(self, situation: PlannerInputs, region: Region, *, in_graph: bool) -> None:
+    def __init__(
+        self,
+        situation: PlannerInputs,
+        region: Region,
+        *,
+        in_graph: bool,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
+    ) -> None:
         self._here, self._region = situation, region
+        self._prepare = prepare
+        """Converts a micro-batch on the device to what the region gets."""
         self._prober = Prober(situation.model, situation.loss_of, sandbox=lambda: situation.sandbox_compiled())
         tolerance = HALF if situation.computes_half else tolerance_of(situation.model)
 
@@ -50,7 +59,7 @@ class RegionProver:
         """Compare loss, gradients and state of an update; new shapes are compiled."""
         here, region = self._here, self._region
         given = [here.put(batch) for batch in batches]
-        reduced = [here.put(region_inputs(batch, region)) for batch in batches]
+        reduced = [self._prepare(here.put(region_inputs(batch, region))) for batch in batches]
         try:
             with any_wait_is_fine(), region.installed(False):
                 reference = self._prober.reference(None, given, self._setting, repeats=False)
@@ -69,10 +78,17 @@ class RegionProver:
             proof.refuse("the inputs of the compiled modules are not plain tensors")
         return proof
 
-    def seconds(self, batches: Sequence[Any], *, with_region: bool, around: Callable[[], Any] = nullcontext) -> float:
+    def seconds(
+        self,
+        batches: Sequence[Any],
+        *,
+        with_region: bool,
+        around: Callable[[], Any] = nullcontext,
+        is_prepared: bool = False,
+    ) -> float:
         """Seconds of forward and backward of the first micro-batch, measured."""
         batch = region_inputs(batches[0], self._region) if with_region else batches[0]
-        run = trial(self._here, batch)
+        run = trial(self._here, batch, self._prepare if with_region or is_prepared else lambda each: each)
         with any_wait_is_fine(), self._region.installed(with_region), around(), self._prober.quiet(self._setting):
             run()
             _wait(self._here.device)
@@ -83,10 +99,12 @@ class RegionProver:
             return (time.perf_counter() - started) / RUNS
 
 
-def trial(here: PlannerInputs, batch: Any) -> Callable[[], None]:
+def trial(
+    here: PlannerInputs, batch: Any, prepare: Callable[[Any], Any] = lambda batch: batch
+) -> Callable[[], None]:
     """A function that computes the loss of a micro-batch and its gradients, and keeps neither."""
     parameters = [p for p in here.model.parameters() if p.requires_grad]
-    given = here.put(batch)
+    given = prepare(here.put(batch))
 
     def backward(loss: Tensor | None, factor: Any = None) -> None:
         if loss is not None:
